@@ -1,16 +1,12 @@
 """Many teachers that are adapters on one base: memory, loads, switches, time, and whether their log-probs are right.
 
-    python -m mopd_dataplane.bench.adapters BASE FOLDER COUNT RANK measure() starts this as a child process
-
 Adapters of random factors on every linear layer, written by peft. Two packs of random tokens are read by every teacher,
 teacher after teacher, as scoring orders its work. Memory is what the process holds beyond what it held before the base.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -19,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mopd_dataplane.bench.apart import apart
 from mopd_dataplane.bench.crowd import pss_bytes
-from mopd_dataplane.bench.train_memory import check_whole_model, figures_of
+from mopd_dataplane.bench.train_memory import check_whole_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,37 +41,22 @@ def measure(base: Path, folder: Path, *, count: int, rank: int) -> dict[str, Any
     check_whole_model(base)
     if find_spec("peft") is None:
         raise ModuleNotFoundError("peft", name="peft")
-    return figures_of("adapters", str(base), str(folder), str(count), str(rank), timeout_s=DEADLINE_S)
+    apart(write, str(base), str(folder), count, rank, timeout_s=DEADLINE_S)
+    figures: dict[str, Any] = apart(measured, str(base), str(folder), count, timeout_s=DEADLINE_S)
+    return figures
 
 
-def main() -> None:
-    """Run the measurement that the command line names, and print its figures."""
-    base, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    count, rank = int(sys.argv[3]), int(sys.argv[4])
-    adapters = _write_adapters(base, folder, count, rank)
-    print(json.dumps(_measured(base, adapters)))
-
-
-def _write_adapters(base: Path, folder: Path, count: int, rank: int) -> list[Path]:
-    """Folders of adapters that differ. In a child process, so that what it takes is not counted."""
-    code = "import sys; from mopd_dataplane.bench.adapters import write; write(*sys.argv[1:])"
-    subprocess.run(
-        [sys.executable, "-c", code, str(base), str(folder), str(count), str(rank)], check=True, timeout=DEADLINE_S
-    )
-    return [folder / f"teacher{ordinal}" for ordinal in range(count)]
-
-
-def write(base: str, folder: str, count: str, rank: str) -> None:
+def write(base: str, folder: str, count: int, rank: int) -> None:
     """Write random adapters on a base with peft."""
     import torch
     from peft import LoraConfig, get_peft_model
 
     from mopd_dataplane.models.hf import load_model
 
-    config = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(load_model(Path(base)), config)
     model.peft_config["default"].base_model_name_or_path = base
-    for ordinal in range(int(count)):
+    for ordinal in range(count):
         torch.manual_seed(ordinal)
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -82,13 +64,15 @@ def write(base: str, folder: str, count: str, rank: str) -> None:
         model.save_pretrained(f"{folder}/teacher{ordinal}")
 
 
-def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
+def measured(model: str, folder: str, count: int) -> dict[str, Any]:
+    """Figures of the first adapters of a folder, read in this process."""
     import torch
 
     from mopd_dataplane.models.hf import load_merged, load_model, load_tokenizer, tokenizer_digest
     from mopd_dataplane.score.readers import HfReader
     from mopd_dataplane.score.teacher_forward import TeacherForward
 
+    base, adapters = Path(model), [Path(folder, f"teacher{ordinal}") for ordinal in range(count)]
     digest = tokenizer_digest(load_tokenizer(base))
     vocabulary = int(load_model(base).config.vocab_size)
     noise = np.random.default_rng(0)
@@ -102,22 +86,23 @@ def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
     alone = min(_seconds(plain.teacher("base"), texts) for _ in range(3))
     plain.close()
 
-    pool = _pool({folder.name: folder for folder in adapters}, digest)
+    pool = _pool({adapter.name: adapter for adapter in adapters}, digest)
     first = []
-    for folder in adapters:
+    for adapter in adapters:
         began = time.perf_counter()
-        first.append(_seconds(pool.teacher(folder.name), texts, began))
+        first.append(_seconds(pool.teacher(adapter.name), texts, began))
         _progress("read for the first time", len(first), len(adapters))
     held = pss_bytes(os.getpid()) - before
     again = []
-    for folder in adapters:
-        again.append(_seconds(pool.teacher(folder.name), texts))
+    for adapter in adapters:
+        again.append(_seconds(pool.teacher(adapter.name), texts))
         _progress("read again", len(again), len(adapters))
-    apart = 0.0
-    for folder in adapters[:CHECKED]:
-        merged = TeacherForward((HfReader(load_merged(folder)),), (1.0,))
-        apart = max(apart, float((_said(merged, texts) - _said(pool.teacher(folder.name), texts)).abs().max()))
-    on_disk = sum(file.stat().st_size for folder in adapters for file in folder.glob("*.safetensors"))
+    difference = 0.0
+    for adapter in adapters[:CHECKED]:
+        merged = TeacherForward((HfReader(load_merged(adapter)),), (1.0,))
+        gap = (_said(merged, texts) - _said(pool.teacher(adapter.name), texts)).abs().max()
+        difference = max(difference, float(gap))
+    on_disk = sum(file.stat().st_size for adapter in adapters for file in adapter.glob("*.safetensors"))
     base_bytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     return {
         "adapters": len(adapters),
@@ -131,7 +116,7 @@ def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
         "first_reading_s": float(np.median(first)),
         "reading_s": float(np.median(again)),
         "reading_of_base_s": alone,
-        "largest_difference_to_merged_nat": apart,
+        "largest_difference_to_merged_nat": difference,
         "threads": torch.get_num_threads(),
     }
 
@@ -166,7 +151,3 @@ def _seconds(forward: Any, texts: list[Any], began: float | None = None) -> floa
 def _progress(what: str, done: int, of: int) -> None:
     if done % 10 == 0 or done == of:
         print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()

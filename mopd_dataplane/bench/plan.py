@@ -8,12 +8,8 @@ Files of payload tables that are opened meanwhile are watched for; their bytes c
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.memory import freed_memory_kept
+from mopd_dataplane.bench.apart import apart
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
@@ -52,20 +49,13 @@ def measure(samples: int, *, strict: bool = False, window: int = 0, folder: Path
     folder: where the store is made, and removed again. Returns FIGURES first, then the parts they are made of.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-plan-") as scratch:
-        _child("--make", scratch, samples)
-        options = ["--window", str(window or samples), *(["--strict"] if strict else [])]
-        found: dict[str, Any] = json.loads(_child("--measure", scratch, samples, *options))
+        apart(make_metadata, scratch, samples, timeout_s=TIMEOUT_S)
+        found: dict[str, Any] = apart(measure_here, scratch, samples, window or samples, strict, timeout_s=TIMEOUT_S)
     return found
 
 
-def _child(action: str, folder: str, samples: int, *options: str) -> str:
-    command = [sys.executable, "-m", "mopd_dataplane.bench.plan", action, folder, "--samples", str(samples), *options]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
-    return result.stdout
-
-
-def make_metadata(folder: Path, samples: int) -> Store:
-    """A store whose `samples` table has that many rows, in about the order in which they were admitted."""
+def make_metadata(folder: str, samples: int) -> None:
+    """Make a store whose `samples` table has that many rows, in about the order in which they were admitted."""
     store = Store.create(folder)
     lengths = lengths_of(samples, longest=CAP)
     admitted = np.argsort(np.arange(samples) + np.random.default_rng(1).integers(0, DISORDER, samples), kind="stable")
@@ -84,10 +74,11 @@ def make_metadata(folder: Path, samples: int) -> Store:
 
     filled_samples(store, samples, columns)
     store._table("tokens").append(token_rows([bench_sample(0, 1)]))
-    return store
 
 
-def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict[str, Any]:
+def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str, Any]:
+    """Figures of planning in this process, which is confined to one core."""
+    folder = Path(uri)
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     settings = sections.Plan(
         pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict,
@@ -168,23 +159,3 @@ def _sort_seconds(count: int) -> float:
     started = time.perf_counter()
     words.sort()
     return time.perf_counter() - started
-
-
-def main() -> None:
-    """Make a store, or print one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.bench.plan", description=__doc__)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--make", type=Path, metavar="FOLDER")
-    action.add_argument("--measure", type=Path, metavar="FOLDER")
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--window", type=int, default=0)
-    parser.add_argument("--strict", action="store_true")
-    options = parser.parse_args()
-    if options.make:
-        make_metadata(options.make, options.samples)
-    else:
-        print(json.dumps(_measure_here(options.measure, options.samples, options.window, options.strict)))
-
-
-if __name__ == "__main__":
-    main()

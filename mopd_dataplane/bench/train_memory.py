@@ -1,7 +1,5 @@
 """Memory of a trainer on this machine's CPU beside what `mopd check` says that it needs.
 
-    python -m mopd_dataplane.bench.train_memory MODEL DTYPE RANK OPTION     what measure() starts, once for each row
-
 Two optimizer steps of the project's own trainer on a few tokens, so that activations are next to nothing. Peak memory
 is the largest resident size of the process during them, as the kernel keeps it, less the size that it had before the
 weights were read; what a process loads once is loaded by a tiny model first.
@@ -10,15 +8,13 @@ weights were read; what a process loads once is loaded by a tiny model first.
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.bench.apart import apart
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.models.hf import check_model_folder
 from mopd_dataplane.run.estimate import training_bytes
@@ -44,10 +40,7 @@ def measure(model: Path) -> list[dict[str, Any]]:
     EngineError when measuring fails.
     """
     check_whole_model(model)
-    return [
-        figures_of("train_memory", str(model), dtype, str(rank), option, timeout_s=DEADLINE_S)
-        for dtype, rank, option in KINDS
-    ]
+    return [apart(measured, str(model), *kind, timeout_s=DEADLINE_S) for kind in KINDS]
 
 
 def check_whole_model(folder: Path) -> None:
@@ -57,22 +50,8 @@ def check_whole_model(folder: Path) -> None:
     check_model_folder(folder)
 
 
-def figures_of(module: str, *words: str, timeout_s: float) -> dict[str, Any]:
-    """What a module of this package prints as JSON, run in a process of its own. Raises EngineError when it fails."""
-    command = [sys.executable, "-m", f"mopd_dataplane.bench.{module}", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout_s, check=False)
-    if done.returncode:
-        raise EngineError(f"{' '.join(command[1:3])} ended with exit code {done.returncode}; its messages are above")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
-
-
-def main() -> None:
-    """Run the measurement that the command line names, and print its figures."""
-    print(json.dumps(_measured(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])))
-
-
-def _measured(model: Path, dtype: str, rank: int, option: str) -> dict[str, Any]:
+def measured(model: str, dtype: str, rank: int, option: str) -> dict[str, Any]:
+    """The row of one of KINDS, measured in this process."""
     from mopd_dataplane.job.sections import Lora, Train
     from mopd_dataplane.models.adapters import trained_tensors
     from mopd_dataplane.models.families import FAMILIES
@@ -85,7 +64,7 @@ def _measured(model: Path, dtype: str, rank: int, option: str) -> dict[str, Any]
         _steps(_trainer(Path(tiny), dtype, train))
     gc.collect()
     before = resident_bytes()
-    trainer = _trainer(model, dtype, train)
+    trainer = _trainer(Path(model), dtype, train)
     forget_peak()
     _steps(trainer)
     held = peak_bytes() - before
@@ -136,7 +115,3 @@ def peak_bytes() -> int:
 def resident_bytes() -> int:
     """Resident size of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-if __name__ == "__main__":
-    main()
