@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +78,7 @@ def export_samples(
     with scratch_beside(out) as scratch:
         staging = scratch / f"rows.{kind}"
         batches = _batches(store, rows, said, "hidden" in signals, pinned, made, progress)
-        if kind == "jsonl":
-            _write_jsonl(staging, batches)
-        elif kind == "arrow":
-            _write_arrow(staging, batches, made.schema)
-        else:
-            _write_parquet(staging, batches, made.schema)
+        _write(staging, kind, batches, made.schema)
         if kind == "datasets":
             staging = _as_dataset(staging, scratch)
         if "hidden" in signals:
@@ -139,27 +136,21 @@ def _rewards(store: Store, snapshot: Snapshot) -> dict[str, list[dict[str, Any]]
     return found
 
 
-def _write_parquet(file: Path, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
+def _write(file: Path, kind: str, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
+    """Rows as a JSONL or an Arrow file; as a Parquet file, which a folder of datasets is made of, for other kinds."""
     import pyarrow.parquet as pq
 
-    assert schema is not None  # a form without columns refuses the kind
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for batch in batches:
-            writer.write_table(pa.Table.from_pylist(batch, schema))
-
-
-def _write_arrow(file: Path, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
-    assert schema is not None
-    with pa.OSFile(str(file), "wb") as content, pa.ipc.new_file(content, schema) as writer:
-        for batch in batches:
-            writer.write_table(pa.Table.from_pylist(batch, schema))
-
-
-def _write_jsonl(file: Path, batches: Iterator[list[dict[str, Any]]]) -> None:
-    with file.open("w") as lines:
-        for batch in batches:
-            for row in batch:
+    if kind == "jsonl":
+        with file.open("w") as lines:
+            for row in chain.from_iterable(batches):
                 lines.write(json.dumps(row, allow_nan=False, default=_as_text) + "\n")
+        return
+    assert schema is not None  # a form without columns refuses the kind
+    with pa.OSFile(str(file), "wb") as content:
+        columns = pa.ipc.new_file if kind == "arrow" else partial(pq.ParquetWriter, compression="zstd")
+        with columns(content, schema) as writer:
+            for batch in batches:
+                writer.write_table(pa.Table.from_pylist(batch, schema))
 
 
 def _as_text(value: bytes) -> str:

@@ -36,6 +36,11 @@ STAGE_NAME = r"[a-z0-9][a-z0-9_.-]{0,63}"
 """As a job file allows."""
 IMPORTED = "imported"
 """In place of the weights' digest of a teacher of whom only log-probs are known."""
+STATED = (
+    "effort", "writer", "writer_seq", "policy", "temperature", "top_p", "top_k", "sampler", "group_index",
+    "finish_reason", "interruptions", "resume",
+)  # fmt: skip
+"""Fields of a sample that are as a row states them."""
 SPLIT = "import"
 """Split of imported prompts: no rollout samples them, no evaluation asks them."""
 
@@ -279,9 +284,7 @@ def _converted(
             "give the tokenizer that made them"
         )
     prompt = _question(row, domain, settings)
-    prompt_id = prompt.prompt_id
-    length = len(response_ids)
-    mask = np.ones(length, np.uint8)
+    mask = np.ones(len(response_ids), np.uint8)
     if row.loss_mask is not None:
         mask = whole_numbers(row.loss_mask, 0, 1, "loss_mask").astype(np.uint8)
     logprobs = None
@@ -291,37 +294,21 @@ def _converted(
             given_logprobs[(mask == 0) & (given_logprobs != 0)] = 0
         logprobs = log_probs(given_logprobs, "logprobs").astype(np.float32)
     tokens = np.array(prompt_ids + response_ids, np.int32)
-    group = given.get("group_id", f"{prompt_id}#{row.iteration}")
+    group = given.get("group_id", f"{prompt.prompt_id}#{row.iteration}")
     index = groups[group] = groups.get(group, -1) + 1
+    stated: dict[str, Any] = {
+        "group_index": index, "writer": f"import-{settings.format}" + ("-text" if row.prompt_ids is None else ""),
+        "writer_seq": ordinal, "policy": settings.policy, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0,
+        "finish_reason": "unknown",
+    } | {name: given[name] for name in STATED if name in given}  # fmt: skip
     sample = Sample(
-        uid=given.get("uid") or _uid(stage, row, tokens, logprobs, mask, seen),
-        prompt_id=prompt_id,
-        group_id=group,
-        group_index=given.get("group_index", index),
-        iteration=row.iteration,
-        domain=domain,
-        effort=given.get("effort", ""),
-        stage=stage,
-        writer=given.get("writer", f"import-{settings.format}" + ("-text" if row.prompt_ids is None else "")),
-        writer_seq=given.get("writer_seq", ordinal),
-        policy=given.get("policy", settings.policy),
-        temperature=given.get("temperature", settings.temperature),
-        top_p=given.get("top_p", 1.0),
-        top_k=given.get("top_k", 0),
-        sampler=given.get("sampler"),
-        prompt_len=len(prompt_ids),
-        tokens=tokens,
-        logprobs=logprobs,
-        loss_mask=mask,
+        uid=given.get("uid") or _uid(stage, row, tokens, logprobs, mask, seen), prompt_id=prompt.prompt_id,
+        group_id=group, iteration=row.iteration, domain=domain, stage=stage, prompt_len=len(prompt_ids), tokens=tokens,
+        logprobs=logprobs, loss_mask=mask, turns=row.turns, tokenizer=vocabulary.digest,
         version_starts=whole_numbers(given.get("version_starts", [0]), *IDS, "version_starts").astype(np.int32),
         versions=whole_numbers(given.get("versions", [row.iteration]), *INT32, "versions").astype(np.int32),
-        **_recorded(row, len(tokens), mask, vocabulary),
-        turns=row.turns,
-        finish_reason=given.get("finish_reason", "unknown"),
-        interruptions=given.get("interruptions", 0),
-        resume=given.get("resume", "none"),
-        tokenizer=vocabulary.digest,
-    )
+        **_recorded(row, len(tokens), mask, vocabulary), **stated,
+    )  # fmt: skip
     check_sample(sample)
     if row.teacher_logprobs is not None:
         row.signals.append(_reference(row.teacher_logprobs, sample, settings.teacher, vocabulary))
