@@ -12,7 +12,8 @@ import os
 import selectors
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,14 @@ def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()
             process.wait(DEADLINE_S)
     best = min(rounds, key=lambda one: one.seconds)
     return Crowd(best.answers, min(one.cpu_seconds for one in rounds), max(one.pss_bytes for one in rounds))
+
+
+def make_passes(one_pass: Callable[[], dict[str, Any]]) -> None:
+    """What a measured process does: a pass that warms it up, then one for every line on stdin."""
+    one_pass()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(one_pass()), flush=True)
 
 
 def _line(process: subprocess.Popen[bytes]) -> str:

@@ -18,6 +18,7 @@ from mopd_dataplane.bench.peers import PEERS, write_work
 from mopd_dataplane.bench.synthetic import STAGE
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.load.payload import PLAIN
+from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.store.dataset import Store
 
 SAME_PACKS = 4
@@ -119,10 +120,11 @@ def _total_tokens(store: Store) -> int:
     return int(store.samples(["total_len"])["total_len"].to_numpy().sum())
 
 
-def _packs(store: Store) -> list[list[int]]:
+def _packs(store: Store) -> tuple[PlanWindow, list[list[int]]]:
+    """The planned window, and the samples of its packs."""
     plan = store.plan(STAGE, 0)
     assert plan is not None
-    return [rows.tolist() for rows in np.split(plan.sample_rows, plan.pack_starts[1:-1])]
+    return plan, [rows.tolist() for rows in np.split(plan.sample_rows, plan.pack_starts[1:-1])]
 
 
 def _write_token_work(store: Store, folder: Path) -> None:
@@ -133,15 +135,14 @@ def _write_token_work(store: Store, folder: Path) -> None:
         np.concatenate([np.array(v, d).view(np.uint8) for v, d in zip(row, dtypes, strict=True)])
         for row in zip(*columns, strict=True)
     ]
-    write_work(folder, records, _packs(store))
+    write_work(folder, records, _packs(store)[1])
 
 
 def _write_hidden_work(store: Store, folder: Path) -> None:
-    rows = np.arange(store.samples(["uid"]).num_rows)
-    plan = store.plan(STAGE, 0)
-    assert plan is not None
-    teachers = dict(
-        zip(plan.sample_rows.tolist(), np.repeat(plan.pack_teachers, np.diff(plan.pack_starts)).tolist(), strict=True)
-    )
-    records = [store.read_signal(plan.teachers[teachers[int(row)]], "hidden", [row])[0].reshape(-1) for row in rows]
-    write_work(folder, records, _packs(store))
+    plan, packs = _packs(store)
+    records = {
+        row: store.read_signal(plan.teachers[teacher], "hidden", [row])[0].reshape(-1)
+        for teacher, rows in zip(plan.pack_teachers.tolist(), packs, strict=True)
+        for row in rows
+    }
+    write_work(folder, [records[row] for row in sorted(records)], packs)

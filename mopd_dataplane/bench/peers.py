@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.bench.crowd import make_passes
 
 GROUP = 8
 """Packs the hand-rolled loader joins in one buffer, which is what makes it fast."""
@@ -93,23 +95,21 @@ def lance(work: Work) -> Pass:
         column = pa.LargeListArray.from_arrays(pa.array(work.offsets), pa.array(np.asarray(work.records)))
         rows = pa.table({"data": column})
         lance_files.write_dataset(rows, uri, data_storage_version="2.0", max_rows_per_file=LANCE_ROWS)
-    return _data_loader(_LanceRows(uri), work.packs, context="spawn")
+    return _data_loader(partial(_read_lance, uri), work.packs, context="spawn")
 
 
-class _LanceRows:
-    """Opened at first use, so that it can be handed to another process."""
+def _read_lance(uri: str, samples: Sequence[int]) -> Bytes:
+    column = _lance_rows(uri).take(list(samples), columns=["data"])["data"]
+    values: Bytes = column.combine_chunks().flatten().to_numpy()
+    return values
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._rows: Any = None
 
-    def __call__(self, samples: Sequence[int]) -> Bytes:
-        import lance as lance_files
+@cache
+def _lance_rows(uri: str) -> Any:
+    """Opened in the process that reads, once."""
+    import lance as lance_files
 
-        if self._rows is None:
-            self._rows = lance_files.dataset(self._uri)
-        values: Bytes = self._rows.take(list(samples), columns=["data"])["data"].combine_chunks().flatten().to_numpy()
-        return values
+    return lance_files.dataset(uri)
 
 
 def datasets(work: Work) -> Pass:
@@ -121,21 +121,19 @@ def datasets(work: Work) -> Pass:
     if not folder.exists():
         rows = [work.record(sample).tobytes() for sample in range(len(work.offsets) - 1)]
         hf.Dataset(pa.table({"data": pa.array(rows, pa.large_binary())})).save_to_disk(str(folder))
-    return _data_loader(_HfRows(str(folder)), work.packs, context="spawn")
+    return _data_loader(partial(_read_datasets, str(folder)), work.packs, context="spawn")
 
 
-class _HfRows:
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._rows: Any = None
+def _read_datasets(folder: str, samples: Sequence[int]) -> Bytes:
+    column = _dataset_rows(folder)[list(samples)]["data"]
+    return np.concatenate([np.frombuffer(value.as_buffer(), np.uint8) for value in column])
 
-    def __call__(self, samples: Sequence[int]) -> Bytes:
-        import datasets as hf
 
-        if self._rows is None:
-            self._rows = hf.load_from_disk(self._folder).with_format("arrow")
-        column = self._rows[list(samples)]["data"]
-        return np.concatenate([np.frombuffer(value.as_buffer(), np.uint8) for value in column])
+@cache
+def _dataset_rows(folder: str) -> Any:
+    import datasets as hf
+
+    return hf.load_from_disk(folder).with_format("arrow")
 
 
 def webdataset(work: Work) -> Pass:
@@ -253,43 +251,25 @@ def transferqueue(work: Work) -> Pass:
     return lambda: map(read, work.packs)
 
 
-PEERS: dict[str, Callable[[Work], Pass]] = {
-    "memmap": memmap,
-    "memmap-plain": memmap_plain,
-    "lance": lance,
-    "datasets": datasets,
-    "webdataset": webdataset,
-    "litdata": litdata,
-    "streaming": streaming,
-    "ray": ray,
-    "transferqueue": transferqueue,
-}
+_ALL = (memmap, memmap_plain, lance, datasets, webdataset, litdata, streaming, ray, transferqueue)
+PEERS: dict[str, Callable[[Work], Pass]] = {peer.__name__.replace("_", "-"): peer for peer in _ALL}
 
 
 def _data_loader(read: Callable[[Sequence[int]], Bytes], packs: Sequence[Sequence[int]], context: str = "") -> Pass:
     from torch.utils.data import DataLoader
 
-    rows: Any = _Packs(read, packs)
+    rows: Any = packs
     loader: Any = DataLoader(
-        rows, batch_size=None, num_workers=READERS, persistent_workers=True, multiprocessing_context=context or "fork"
-    )
+        rows, batch_size=None, collate_fn=partial(_read_tensor, read), num_workers=READERS, persistent_workers=True,
+        multiprocessing_context=context or "fork",
+    )  # fmt: skip
     return lambda: (row.numpy() for row in loader)
 
 
-class _Packs:
-    """A map-style dataset whose items are packs as uint8 tensors."""
+def _read_tensor(read: Callable[[Sequence[int]], Bytes], pack: Sequence[int]) -> Any:
+    import torch
 
-    def __init__(self, read: Callable[[Sequence[int]], Bytes], packs: Sequence[Sequence[int]]) -> None:
-        self._read = read
-        self._packs = packs
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def __getitem__(self, place: int) -> Any:
-        import torch
-
-        return torch.from_numpy(self._read(self._packs[place]))
+    return torch.from_numpy(read(pack))
 
 
 def main() -> None:
@@ -306,10 +286,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         return {"bytes": total, "seconds": seconds, "packing_cpu_s": work.packing_cpu_s}
 
-    measured()
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(measured()), flush=True)
+    make_passes(measured)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ It makes one pass to warm up, then a measured pass for every line on stdin; each
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from mopd_dataplane.bench.crowd import make_passes
 from mopd_dataplane.load.client import LoaderClient
 
 DEADLINE_S = 120.0
@@ -36,10 +36,7 @@ def main() -> None:
     """Run one trainer."""
     socket, stage, member, members = sys.argv[1:5]
     with LoaderClient(socket, member=int(member), members=int(members), views="numpy", deadline_s=DEADLINE_S) as client:
-        one_pass(client, stage)
-        print("ready", flush=True)
-        for _ in sys.stdin:
-            print(json.dumps(one_pass(client, stage)), flush=True)
+        make_passes(lambda: one_pass(client, stage))
 
 
 if __name__ == "__main__":
