@@ -18,6 +18,7 @@ shorter the higher the dose.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -124,10 +125,12 @@ class _Bench:
         """Arm B: the product's rollout with a log on disk, killed again and again in the middle of a step."""
         kept: dict[str, Sample] = {}
         with tempfile.TemporaryDirectory(prefix="length-bias-") as scratch:
-            for lifetime in [*(int(n) for n in self._draw.integers(20, 400, kills)), None]:
+            for steps in [*self._draw.integers(20, 400, kills).tolist(), -1]:
+                engine = _Mortal(slots=SLOTS)
+                engine.left = steps + 1
                 with suppress(Killed):
                     live(
-                        _Mortal(lifetime), self._prompts, kept, Path(scratch), stage="bias", seed=self._seed,
+                        engine, self._prompts, kept, Path(scratch), stage="bias", seed=self._seed,
                         max_new_tokens=MAX_NEW, render=lambda prompt: _ids(prompt.text).tolist(),
                     )  # fmt: skip
         if kept.keys() != {self._uid(i) for i in range(self._samples)}:
@@ -220,44 +223,43 @@ def live(
     )  # fmt: skip
 
 
-class _Mortal(ToyEngine):
-    """Dies after a number of steps; None lives on."""
+class Interrupted:
+    """Beside an engine's class: a rollout on it is interrupted after a number of steps, in one of two ways."""
 
-    def __init__(self, lifetime: int | None) -> None:
-        super().__init__(slots=SLOTS)
-        self._left = lifetime
+    how: str | None = "killed"
+    """killed, or stopped by SIGTERM; None: not at all."""
+    left = 0
+    """Steps until then; 0: it lives on."""
 
     def step(self) -> StepOutput:
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                raise Killed
-        return super().step()
+        """See Engine.step."""
+        self.left -= 1
+        if self.left == 0 and self.how == "killed":
+            raise Killed
+        if self.left == 0 and self.how == "stopped":
+            signal.raise_signal(signal.SIGTERM)
+        output: StepOutput = super().step()  # type: ignore[misc]  # the engine's
+        return output
+
+
+class _Mortal(Interrupted, ToyEngine):
+    """The toy engine, which may be killed."""
 
 
 def _decode(requests: Sequence[Request]) -> list[Response]:
-    """Run requests to their end; each response without the prefix its request came with."""
-    engine = ToyEngine(slots=SLOTS)
-    waiting = list(range(len(requests)))[::-1]
-    free = list(range(engine.slots))
-    running: dict[int, int] = {}
+    """Run requests to their end, all together; each response without the prefix its request came with."""
+    engine = ToyEngine(slots=len(requests))
+    engine.admit(list(enumerate(requests)))
     tokens: list[list[int]] = [[] for _ in requests]
     logprobs: list[list[float]] = [[] for _ in requests]
-    while waiting or running:
-        admitted = []
-        while waiting and free:
-            slot, ordinal = free.pop(), waiting.pop()
-            running[slot] = ordinal
-            admitted.append((slot, requests[ordinal]))
-        engine.admit(admitted)
+    running = len(requests)
+    while running:
         output = engine.step()
-        columns = (output.slots, output.token_ids, output.logprobs, output.finished)
-        for slot, token, logprob, finished in zip(*(column.tolist() for column in columns), strict=True):
-            tokens[running[slot]].append(token)
-            logprobs[running[slot]].append(logprob)
-            if finished:
-                del running[slot]
-                free.append(slot)
+        columns = (output.slots, output.token_ids, output.logprobs)
+        for slot, token, logprob in zip(*(column.tolist() for column in columns), strict=True):
+            tokens[slot].append(token)
+            logprobs[slot].append(logprob)
+        running -= int(np.count_nonzero(output.finished))
     return [_response(t, np.array(p, np.float32)) for t, p in zip(tokens, logprobs, strict=True)]
 
 

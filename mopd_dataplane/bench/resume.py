@@ -9,7 +9,6 @@ only as often as rounding allows. The rate is measured, never assumed.
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,11 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mopd_dataplane.bench.length_bias import Killed, live
+from mopd_dataplane.bench.length_bias import Interrupted, Killed, live
 from mopd_dataplane.bench.length_stats import equivalence
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
 
@@ -55,31 +53,15 @@ def measure(
     return facts | found
 
 
-class _InterruptedHf(HfEngine):
-    """Interrupts its own rollout after a number of steps, in one of two ways."""
-
+class _InterruptedHf(Interrupted, HfEngine):
     interruptions = ("killed", "stopped")
-    how: str | None = None
-    left = 0
-
-    def step(self) -> StepOutput:
-        _interrupt(self)
-        return super().step()
 
     def forget(self) -> None:
         """Slots hold all that it remembers, and they are free between two lives."""
 
 
-class _InterruptedVllm(VllmEngine):
-    """A vLLM engine that is interrupted; it saves no keys and values."""
-
-    interruptions = ("killed",)
-    how: str | None = None
-    left = 0
-
-    def step(self) -> StepOutput:
-        _interrupt(self)
-        return super().step()
+class _InterruptedVllm(Interrupted, VllmEngine):
+    interruptions = ("killed",)  # it saves no keys and values
 
     def forget(self) -> None:
         """Drop the prefixes that a killed process would not have kept."""
@@ -88,14 +70,6 @@ class _InterruptedVllm(VllmEngine):
 
 
 _Interrupted = _InterruptedHf | _InterruptedVllm
-
-
-def _interrupt(engine: _Interrupted) -> None:
-    engine.left -= 1
-    if engine.left == 0 and engine.how == "killed":
-        raise Killed
-    if engine.left == 0 and engine.how == "stopped":
-        signal.raise_signal(signal.SIGTERM)
 
 
 def _sampled(
