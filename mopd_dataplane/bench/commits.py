@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mopd_dataplane.bench.clock import seconds
 from mopd_dataplane.bench.write import bench_sample
 from mopd_dataplane.store import fragments, table
 from mopd_dataplane.store.dataset import Store
@@ -36,9 +38,7 @@ def measure(folder: Path, commits: int) -> dict[str, Any]:
     with _timed(table, "with_row_crcs", spent, "row_crc"), _timed(fragments, "check_copies", spent, "merge_check"):
         for number in range(commits):
             batch = [bench_sample(i, RESPONSE) for i in range(number * BATCH, (number + 1) * BATCH)]
-            began = time.perf_counter()
-            store.commit_samples(batch)
-            times.append(time.perf_counter() - began)
+            times.append(seconds(partial(store.commit_samples, batch)))
             if (number + 1) % every == 0:
                 curve.append({"commits": number + 1, **_point(store, times[-every:])})
     whole = sum(times)
@@ -71,11 +71,7 @@ def _timed(module: Any, function: str, spent: dict[str, float], name: str) -> It
 
 
 def _point(store: Store, times: list[float]) -> dict[str, float]:
-    openings = []
-    for _ in range(OPENINGS):
-        began = time.perf_counter()
-        Store.open(store.uri).dataset("samples").count_rows()
-        openings.append(time.perf_counter() - began)
+    openings = [seconds(lambda: Store.open(store.uri).dataset("samples").count_rows()) for _ in range(OPENINGS)]
     files, size = np.sum([_on_disk(Path(store.uri) / name) for name in ("samples", "tokens")], axis=0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {

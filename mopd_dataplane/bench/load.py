@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mopd_dataplane.bench.clock import seconds
 from mopd_dataplane.bench.crowd import Crowd, measure_crowd
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.job import sections
@@ -104,19 +106,15 @@ def slot_limits(path: Path, nbytes: int) -> tuple[float, float]:
     def copy(slot: Slot, place: int) -> None:
         slot.memory[:] = block.data
 
-    found = []
-    for work in (read, copy):
-        best = 0.0
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            for place in range(blocks):
-                work(slots[place % SLOTS], place)
-            best = max(best, blocks * len(block) / (time.perf_counter() - started))
-        found.append(best)
+    def all_blocks(work: Callable[[Slot, int], None]) -> None:
+        for place in range(blocks):
+            work(slots[place % SLOTS], place)
+
+    least_s = [min(seconds(partial(all_blocks, work)) for _ in range(ROUNDS)) for work in (read, copy)]
     os.close(fd)
     for slot in slots:
         os.close(slot.fd)
-    return found[0], found[1]
+    return blocks * len(block) / least_s[0], blocks * len(block) / least_s[1]
 
 
 def _planned(root: Path, lengths: Any, cap: int, packs_per_step: int, **options: Any) -> Store:

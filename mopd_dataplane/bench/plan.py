@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.bench.apart import apart
+from mopd_dataplane.bench.clock import seconds
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
@@ -104,6 +105,7 @@ def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str,
         wall, cpu, kernel = time.perf_counter() - wall, time.process_time() - cpu, os.times().system - kernel
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     read_speed, copy_speed = _limits(folder)
+    words = np.random.Philox(key=1).random_raw(min(window, samples))
     packs, steps = (int(sum(stats[name] for stats in planned)) for name in ("packs", "steps"))
     return {
         "samples": samples,
@@ -122,7 +124,7 @@ def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str,
         "metadata_bytes": sum(path.stat().st_size for path in (folder / "samples" / "data").iterdir()),
         "limit: read of the same files, bytes/s": read_speed,
         "limit: copy in memory, bytes/s": copy_speed,
-        "limit: seconds to sort as many 64-bit words": _sort_seconds(min(window, samples)) * samples / window,
+        "limit: seconds to sort as many 64-bit words": seconds(words.sort) * samples / window,
     }
 
 
@@ -140,22 +142,15 @@ def _limits(folder: Path) -> tuple[float, float]:
     """Bytes per second of reading the metadata files once more, and of one large copy."""
     files = list((folder / "samples" / "data").iterdir())
     buffer = bytearray(8 << 20)
-    done, started = 0, time.perf_counter()
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                done += count
-    read = done / (time.perf_counter() - started)
+
+    def read() -> None:
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    read_s = seconds(read)
     source = np.ones(1 << 27, dtype=np.uint8)
     target = np.empty_like(source)
     np.copyto(target, source)
-    started = time.perf_counter()
-    np.copyto(target, source)
-    return read, float(len(source) / (time.perf_counter() - started))
-
-
-def _sort_seconds(count: int) -> float:
-    words = np.random.Philox(key=1).random_raw(count)
-    started = time.perf_counter()
-    words.sort()
-    return time.perf_counter() - started
+    return sum(path.stat().st_size for path in files) / read_s, len(source) / seconds(lambda: np.copyto(target, source))

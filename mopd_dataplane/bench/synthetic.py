@@ -15,6 +15,10 @@ from mopd_dataplane.store.dataset import Store
 STAGE = "student"
 BATCH = 512
 """Samples of one commit, unless told."""
+SAMPLED: dict[str, Any] = {
+    "iteration": 0, "writer": "bench", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "finish_reason": "stop",
+}  # fmt: skip
+"""What every sample of a measurement says of how it was sampled."""
 
 
 def lengths_of(samples: int, *, mean_log: float = 7.9, shortest: int = 16, longest: int = 32_768, seed: int = 0) -> Any:
@@ -45,7 +49,7 @@ def make_store(
     """
     store = Store.create(str(root))
     for teacher in teachers:
-        store.add_teacher(_teacher(teacher, hidden_size=row_bytes // 2))
+        store.add_teacher(bench_teacher(teacher, row_bytes // 2))
     held = store.dataset("samples").count_rows()
     for first in range(max(0, -(-held // batch) - 1) * batch, len(lengths), batch):
         noise = np.random.default_rng((seed, first))
@@ -66,7 +70,8 @@ def make_store(
     return store
 
 
-def _teacher(name: str, hidden_size: int) -> Teacher:
+def bench_teacher(name: str, hidden_size: int) -> Teacher:
+    """A teacher without weights."""
     return Teacher(
         name=name, source="bench", weights_digest="0" * 64, tokenizer_digest="0" * 16, vocab_size=32_000,
         hidden_size=hidden_size, dtype="bfloat16", head_file=f"heads/{name}.safetensors", head_digest="1" * 64,
@@ -85,11 +90,11 @@ def _sample(index: int, length: int, teachers: Sequence[str], group_size: int, n
     group = index // group_size
     return Sample(
         uid=sample_uid(0, STAGE, f"p{group}", index % group_size, 0), prompt_id=f"p{group}", group_id=f"p{group}#0",
-        group_index=index % group_size, iteration=0, domain=f"domain-{index % len(teachers)}", stage=STAGE,
-        writer="bench", writer_seq=index, policy=STAGE, temperature=1.0, top_p=1.0, top_k=0, prompt_len=prompt_len,
+        group_index=index % group_size, domain=f"domain-{index % len(teachers)}", stage=STAGE, writer_seq=index,
+        policy=STAGE, prompt_len=prompt_len,
         tokens=noise.zipf(1.3, length).clip(0, 31_999).astype(np.int32), logprobs=logprobs, loss_mask=mask,
         version_starts=np.array(spans, dtype=np.int32), versions=np.arange(len(spans), dtype=np.int32),
-        finish_reason="stop", tokenizer="0" * 16,
+        tokenizer="0" * 16, **SAMPLED,
     )  # fmt: skip
 
 

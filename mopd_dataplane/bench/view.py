@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import numpy as np
 
+from mopd_dataplane.bench.clock import seconds
 from mopd_dataplane.bench.crowd import tree_pss_bytes
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.store.dataset import Store
@@ -210,9 +211,4 @@ def _searched(server: PageClient) -> dict[str, float]:
 
 def _seconds(work: Callable[[], object], times: int = REPEATS) -> float:
     """Median of some calls."""
-    spent = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        spent.append(time.perf_counter() - began)
-    return round(float(np.median(spent)), 4)
+    return round(float(np.median([seconds(work) for _ in range(times)])), 4)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd_dataplane.bench.clock import seconds as seconds_of
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
@@ -23,16 +24,10 @@ from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 
 STUDENT = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "max_position_embeddings": 1024,
+    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "max_position_embeddings": 1024,
     "eos_token_id": None,
-}
+}  # fmt: skip
 """About 1.5 million parameters, the size of the quickstart's student. Random weights would draw an end token soon."""
 _RAW_BYTES = 64 << 20
 _PACED_STEPS_PER_S = 50
@@ -107,13 +102,8 @@ def _raw_write(path: Path, total: int) -> float:
 
 def _step(sequences: int) -> log_records.Step:
     handles = np.arange(sequences, dtype=np.uint32)
-    return log_records.Step(
-        handles,
-        np.zeros(sequences, np.uint32),
-        handles,
-        np.full(sequences, -0.5, np.float32),
-        np.zeros(sequences, np.uint8),
-    )
+    positions, logprobs = np.zeros(sequences, np.uint32), np.full(sequences, -0.5, np.float32)
+    return log_records.Step(handles, positions, handles, logprobs, np.zeros(sequences, np.uint8))
 
 
 def _unthrottled(log: TokenLog, sequences: int, seconds: float) -> float:
@@ -148,12 +138,8 @@ def _paced(log: TokenLog, sequences: int, seconds: float) -> list[float]:
 def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     """Milliseconds from append to durable when somebody waits for it."""
     step = _step(sequences)
-    waits = []
-    for _ in range(int(seconds * _PACED_STEPS_PER_S)):
-        began = time.perf_counter()
-        log.wait_durable(log.append(step))
-        waits.append((time.perf_counter() - began) * 1000)
-    return waits
+    times = int(seconds * _PACED_STEPS_PER_S)
+    return [1000 * seconds_of(lambda: log.wait_durable(log.append(step))) for _ in range(times)]
 
 
 def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tuple[float, float]:

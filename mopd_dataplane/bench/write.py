@@ -7,6 +7,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.bench.clock import seconds
+from mopd_dataplane.bench.synthetic import SAMPLED, bench_teacher
 from mopd_dataplane.fields import PAYLOAD, column_names
-from mopd_dataplane.records import Sample, Signal, Teacher
+from mopd_dataplane.records import Sample, Signal
 from mopd_dataplane.store.arrow_rows import sample_rows, token_rows
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.tables import SAMPLES
@@ -57,12 +60,7 @@ def write_figures(folder: Path, rows: Sequence[int]) -> dict[str, Any]:
 def _hidden_speed(folder: Path) -> tuple[float, float]:
     """(committed, raw) bytes per second of hidden states."""
     store = Store.create(folder / "hidden")
-    store.add_teacher(
-        Teacher(
-            name="bench", source="bench", weights_digest="0" * 64, tokenizer_digest="0" * 16, vocab_size=150_000,
-            hidden_size=HIDDEN_ROW // 2, dtype="bfloat16", head_file="heads/bench.safetensors", head_digest="0" * 64,
-        )
-    )  # fmt: skip
+    store.add_teacher(bench_teacher("bench", HIDDEN_ROW // 2))
     samples = [bench_sample(i, RESPONSE) for i in range((ROUNDS + 1) * HIDDEN_BATCH)]
     places = store.commit_samples(samples).rows.tolist()
     noise = np.random.default_rng(0)
@@ -95,7 +93,7 @@ def _token_speed(folder: Path) -> tuple[float, float]:
     def arrays(samples: list[Sample]) -> Iterator[NDArray[Any]]:
         return (getattr(sample, name) for sample in samples for name in column_names(PAYLOAD))
 
-    speeds = _in_turn(folder, batch, lambda samples: store.commit_samples(samples), arrays)
+    speeds = _in_turn(folder, batch, store.commit_samples, arrays)
     shutil.rmtree(folder / "tokens")
     return speeds
 
@@ -137,9 +135,7 @@ def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
     for start in range(0, (COMMITS + 1) * BATCH, BATCH):
         for count, store in stores.items():
             batch = [bench_sample(count + i, 64) for i in range(start, start + BATCH)]
-            started = time.perf_counter()
-            store.commit_samples(batch)
-            times[count].append(time.perf_counter() - started)
+            times[count].append(seconds(partial(store.commit_samples, batch)))
     return {str(count): round(1e3 * statistics.median(taken[1:]), 2) for count, taken in times.items()}
 
 
@@ -195,25 +191,9 @@ def bench_sample(number: int, response: int) -> Sample:
     """A sample with a prompt of 16 tokens; the same number gives the same sample."""
     rng = np.random.default_rng(number + 1)
     return Sample(
-        uid=rng.bytes(16).hex(),
-        prompt_id=f"p{number}",
-        group_id=f"p{number}#0",
-        group_index=0,
-        iteration=0,
-        domain="bench",
-        stage=BENCH_RUN,
-        writer="bench",
-        writer_seq=number,
-        policy="bench",
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        prompt_len=16,
+        uid=rng.bytes(16).hex(), prompt_id=f"p{number}", group_id=f"p{number}#0", group_index=0, domain="bench",
+        stage=BENCH_RUN, writer_seq=number, policy="bench", prompt_len=16,
         tokens=rng.zipf(1.3, 16 + response).clip(max=150_000).astype(np.int32),
-        logprobs=-rng.random(response, np.float32),
-        loss_mask=np.ones(response, np.uint8),
-        version_starts=np.zeros(1, np.int32),
-        versions=np.zeros(1, np.int32),
-        finish_reason="stop",
-        tokenizer="bench",
-    )
+        logprobs=-rng.random(response, np.float32), loss_mask=np.ones(response, np.uint8),
+        version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32), tokenizer="bench", **SAMPLED,
+    )  # fmt: skip

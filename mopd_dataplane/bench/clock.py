@@ -1,0 +1,13 @@
+"""Wall time of a call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
