@@ -77,7 +77,7 @@ def export_samples(
     made = FORMS[form](store, said, kind)
     with scratch_beside(out) as scratch:
         staging = scratch / f"rows.{kind}"
-        batches = _batches(store, rows, said, "hidden" in signals, pinned, made, progress)
+        batches = _batches(store, rows, said, pinned, made, progress)
         _write(staging, kind, batches, made.schema)
         if kind == "datasets":
             staging = _as_dataset(staging, scratch)
@@ -100,17 +100,11 @@ def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
 
 
 def _batches(
-    store: Store,
-    rows: np.ndarray,
-    said: SignalsOut,
-    heavy: bool,
-    snapshot: Snapshot,
-    form: Form,
-    progress: Callable[[int], None],
+    store: Store, rows: np.ndarray, said: SignalsOut, snapshot: Snapshot, form: Form, progress: Callable[[int], None]
 ) -> Iterator[list[dict[str, Any]]]:
     prompts = {row["prompt_id"]: row for row in store.table("prompts", snapshot=snapshot).to_pylist()}
     rewards = _rewards(store, snapshot)
-    size = _ROWS_HIDDEN if heavy else _ROWS
+    size = _ROWS_HIDDEN if "hidden" in said.kinds else _ROWS
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         metadata = store.take_samples(some, None, snapshot).to_pylist()

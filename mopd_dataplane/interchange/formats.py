@@ -13,17 +13,18 @@ plain       this project's own names, as `mopd export` writes them; or just prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.fields import PAYLOAD, RECORDED
 from mopd_dataplane.interchange.chats import read_openai, read_preference, read_sft
-from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, part, text
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, part, stored, text
 from mopd_dataplane.interchange.rows import Reader, Row, finish_reason, read_prompt, read_response
 from mopd_dataplane.interchange.signal_entries import signals_in
 from mopd_dataplane.interchange.trajectories import read_prime_rl, read_tinker
 from mopd_dataplane.records import FORMAT_1_NAMES
+from mopd_dataplane.tables import SAMPLES
 
 
 def _verl(fields: Fields, place: str) -> Iterator[Row]:
@@ -126,14 +127,13 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
     )
 
 
-_TEXTS = (
+STATED = (
     "uid", "prompt_id", "group_id", "effort", "stage", "writer", "policy", "finish_reason", "resume", "tokenizer",
-    "sampler",
+    "sampler", "group_index", "writer_seq", "top_k", "interruptions", "temperature", "top_p",
 )  # fmt: skip
-_WHOLES = ("group_index", "writer_seq", "top_k", "interruptions")
-_REALS = ("temperature", "top_p")
+"""Columns of `samples` that a plain row may state as they are."""
 _LISTS = (*(field for field in PAYLOAD if field.axis == "span"), *RECORDED)
-SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *(field.name for field in _LISTS))
+SAMPLE_FIELDS = (*STATED, *(field.name for field in _LISTS))
 """Fields of a sample that a plain row may have besides PLAIN_FIELDS, domain, iteration and turns."""
 PLAIN_FIELDS = tuple(field.name for field in PAYLOAD if field.axis != "span")
 """Fields that it says with the length of its prompt."""
@@ -168,10 +168,8 @@ def _truth(fields: Fields, name: str, place: str) -> bool | None:
 
 def _stated(fields: Fields, place: str) -> dict[str, Any]:
     """Fields of Sample that a plain row states, checked."""
-    readers: list[tuple[tuple[str, ...], Callable[[Fields, str, str], Any]]]
-    readers = [(_TEXTS, text), (_WHOLES, integer), (_REALS, number)]
-    there = ((name, read) for names, read in readers for name in names if fields.get(name) is not None)
-    stated = {name: read(fields, name, place) for name, read in there}
+    there = (name for name in STATED if fields.get(name) is not None)
+    stated = {name: stored(fields, SAMPLES.schema.field(name), place) for name in there}
     for listed in _LISTS:
         if (given := fields.get(listed.name)) is not None:
             stated[listed.name] = (floats if listed.is_float else integers)(given, listed.name, place)

@@ -16,7 +16,7 @@ from mopd_dataplane.base.file_urls import Place, files_at
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
-from mopd_dataplane.interchange.formats import FORMATS
+from mopd_dataplane.interchange.formats import FORMATS, STATED
 from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.rows import Messages, Row
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
@@ -36,11 +36,8 @@ STAGE_NAME = r"[a-z0-9][a-z0-9_.-]{0,63}"
 """As a job file allows."""
 IMPORTED = "imported"
 """In place of the weights' digest of a teacher of whom only log-probs are known."""
-STATED = (
-    "effort", "writer", "writer_seq", "policy", "temperature", "top_p", "top_k", "sampler", "group_index",
-    "finish_reason", "interruptions", "resume",
-)  # fmt: skip
-"""Fields of a sample that are as a row states them."""
+CHECKED = ("uid", "prompt_id", "group_id", "stage", "tokenizer")
+"""Fields that a row may state and that are compared, or made where it does not."""
 SPLIT = "import"
 """Split of imported prompts: no rollout samples them, no evaluation asks them."""
 
@@ -300,7 +297,7 @@ def _converted(
         "group_index": index, "writer": f"import-{settings.format}" + ("-text" if row.prompt_ids is None else ""),
         "writer_seq": ordinal, "policy": settings.policy, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0,
         "finish_reason": "unknown",
-    } | {name: given[name] for name in STATED if name in given}  # fmt: skip
+    } | {name: given[name] for name in STATED if name in given and name not in CHECKED}  # fmt: skip
     sample = Sample(
         uid=given.get("uid") or _uid(stage, row, tokens, logprobs, mask, seen), prompt_id=prompt.prompt_id,
         group_id=group, iteration=row.iteration, domain=domain, stage=stage, prompt_len=len(prompt_ids), tokens=tokens,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
+import pyarrow as pa
 
 from mopd_dataplane.base.file_urls import Place, open_file, suffix_of
 from mopd_dataplane.errors import InputError
@@ -50,8 +51,6 @@ def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
 
 
 def _tabular(file: Place, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[tuple[str, Fields]]:
-    import pyarrow as pa
-
     number = 0
     try:
         with open_file(file) as content:
@@ -72,8 +71,6 @@ def _parquet(content: BinaryIO) -> Iterator[Any]:
 
 def _arrow(content: BinaryIO) -> Iterator[Any]:
     """An Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets holds."""
-    import pyarrow as pa
-
     whole = content.read(len(_ARROW_FILE)) == _ARROW_FILE
     content.seek(0)
     opened = pa.ipc.open_file(content) if whole else pa.ipc.open_stream(content)
@@ -103,30 +100,44 @@ def check_unicode(value: str, name: str, place: str) -> None:
         raise InputError(f"{place}: field {name!r} is no valid Unicode at character {error.start}") from None
 
 
+def _checked(
+    fields: Fields, name: str, place: str, fits: Callable[[Any], bool], expected: str, default: Any = None
+) -> Any:
+    """A field, the default where it is missing. Raises InputError when it is something else than expected."""
+    value = fields.get(name)
+    if value is not None and not fits(value):
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected {expected}")
+    return default if value is None else value
+
+
 def integer(fields: Fields, name: str, place: str, *, default: int = 0) -> int:
     """An integer field; missing is the default."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole:
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected an integer")
-    return int(value)
+    return int(_checked(fields, name, place, _is_whole, "an integer", default))
 
 
-def _is_finite(value: float) -> bool:
-    """Whether a column of float32 can hold it; JSON has integers of any length."""
-    return abs(value) <= LARGEST
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(fields: Fields, name: str, place: str) -> float | None:
     """A finite number, None when the field is missing."""
-    value = fields.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a finite number")
-    return float(value)
+    value = _checked(fields, name, place, _is_number, "a finite number")
+    return None if value is None else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that a column of float32 can hold; JSON has integers of any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def stored(fields: Fields, column: pa.Field, place: str) -> Any:
+    """A field by the type of the column that will hold it: as text, integer or number."""
+    kind = column.type
+    read: Callable[[Fields, str, str], Any]
+    read = text if pa.types.is_string(kind) else integer if pa.types.is_integer(kind) else number
+    return read(fields, column.name, place)
 
 
 def integers(value: Any, name: str, place: str) -> list[int]:
@@ -144,27 +155,25 @@ def floats(value: Any, name: str, place: str) -> list[float]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of numbers")
     for position, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int | float) or not _is_finite(item):
+        if not _is_number(item):
             raise InputError(f"{place}: {name}[{position}] is {_shown(item)}, expected a finite number")
     return [float(item) for item in value]
 
 
 def objects(fields: Fields, name: str, place: str) -> list[Fields]:
     """A list of objects; missing is an empty one."""
-    value = fields.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of objects")
-    return value
+    found: list[Fields] = _checked(fields, name, place, _is_objects, "a list of objects", [])
+    return found
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def part(fields: Fields, name: str, place: str) -> Fields:
     """An object; missing is an empty one."""
-    value = fields.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected an object")
-    return value or {}
+    found: Fields = _checked(fields, name, place, lambda value: isinstance(value, dict), "an object", {})
+    return found
 
 
 def _shown(value: Any) -> str:

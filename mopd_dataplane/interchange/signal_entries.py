@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest, require_known
 from mopd_dataplane.fields import PLUGIN_COLUMN, Field, arguments, of_signal, value
-from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, stored, text
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED, check_teacher
@@ -185,15 +185,9 @@ def _bytes(entry: Fields, name: str, place: str) -> np.ndarray:
 
 
 def _teacher(described: Fields, place: str) -> Teacher:
-    values: dict[str, Any] = {"head_file": ""}
-    for field in _OF_TEACHER:
-        if pa.types.is_string(field.type):
-            values[field.name] = text(described, field.name, place)
-        elif pa.types.is_integer(field.type):
-            values[field.name] = integer(described, field.name, place)
-        else:
-            values[field.name] = number(described, field.name, place) or 0.0
-    teacher = Teacher(**values)
+    found = {field.name: stored(described, field, place) for field in _OF_TEACHER}
+    values: dict[str, Any] = {name: 0.0 if value is None else value for name, value in found.items()}
+    teacher = Teacher(**values, head_file="")
     try:
         check_teacher(teacher)
     except InputError as error:
