@@ -214,12 +214,13 @@ def ladder(fidelity: Fidelity, codec: Codec, topk: int) -> list[dict[str, Any]]:
     """One row for each size of a run, from a laptop to 1,000 GPUs, at one fidelity."""
     rows = []
     for name, workload in _LADDER.items():
-        found = size(replace(workload, fidelity=fidelity, codec=codec, topk=topk))
+        sized = replace(workload, fidelity=fidelity, codec=codec, topk=topk)
+        found = size(sized)
         rows.append(
             {
                 "size": name,
                 "tokens/day": f"{workload.tokens_per_day:.0e}",
-                "signal B/token": signal_bytes(replace(workload, fidelity=fidelity, codec=codec, topk=topk)),
+                "signal B/token": signal_bytes(sized),
                 "written/day": human(found["bytes_per_day"]["all"]),
                 "held": human(found["bytes_held"]["all"]),
                 "read by a training node": human(found["bandwidth"]["train_read_per_node"]) + "/s",
@@ -248,16 +249,11 @@ def human(count: float) -> str:
 
 def readable(figures: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of `size` with units."""
-    shown: dict[str, Any] = {}
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            shown[name] = {
-                key: human(item) + ("/s" if name == "bandwidth" else "") if name in _BYTES else item
-                for key, item in value.items()
-            }
-        else:
-            shown[name] = value
-    return shown
+    shown = {
+        name: {key: human(item) + ("/s" if name == "bandwidth" else "") for key, item in figures[name].items()}
+        for name in _BYTES
+    }
+    return {**figures, **shown}
 
 
 _BYTES = ("bytes_per_day", "bytes_held", "bandwidth")

@@ -70,6 +70,7 @@ def _arrow_without_pandas() -> None:
     """Import pyarrow's datasets as if pandas were not installed.
 
     pyarrow looks for pandas then, which takes as long as a query does; it looks again where a data frame is asked for.
+    None in sys.modules would not do: compiled code takes it for the module.
     """
     if "pandas" in sys.modules:
         return
