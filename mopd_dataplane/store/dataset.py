@@ -368,8 +368,7 @@ class Store:
         table = self._existing(signal_table(teacher, "hidden"))
         scored = reading.scored_rows(self.dataset("scores"), teacher, "hidden")
         served = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64))
-        versions = {snapshot.versions[table.name] for snapshot in in_use if table.name in snapshot.versions}
-        return retire.free_hidden(self._place, table, scored["payload_row"].to_numpy()[served], versions)
+        return retire.free_hidden(self._place, table, scored["payload_row"].to_numpy()[served], in_use)
 
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ the same call does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import lance
@@ -19,6 +19,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import writing
 from mopd_dataplane.store.place import Place
@@ -47,10 +48,10 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 """The rows of a file, without what can go."""
 
 
-def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Collection[int]) -> Freed:
+def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]) -> Freed:
     """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served.
 
-    in_use: versions that readers still have open or will open. Tagged versions are always kept.
+    in_use: snapshots that readers still have open or will open. Tagged versions are always kept.
     """
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -70,13 +71,13 @@ def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_
     return free_files(place, table, served, emptied, in_use)
 
 
-def free_files(place: Place, table: Table, served: Served, emptied: Emptied, in_use: Collection[int]) -> Freed:
+def free_files(place: Place, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]) -> Freed:
     """Free what of a table has served; see free_hidden."""
     with place.committing(table.name), writing(table.uri):
         rows = _replace(table, served, emptied)
         fault_point("retire.replaced")
         dataset, acknowledged = table.open(), table.acknowledged()
-        keep = {*tagged(dataset).values(), *in_use}
+        keep = {*tagged(dataset).values(), *(snapshot.versions.get(table.name) for snapshot in in_use)}
         versions = [entry["version"] for entry in dataset.versions()]
         old = [version for version in versions if version < acknowledged and version not in keep]
         return Freed(rows, drop_versions(dataset, versions=old)[1] if old else 0)

@@ -89,13 +89,12 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
     table = store._table(TOKEN_STATS.name)
     if not table.exists():
         return Freed(0, 0)
-    versions = {snapshot.versions[table.name] for snapshot in in_use if table.name in snapshot.versions}
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         rows = dataset.to_table(columns=["sample_row", "bytes"])
         return np.isin(rows["sample_row"].to_numpy(), np.asarray(sample_rows)), rows["bytes"].to_numpy() > 0
 
-    return retire.free_files(store._place, table, served, _without_lists, versions)
+    return retire.free_files(store._place, table, served, _without_lists, in_use)
 
 
 def _without_lists(fragment: lance.LanceFragment) -> pa.Table:
