@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
@@ -229,43 +230,22 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
     return sizes
 
 
+_PLAN_JSON = ("settings", "snapshot", "stats")
+"""Columns of `plans` that are texts of what a PlanWindow has."""
+_PLAN_ARRAYS = ("sample_rows", "pack_starts", "pack_teachers", "step_starts")
+
+
 def plan_record(plan: PlanWindow) -> dict[str, Any]:
     """Row of `plans`."""
-    return {
-        "stage": plan.stage,
-        "window": plan.window,
-        "digest": plan.digest,
-        "seed": plan.seed,
-        "settings": json.dumps(plan.settings, sort_keys=True),
-        "snapshot": json.dumps({"uri": plan.snapshot.uri, "versions": plan.snapshot.versions}, sort_keys=True),
-        "teachers": plan.teachers,
-        "sample_rows": plan.sample_rows,
-        "pack_starts": plan.pack_starts,
-        "pack_teachers": plan.pack_teachers,
-        "step_starts": plan.step_starts,
-        "stats": json.dumps(plan.stats, sort_keys=True),
-    }
+    same = {column.name: getattr(plan, column.name) for column in fields(plan)}
+    parts = {"settings": plan.settings, "snapshot": asdict(plan.snapshot), "stats": plan.stats}
+    return same | {name: json.dumps(parts[name], sort_keys=True) for name in _PLAN_JSON}
 
 
 def plan_of(row: pa.Table) -> PlanWindow:
     """The plan a single row of `plans` holds."""
-
-    def array(name: str) -> NDArray[Any]:
-        return np.asarray(row[name].combine_chunks()[0].values.to_numpy())
-
-    plain = row.drop_columns(["sample_rows", "pack_starts", "pack_teachers", "step_starts"]).to_pylist()[0]
-    snapshot = json.loads(plain["snapshot"])
-    return PlanWindow(
-        stage=plain["stage"],
-        window=plain["window"],
-        seed=plain["seed"],
-        settings=json.loads(plain["settings"]),
-        snapshot=Snapshot(uri=snapshot["uri"], versions=snapshot["versions"]),
-        sample_rows=array("sample_rows"),
-        pack_starts=array("pack_starts"),
-        pack_teachers=array("pack_teachers"),
-        step_starts=array("step_starts"),
-        teachers=plain["teachers"],
-        stats=json.loads(plain["stats"]),
-        digest=plain["digest"],
-    )
+    arrays = {name: np.asarray(row[name].combine_chunks()[0].values.to_numpy()) for name in _PLAN_ARRAYS}
+    columns = [column.name for column in fields(PlanWindow) if column.name not in arrays]
+    plain = row.select(columns).to_pylist()[0]
+    plain |= {name: json.loads(plain[name]) for name in _PLAN_JSON}
+    return PlanWindow(**plain | arrays | {"snapshot": Snapshot(**plain["snapshot"])})
