@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,18 +41,19 @@ class Completions:
         limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most)
         timeout = httpx2.Timeout(SILENCE_S, connect=_CONNECT_S)
         self._client = httpx2.AsyncClient(headers=dict(headers), limits=limits, timeout=timeout)
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, Future[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="completions", daemon=True)
         self._thread.start()
 
     def start(self, name: str, body: Mapping[str, Any]) -> None:
         """Begin a stream."""
-        self._loop.call_soon_threadsafe(self._begin, name, body)
+        self._running[name] = asyncio.run_coroutine_threadsafe(self._run(name, body), self._loop)
 
     def stop(self, name: str) -> None:
         """End a stream, if it has not ended; the server stops decoding when the connection closes."""
-        self._loop.call_soon_threadsafe(self._end, name)
+        if (stream := self._running.pop(name, None)) is not None:
+            stream.cancel()
 
     def close(self) -> None:
         """End every stream and the thread."""
@@ -62,15 +64,8 @@ class Completions:
         self._thread.join(timeout=_JOIN_S)
         self._loop.close()
 
-    def _begin(self, name: str, body: Mapping[str, Any]) -> None:
-        self._running[name] = self._loop.create_task(self._run(name, body))
-
-    def _end(self, name: str) -> None:
-        if (task := self._running.get(name)) is not None:
-            task.cancel()
-
     async def _shut(self) -> None:
-        tasks = list(self._running.values())
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -88,8 +83,6 @@ class Completions:
             self.said.put(Chunk(name, [], []))
         except (httpx2.HTTPError, EngineError, LookupError, TypeError, ValueError) as error:
             self.said.put(Chunk(name, [], [], error=f"{type(error).__name__}: {error}"))
-        finally:
-            self._running.pop(name, None)
 
     def _say(self, name: str, event: Mapping[str, Any]) -> None:
         """Pass on the tokens of one event. Raises LookupError when it has tokens and not a log-prob for each."""

@@ -31,7 +31,7 @@ from mopd_dataplane.rollout.engines.decoder import Decoder
 from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
 from mopd_dataplane.rollout.engines.philox import key_words
-from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution, Floats, by_sampler, sampler
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution, by_sampler, sampler
 from mopd_dataplane.rollout.stop_strings import StopText
 
 _PREFILL_TOKENS = 8192
@@ -162,7 +162,7 @@ class HfEngine:
             for place, own, ids in zip(rows, routes, sequences, strict=True):
                 self._read[place] = own[: len(ids) - 1] if self._requests[place].experts else None
         resumed = [index for index, (_, request) in enumerate(group) if len(request.prefix_ids)]
-        return {group[i][0]: self._rescore(group[i][1], [every[i] for every in states]) for i in resumed}
+        return {group[i][0]: self._rescore(rows[i], [every[i] for every in states]) for i in resumed}
 
     def _enter(self, slot: int, request: Request, ids: NDArray[np.int32]) -> int:
         row = len(self._requests)
@@ -177,18 +177,14 @@ class HfEngine:
         )  # fmt: skip
         return row
 
-    def _rescore(self, request: Request, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
-        """Log-probs of the newest prefix tokens, from each decoder's prefill states [width, D]."""
+    def _rescore(self, row: int, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
+        """Log-probs of a row's newest prefix tokens, from each decoder's prefill states [width, D]."""
+        request = self._requests[row]
         count = min(len(request.prefix_ids), RESCORED)
         end = len(request.prompt_ids) + len(request.prefix_ids) - 1
         newest = slice(end - count, end)
-        found = self._distribution(
-            sampler(request.sampler),
-            [decoder.logits(own[newest]) for decoder, own in zip(self._decoders, states, strict=True)],
-            np.full(count, request.temperature),
-            np.full(count, request.top_k, np.int64),
-            np.full(count, request.top_p),
-        )
+        logits = [decoder.logits(own[newest]) for decoder, own in zip(self._decoders, states, strict=True)]
+        found = self._distribution(sampler(request.sampler), logits, np.repeat(self._rows[row : row + 1], count))
         return found.logprobs(request.prefix_ids[-count:])
 
     @torch.inference_mode()
@@ -236,15 +232,11 @@ class HfEngine:
         return Routes(np.array([len(ids) for ids in said], np.int32), np.concatenate(said))
 
     def _distribution(
-        self,
-        kind: type[Distribution],
-        logits: Sequence[torch.Tensor],
-        temperature: Floats,
-        top_k: NDArray[np.int64],
-        top_p: Floats,
+        self, kind: type[Distribution], logits: Sequence[torch.Tensor], rows: NDArray[np.void]
     ) -> Distribution:
-        """Distribution that a sampler draws from; logits: [N, V] of each decoder."""
-        parts = [distribution_of(kind, own, temperature, top_k, top_p) for own in logits]
+        """Distribution that a sampler draws from; logits: [N, V] of each decoder; rows: [N] of _ROW."""
+        settings = rows["temperature"], rows["top_k"], rows["top_p"]
+        parts = [distribution_of(kind, own, *settings) for own in logits]
         return parts[0] if self._mixed_teacher is None else parts[0].mixed(parts[1], share=self._mixed_teacher.share)
 
     def _sample(
@@ -257,9 +249,7 @@ class HfEngine:
         logprobs = np.zeros(live, np.float32)
         for kind, rows in by_sampler([request.sampler for request in self._requests]):
             own = self._live[rows]
-            found = self._distribution(
-                kind, [every[rows] for every in logits], own["temperature"], own["top_k"], own["top_p"]
-            )
+            found = self._distribution(kind, [every[rows] for every in logits], own)
             tokens[rows] = found.draw(own["key"], positions[rows], own["temperature"])
             logprobs[rows] = found.logprobs(tokens[rows])
             if asked.any():

@@ -6,8 +6,8 @@ flat dictionary of JSON numbers, strings and lists. vLLM itself is asked for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mopd_dataplane.rollout.engines.engine import Request
@@ -15,14 +15,19 @@ from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 
 LOWEST = -9999.0
 """Stands for the log-prob of a repeated token outside the cut: vLLM's server knows no smaller one."""
-_KEY = "mopd_sample_key"
+_PREFIX = "mopd_"
+"""What the names of the arguments begin with; a SamplerArguments' fields follow."""
+_READ: dict[str, Callable[[Any], Any]] = {
+    "sample_key": lambda digits: int(str(digits), 16), "first": int, "again": lambda ids: tuple(map(int, ids)),
+    "sampler": str, "temperature": float, "top_p": float, "top_k": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerArguments:
     """The sampler's arguments for one request."""
 
-    key: int
+    sample_key: int
     """See sampling.sample_key."""
     first: int
     """Response position of the first token that the engine draws."""
@@ -43,34 +48,21 @@ class SamplerArguments:
 
     def as_arguments(self) -> dict[str, Any]:
         """As `extra_args` or `vllm_xargs`."""
-        return {
-            _KEY: f"{self.key:032x}",
-            "mopd_first": self.first,
-            "mopd_again": list(self.again),
-            "mopd_sampler": self.sampler,
-            "mopd_temperature": self.temperature,
-            "mopd_top_p": self.top_p,
-            "mopd_top_k": self.top_k,
-        }
+        plain = asdict(self) | {"sample_key": f"{self.sample_key:032x}", "again": list(self.again)}
+        return {f"{_PREFIX}{name}": value for name, value in plain.items()}
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any] | None) -> SamplerArguments | None:
         """The arguments of a request; None when it has none. Raises ValueError when they are incomplete."""
-        if not arguments or _KEY not in arguments:
+        if not arguments or f"{_PREFIX}sample_key" not in arguments:
             return None
         try:
-            found = cls(
-                int(str(arguments[_KEY]), 16),
-                int(arguments["mopd_first"]),
-                tuple(int(token) for token in arguments["mopd_again"]),
-                str(arguments["mopd_sampler"]),
-                float(arguments["mopd_temperature"]),
-                float(arguments["mopd_top_p"]),
-                int(arguments["mopd_top_k"]),
-            )
+            found = cls(**{name: read(arguments[f"{_PREFIX}{name}"]) for name, read in _READ.items()})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"incomplete arguments of the keyed sampler: {error!r}") from None
-        if not (0 <= found.key < 1 << 128 and found.first >= 0 and 0 < found.top_p <= 1 and found.temperature >= 0):
+        if not (
+            0 <= found.sample_key < 1 << 128 and found.first >= 0 and 0 < found.top_p <= 1 and found.temperature >= 0
+        ):
             raise ValueError(f"impossible arguments of the keyed sampler: {found}")
         if found.sampler not in SAMPLERS:
             raise ValueError(f"sampler {found.sampler!r}; this build draws with {', '.join(SAMPLERS)}")

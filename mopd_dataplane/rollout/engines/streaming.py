@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines.engine import RESCORED, Request, StepOutput
+from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 from mopd_dataplane.rollout.engines.token_streams import Stream, Streams
 
@@ -49,7 +50,6 @@ class StreamingEngine(ABC):
         again = RESCORED if self.samplers else 0
         opened = []
         for slot, request in requests:
-            self._check(request)
             stream = self._streams.open(slot, request, again=min(again, len(request.prefix_ids)))
             known = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
             self._send(stream, known[: len(known) - len(stream.again)])
@@ -84,8 +84,21 @@ class StreamingEngine(ABC):
         """See save."""
         return []
 
-    def _check(self, request: Request) -> None:  # noqa: B027  most engines take every request
-        """Raise MismatchError for a request that the engine cannot serve as it is meant."""
+    def _drawing(self, request: Request, again: Sequence[int], *, arguments_as: str) -> dict[str, Any]:
+        """Settings of vLLM for what follows a request's prefix, whose newest tokens `again` are drawn once more.
+
+        arguments_as: where it takes the keyed sampler's arguments.
+        """
+        settings = {
+            "max_tokens": request.max_new_tokens - len(request.prefix_ids) + len(again),
+            "logprobs": 0,
+            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
+        }
+        if self.samplers:
+            arguments = SamplerArguments.of(request, again).as_arguments()
+            return settings | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, arguments_as: arguments}
+        drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+        return settings | drawn | {"seed": native_seed(request)}
 
     def _waiting(self) -> bool:
         """Whether something waits to be listened to."""
@@ -102,11 +115,6 @@ class StreamingEngine(ABC):
     @abstractmethod
     def _cancel(self, names: Sequence[str]) -> None:
         """These requests need no more tokens."""
-
-
-def tokens_to_draw(stream: Stream) -> int:
-    """Most tokens that the engine draws for a stream, those it draws again included."""
-    return stream.request.max_new_tokens - len(stream.request.prefix_ids) + len(stream.again)
 
 
 def native_seed(request: Request) -> int:

@@ -52,7 +52,7 @@ class Streams:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._live: dict[int, Stream] = {}
-        self._by_name: dict[str, int] = {}
+        self._by_name: dict[str, Stream] = {}
         self._opened = 0
 
     def __len__(self) -> int:
@@ -67,8 +67,7 @@ class Streams:
         self._opened += 1
         name = f"{self._opened}-{request.uid}"
         stream = Stream(name, request, stops, tuple(prefix[len(prefix) - again :]), len(prefix))
-        self._live[slot] = stream
-        self._by_name[stream.name] = slot
+        self._live[slot] = self._by_name[name] = stream
         return stream
 
     def arrive(self, name: str, ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -76,10 +75,8 @@ class Streams:
 
         Raises EngineError when a prefix token does not come back as it is.
         """
-        slot = self._by_name.get(name)
-        if slot is None:
+        if (stream := self._by_name.get(name)) is None:
             return
-        stream = self._live[slot]
         stream.heard_s = time.monotonic()
         for token, logprob in zip(ids, logprobs, strict=True):
             if stream.is_rescored:
@@ -99,9 +96,8 @@ class Streams:
 
     def end(self, name: str) -> None:
         """The engine has finished a request. Raises EngineError when it was still repeating the prefix."""
-        if name not in self._by_name:
+        if (stream := self._by_name.get(name)) is None:
             return
-        stream = self._live[self._by_name[name]]
         stream.ended = True
         if not stream.is_rescored:
             raise EngineError(

@@ -26,8 +26,7 @@ from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_adapters import VllmAdapters, room_for
 from mopd_dataplane.models.vllm_local import answering, can_sleep, require_vllm, start
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
-from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
+from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine
 from mopd_dataplane.rollout.engines.token_streams import Stream
 
 if TYPE_CHECKING:
@@ -93,33 +92,13 @@ class VllmEngine(StreamingEngine):
                 raise
 
     def _send(self, stream: Stream, prompt: list[int]) -> None:
-        with answering():
-            self._engine.add_request(
-                stream.name, {"prompt_token_ids": prompt}, self._sampling(stream), lora_request=self._request
-            )
-
-    def _sampling(self, stream: Stream) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        request = stream.request
-        settings: dict[str, Any] = {
-            "max_tokens": tokens_to_draw(stream),
-            "logprobs": 0,
-            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
-            "detokenize": False,
-            "output_kind": RequestOutputKind.DELTA,
-        }
-        if self.samplers:
-            settings |= {"temperature": 0.0, "extra_args": SamplerArguments.of(request, stream.again).as_arguments()}
-        else:
-            settings |= {
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-                "top_k": request.top_k,
-                "seed": native_seed(request),
-            }
-        return SamplingParams(**settings)
+        settings = self._drawing(stream.request, stream.again, arguments_as="extra_args")
+        parameters = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **settings)
+        with answering():
+            self._engine.add_request(stream.name, {"prompt_token_ids": prompt}, parameters, lora_request=self._request)
 
     def step(self) -> StepOutput:
         """See Engine.step. Raises EngineError on non-finite logits."""

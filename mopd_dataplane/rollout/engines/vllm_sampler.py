@@ -12,7 +12,7 @@ refuses.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,30 +20,24 @@ from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from mopd_dataplane.rollout.engines.device_sampling import distribution_of
-from mopd_dataplane.rollout.engines.philox import key_words
+from mopd_dataplane.rollout.engines.philox import Words, key_words
 from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
 from mopd_dataplane.rollout.engines.sampling import by_sampler
 
 
-class _Row:
+class _Row(NamedTuple):
     """One request in the batch."""
 
-    def __init__(self, arguments: SamplerArguments, drawn: list[int]) -> None:
-        self.arguments = arguments
-        self.key = key_words(arguments.key)
-        self._drawn = drawn
-        """vLLM's own list: it grows with every token of the request."""
+    arguments: SamplerArguments
+    key: Words
+    drawn: list[int]
+    """vLLM's own list: it grows with every token of the request."""
 
     @property
-    def repeats(self) -> int | None:
-        """The token that must come next, if it is known."""
-        done = len(self._drawn)
-        return self.arguments.again[done] if done < len(self.arguments.again) else None
-
-    @property
-    def position(self) -> int:
-        """Response position of the token that comes next."""
-        return self.arguments.first + len(self._drawn)
+    def repeats(self) -> int:
+        """The token that must come next; -1 when none is known."""
+        due = self.arguments.again[len(self.drawn) :]
+        return due[0] if due else -1
 
 
 class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
@@ -71,7 +65,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
             arguments = SamplerArguments.read(params.extra_args)
             self._rows.pop(index, None)
             if arguments is not None:
-                self._rows[index] = _Row(arguments, drawn)
+                self._rows[index] = _Row(arguments, key_words(arguments.sample_key), drawn)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -97,8 +91,8 @@ def _drawn(logits: torch.Tensor, rows: list[_Row]) -> tuple[NDArray[np.int64], N
     temperature = np.array([row.arguments.temperature for row in rows])
     top_k = np.array([row.arguments.top_k for row in rows], np.int64)
     top_p = np.array([row.arguments.top_p for row in rows])
-    keys, positions = np.stack([row.key for row in rows]), np.array([row.position for row in rows])
-    repeated = np.array([-1 if row.repeats is None else row.repeats for row in rows])
+    keys, repeated = np.stack([row.key for row in rows]), np.array([row.repeats for row in rows])
+    positions = np.array([row.arguments.first + len(row.drawn) for row in rows])
     tokens, logprobs = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
     for kind, own in by_sampler([row.arguments.sampler for row in rows]):
         found = distribution_of(kind, logits[own], temperature[own], top_k[own], top_p[own])

@@ -19,8 +19,8 @@ from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.completions import Completions
 from mopd_dataplane.rollout.engines.engine import Request
-from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
-from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
+from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST
+from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine
 from mopd_dataplane.rollout.engines.token_streams import Stream
 from mopd_dataplane.rollout.engines.vllm import LOGPROBS_MODE, SAMPLER
 
@@ -83,32 +83,23 @@ class ServerEngine(StreamingEngine):
         return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
 
     def _body(self, request: Request, prompt: list[int], again: tuple[int, ...]) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        return {
             "model": self._name,
             "prompt": prompt,
             "stream": True,
-            "logprobs": 0,
             "return_token_ids": True,
-            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
             "add_special_tokens": False,
             # A server takes what is not said here from the model's generation config.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "min_p": 0.0,
+            **self._drawing(request, again, arguments_as="vllm_xargs"),
         }
-        if self.samplers:
-            arguments = SamplerArguments.of(request, again).as_arguments()
-            return body | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "vllm_xargs": arguments}
-        settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
-        return body | settings | {"seed": native_seed(request)}
 
     def _send(self, stream: Stream, prompt: list[int]) -> None:
-        body = self._body(stream.request, prompt, stream.again) | {"max_tokens": tokens_to_draw(stream)}
-        self._completions.start(stream.name, body)
-
-    def _check(self, request: Request) -> None:
-        """Raise MismatchError when the server cannot report the log-probs of this sampling distribution."""
+        """See StreamingEngine. Raises MismatchError when the server cannot report log-probs of this distribution."""
+        request = stream.request
         plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
         if not plain and not self._cuts_reported:
             raise MismatchError(
@@ -116,6 +107,7 @@ class ServerEngine(StreamingEngine):
                 f"{request.temperature:g}, top_p {request.top_p:g}, top_k {request.top_k}; start it with "
                 f"--logprobs-mode {LOGPROBS_MODE['seeded']}, or sample at temperature 1 without cuts"
             )
+        self._completions.start(stream.name, self._body(request, prompt, stream.again))
 
     def _waiting(self) -> bool:
         return not self._completions.said.empty()
