@@ -69,8 +69,7 @@ def measured(model: str, folder: str, count: int) -> dict[str, Any]:
     import torch
 
     from mopd_dataplane.models.hf import load_merged, load_model, load_tokenizer, tokenizer_digest
-    from mopd_dataplane.score.readers import HfReader
-    from mopd_dataplane.score.teacher_forward import TeacherForward
+    from mopd_dataplane.score.readers import HfReader, TeacherForward
 
     base, adapters = Path(model), [Path(folder, f"teacher{ordinal}") for ordinal in range(count)]
     digest = tokenizer_digest(load_tokenizer(base))

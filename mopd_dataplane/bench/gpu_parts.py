@@ -152,8 +152,7 @@ def score(device: str, small: bool) -> Found:
     from mopd_kernels import encode
 
     from mopd_dataplane.models.hf import load_model
-    from mopd_dataplane.score.readers import HfReader
-    from mopd_dataplane.score.teacher_forward import TeacherForward
+    from mopd_dataplane.score.readers import HfReader, TeacherForward
 
     count, length = (2, 16) if small else (8, 2048)
     rng = np.random.default_rng(0)

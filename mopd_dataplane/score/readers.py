@@ -1,19 +1,33 @@
 """Readers turn token ids into hidden states: a transformers model in this process, or vLLM (see vllm_states.py).
 
-States are always those that the LM head reads, after the final norm; the head is applied in this process.
+States are always those that the LM head reads, after the final norm; the head is applied in this process. A teacher
+ready to score is one reader, or a blend: several whose logits are added with weights.
+
+Let q_i be the teachers, z_i their logits, and w_i weights that sum to 1. The blend has logits sum_i w_i z_i: it is the
+product of the q_i to the powers w_i, normalised. For every student p
+
+    sum_i w_i KL(p | q_i)  =  KL(p | blend) + a constant that does not depend on p,
+
+so distilling from the blend by reverse KL is distilling from all teachers at once (DeepSeek-V4, arXiv 2606.19348,
+eq. 29, on one sample). Since logits are linear in states and head, the blend is one head [V, D_1 + D_2 + …] on states
+laid side by side, and everything that stores or reads signals sees an ordinary teacher.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import torch
-from mopd_kernels.heads import Head
+from mopd_kernels import Head
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models import hf
 from mopd_dataplane.score.model_input import IntArrays
 
@@ -57,3 +71,40 @@ class HfReader:
 
     def close(self) -> None:
         """Nothing outlives the object."""
+
+
+@dataclass(frozen=True)
+class TeacherForward:
+    """Teachers ready to read, and the weight of each."""
+
+    readers: tuple[Reader, ...]
+    weights: tuple[float, ...] = (1.0,)
+
+    @cached_property
+    def head(self) -> Head:
+        """Head [V, sum of D] that turns `states` into logits. Raises MismatchError, see blended_head."""
+        return blended_head([reader.head for reader in self.readers], self.weights)
+
+    def states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
+        """[sum of M, sum of D] states before each predicted token; see Reader.predicting_states."""
+        found = [reader.predicting_states(sequences, predicted) for reader in self.readers]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def blended_head(heads: Sequence[Head], weights: Sequence[float]) -> Head:
+    """One head [V, sum of D] of several [V, D]; a single one as it is.
+
+    Raises MismatchError when heads that are to be blended differ in vocabulary or cap their logits.
+    """
+    if len(heads) == 1:
+        return heads[0]
+    rows = sorted({len(head.weight) for head in heads})
+    if len(rows) > 1 or any(head.softcap for head in heads):
+        raise MismatchError(
+            f"teachers of a blend must have one vocabulary size and no softcap: found {rows} tokens and softcaps "
+            f"{[head.softcap or 0.0 for head in heads]}; blend teachers of one family"
+        )
+    scales = [weight * head.logit_scale for weight, head in zip(weights, heads, strict=True)]
+    weight = torch.cat([scale * head.weight.detach() for scale, head in zip(scales, heads, strict=True)], dim=1)
+    biases = [s * head.bias.detach() for s, head in zip(scales, heads, strict=True) if head.bias is not None]
+    return Head(weight, bias=torch.stack(biases).sum(0) if biases else None)

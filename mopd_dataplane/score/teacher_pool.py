@@ -21,17 +21,14 @@ from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader
 from mopd_dataplane.score.engines import SCORING, engines_that
 from mopd_dataplane.score.quantise import quantisation_of, quantise
-from mopd_dataplane.score.readers import HfReader, Reader
-from mopd_dataplane.score.teacher_forward import TeacherForward, blended_head
+from mopd_dataplane.score.readers import HfReader, Reader, TeacherForward, blended_head
 
 if TYPE_CHECKING:
     from mopd_kernels import Head
     from transformers import PreTrainedModel
 
     from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
-    from mopd_dataplane.score.vllm_extract import ExtractingReader
-    from mopd_dataplane.score.vllm_logprobs import LogprobReader, VllmLogprobs
-    from mopd_dataplane.score.vllm_states import VllmReader
+    from mopd_dataplane.score.vllm_logprobs import LogprobReader
 
 
 @dataclass(frozen=True)
@@ -187,40 +184,32 @@ class TeacherPool:
         require_vllm()
         adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._place(name) == place]
         room = room_for(base, adapters, dtype=dtype)
-        return VllmAdaptedBase(self._vllm_reader(base, dtype, room | dict(self._options)))
+        shared: Any = self._vllm_reader(base, dtype, room | dict(self._options))
+        return VllmAdaptedBase(shared)
 
     def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine.here:
             reader = self._hf_reader(folder, settings.dtype)
             quantise(reader.model, settings.quantisation)
             return reader
-        if not settings.url:
-            return self._vllm_reader(folder, settings.dtype, self._options)
-        if self._reads == "prompt_logprobs":
-            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs
-
-            return ServerLogprobs(folder, hf.weights_digest(folder), url=settings.url)
-        from mopd_dataplane.score.vllm_states import ServerReader
-
-        head = hf.load_head(folder, dtype="float32", device=self._device)
-        return ServerReader(folder, hf.weights_digest(folder), head, url=settings.url)
+        return self._vllm_reader(folder, settings.dtype, self._options, url=settings.url)
 
     def _vllm_reader(
-        self, folder: Path, dtype: str, options: Mapping[str, Any]
-    ) -> VllmReader | ExtractingReader | VllmLogprobs:
-        """vLLM on this machine."""
+        self, folder: Path, dtype: str, options: Mapping[str, Any], url: str = ""
+    ) -> Reader | LogprobReader:
+        """vLLM on this machine, or a running server."""
         if self._reads == "prompt_logprobs":
-            from mopd_dataplane.score.vllm_logprobs import VllmLogprobs
+            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, VllmLogprobs
 
-            return VllmLogprobs(folder, dtype=dtype, options=options)
+            return ServerLogprobs(folder, url=url) if url else VllmLogprobs(folder, dtype=dtype, options=options)
         head = hf.load_head(folder, dtype="float32", device=self._device)
-        if self._reads == "extract_hidden_states":
+        if self._reads == "extract_hidden_states" and not url:
             from mopd_dataplane.score.vllm_extract import ExtractingReader
 
             return ExtractingReader(folder, head, dtype=dtype, options=options)
-        from mopd_dataplane.score.vllm_states import VllmReader
+        from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
 
-        return VllmReader(folder, head, dtype=dtype, options=options)
+        return ServerReader(folder, head, url=url) if url else VllmReader(folder, head, dtype=dtype, options=options)
 
     def _hf_reader(self, folder: Path, dtype: str) -> HfReader:
         return HfReader(hf.load_model(folder, dtype=dtype, device=self._device))

@@ -26,7 +26,7 @@ class VllmAdaptedBase:
 
     def __init__(self, shared: VllmReader | ExtractingReader | VllmLogprobs) -> None:
         self.shared = shared
-        self._adapters = VllmAdapters(shared.batches.engine, apart=(HEAD,))
+        self._adapters = VllmAdapters(shared.engine, apart=(HEAD,))
         self._acting = ""
         self._readers: dict[str, VllmAdapterReader | VllmAdapterLogprobs] = {}
         self.switches = 0
@@ -51,7 +51,7 @@ class VllmAdaptedBase:
     def _act(self, teacher: str, folder: Path) -> None:
         """Read with a teacher's adapter from now on. Raises MismatchError when vLLM cannot apply it."""
         if teacher != self._acting:
-            self.shared.batches.adapter = self._adapters.request(folder, hf.weights_digest(folder))
+            self.shared.adapter = self._adapters.request(folder, hf.weights_digest(folder))
             self._acting = teacher
             self.switches += 1
 

@@ -1,22 +1,32 @@
-"""vLLM started on this machine to read texts: many at a time, one output each, in the order of the inputs."""
+"""vLLM that reads texts, started on this machine or a running server: one answer each, in the order of the inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mopd_dataplane.models.hf import model_shape
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_local import answering, require_vllm, start
+from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.model_input import IntArrays
 
 _SLOTS = 64
 """Sequences that vLLM reads together."""
+_AT_ONCE = 8
+"""Requests that one server is asked at a time."""
+
+Answer = TypeVar("Answer")
 
 
 class VllmBatches:
-    """A running engine. Raises InputError without vLLM, EngineError when it does not start.
+    """A running engine; base of the teachers that it reads for.
 
+    Raises InputError without vLLM, EngineError when it does not start.
     arguments: EngineArgs that the reading needs; options: the job's own, which win.
     """
 
@@ -51,6 +61,24 @@ class VllmBatches:
     def close(self) -> None:
         """End vLLM's process."""
         self.engine.engine_core.shutdown()
+
+
+class ServerBatches:
+    """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._server = VllmServer(url)
+        self._name = self._server.take(folder, weights_digest(folder), reload=False)
+        """What requests ask the server for."""
+
+    def ask(self, sequences: IntArrays, one: Callable[[NDArray[np.int64]], Answer]) -> list[Answer]:
+        """What `one` gives for each sequence of token ids, some of them at a time."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(one, sequences))
+
+    def close(self) -> None:
+        """Leave the server; it goes on."""
+        self._server.close()
 
 
 def room_to_generate(folder: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _FILE_S = 120.0
 _LOOK_S = 0.002
 
 
-class ExtractingReader:
+class ExtractingReader(VllmBatches):
     """A teacher that vLLM runs on this machine; its states come through files in a folder that is gone with it.
 
     options: more of vLLM's EngineArgs. Raises InputError without vLLM, MismatchError for a model whose final norm is
@@ -59,13 +59,13 @@ class ExtractingReader:
                 kv_connector_extra_config={"shared_storage_path": self._files.name, "use_synchronization_lock": False},
             ),
         }
-        self.batches = VllmBatches(folder, arguments, options)
+        super().__init__(folder, arguments, options)
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""
         from vllm import SamplingParams
 
-        answers = self.batches.ask(sequences, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
+        answers = self.ask(sequences, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
         states = [self._taken(Path(answer.kv_transfer_params["hidden_states_path"])) for answer in answers]
         with torch.no_grad():
             before = predicting(states, sequences, predicted).to(self.head.weight.device)
@@ -77,7 +77,7 @@ class ExtractingReader:
 
         until = time.monotonic() + _FILE_S
         while not file.exists():
-            if is_dead(self.batches.engine):
+            if is_dead(self.engine):
                 raise EngineError("vLLM died while it wrote hidden states; run again to continue with a new engine")
             if time.monotonic() > until:
                 raise DeadlineError(
@@ -90,5 +90,5 @@ class ExtractingReader:
 
     def close(self) -> None:
         """End vLLM's process and delete what it has written."""
-        self.batches.close()
+        super().close()
         self._files.cleanup()

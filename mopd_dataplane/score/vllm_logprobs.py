@@ -6,7 +6,6 @@ vLLM takes them from the plain softmax, so they are those of temperature 1, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +15,8 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import model_shape
-from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.model_input import IntArrays
-from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
-
-_AT_ONCE = 8
-"""Requests that one server is asked at a time."""
+from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +43,35 @@ class LogprobReader(Protocol):
         """Free what the teacher holds."""
 
 
-class VllmLogprobs:
+class VllmLogprobs(VllmBatches):
     """A teacher that vLLM runs on this machine. Raises InputError without vLLM, EngineError when it does not start."""
 
     def __init__(self, folder: Path, *, dtype: str, options: Mapping[str, Any]) -> None:
         self.vocab_size = int(model_shape(folder)["vocab_size"])
-        arguments = {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}
-        self.batches = VllmBatches(folder, arguments, options)
+        super().__init__(folder, {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}, options)
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
-        answers = self.batches.ask(sequences, parameters)
+        answers = self.ask(sequences, parameters)
         return [
             _said(ids, map(_ranked, answer.prompt_logprobs[1:]), k)
             for ids, answer in zip(sequences, answers, strict=True)
         ]
 
-    def close(self) -> None:
-        """End vLLM's process."""
-        self.batches.close()
 
+class ServerLogprobs(ServerBatches):
+    """A teacher behind a running vLLM server."""
 
-class ServerLogprobs:
-    """A teacher behind a running vLLM server; the weights must be those of `folder`, see VllmServer.take."""
-
-    def __init__(self, folder: Path, digest: str, *, url: str) -> None:
+    def __init__(self, folder: Path, *, url: str) -> None:
+        super().__init__(folder, url)
         self.vocab_size = int(model_shape(folder)["vocab_size"])
-        self._server = VllmServer(url)
-        self._name = self._server.take(folder, digest, reload=False)
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda ids: self._read(ids, k), sequences))
+        return self.ask(sequences, lambda ids: self._read(ids, k))
 
     def _read(self, ids: NDArray[np.int64], k: int) -> SequenceLogprobs:
         body = {
@@ -98,10 +86,6 @@ class ServerLogprobs:
         return _said(
             ids, ({int(token): (said["rank"], said["logprob"]) for token, said in row.items()} for row in rows), k
         )
-
-    def close(self) -> None:
-        """Leave the server; it goes on."""
-        self._server.close()
 
 
 def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:

@@ -7,7 +7,6 @@ states come from the same kernels as with a transformers model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,13 @@ from torch import Tensor
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.vllm_local import require_vllm
-from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.model_input import IntArrays
-from mopd_dataplane.score.vllm_batch import VllmBatches
+from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches
 
 _TASK = "token_embed"
-_AT_ONCE = 8
-"""Requests that one server is asked at a time."""
 
 
-class VllmReader:
+class VllmReader(VllmBatches):
     """A teacher that vLLM runs on this machine.
 
     options: more of vLLM's EngineArgs. Raises InputError without vLLM, EngineError when it does not start.
@@ -45,37 +41,27 @@ class VllmReader:
             "pooler_config": PoolerConfig(task=_TASK, use_activation=False),
             "dtype": dtype,
         }
-        self.batches = VllmBatches(folder, arguments, options)
+        super().__init__(folder, arguments, options)
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""
         from vllm import PoolingParams
 
-        answers = self.batches.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
+        answers = self.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
         states = [answer.outputs.data.float() for answer in answers]
         return predicting(states, sequences, predicted).to(self.head.weight.device)
 
-    def close(self) -> None:
-        """End vLLM's process."""
-        self.batches.close()
 
+class ServerReader(ServerBatches):
+    """A teacher behind a running vLLM pooling server."""
 
-class ServerReader:
-    """A teacher behind a running vLLM pooling server.
-
-    folder: the teacher's weights here; the server must have the same, see VllmServer.take.
-    """
-
-    def __init__(self, folder: Path, digest: str, head: Head, *, url: str) -> None:
+    def __init__(self, folder: Path, head: Head, *, url: str) -> None:
+        super().__init__(folder, url)
         self.head = head
-        self._server = VllmServer(url)
-        self._name = self._server.take(folder, digest, reload=False)
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader; the states of one sequence are one answer."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = list(pool.map(self._read, sequences))
-        return predicting(found, sequences, predicted).to(self.head.weight.device)
+        return predicting(self.ask(sequences, self._read), sequences, predicted).to(self.head.weight.device)
 
     def _read(self, ids: NDArray[np.int64]) -> Tensor:
         width = self.head.weight.shape[1]
@@ -96,10 +82,6 @@ class ServerReader:
                 '"use_activation": false}}\''
             )
         return torch.from_numpy(np.frombuffer(raw, "<f4").reshape(len(ids), width).copy())
-
-    def close(self) -> None:
-        """Leave the server; it goes on."""
-        self._server.close()
 
 
 def predicting(states: Sequence[Tensor], sequences: IntArrays, predicted: IntArrays) -> Tensor:

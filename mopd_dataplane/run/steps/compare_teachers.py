@@ -20,10 +20,9 @@ from mopd_dataplane.run.steps.evaluate import accuracy
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
 from mopd_dataplane.score.model_input import Scorable
-from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.readers import HfReader, TeacherForward
 from mopd_dataplane.score.scorer import model_input
 from mopd_dataplane.score.teacher_comparison import Answer, compare
-from mopd_dataplane.score.teacher_forward import TeacherForward
 
 
 def compare_teachers(

@@ -23,8 +23,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import UnloggedTurns, environments_of
 from mopd_dataplane.run.steps.reward import verify
 from mopd_dataplane.run.steps.score import teacher_pool
-from mopd_dataplane.score.readers import HfReader
-from mopd_dataplane.score.teacher_forward import TeacherForward
+from mopd_dataplane.score.readers import HfReader, TeacherForward
 
 if TYPE_CHECKING:
     import torch

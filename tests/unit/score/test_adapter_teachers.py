@@ -18,7 +18,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.score.teacher_forward import TeacherForward
+from mopd_dataplane.score.readers import TeacherForward
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 AdapterMaker = Callable[..., Path]

@@ -14,10 +14,9 @@ from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.model_input import Scorable
-from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.readers import HfReader, TeacherForward
 from mopd_dataplane.score.scorer import model_input
 from mopd_dataplane.score.teacher_comparison import Answer, auroc, calibration_error, compare
-from mopd_dataplane.score.teacher_forward import TeacherForward
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -119,6 +118,6 @@ def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: 
 def test_calibration_error_is_the_gap_between_confidence_and_hits() -> None:
     sure = torch.tensor([0.95, 0.95, 0.95, 0.95, 0.15, 0.15])
     hit = torch.tensor([True, True, True, False, False, False])
-    assert calibration_error([sure], [hit]) == pytest.approx((4 * 0.2 + 2 * 0.15) / 6, abs=1e-6)
-    assert np.isnan(calibration_error([], []))
+    assert calibration_error(sure, hit) == pytest.approx((4 * 0.2 + 2 * 0.15) / 6, abs=1e-6)
+    assert np.isnan(calibration_error(torch.zeros(0), torch.zeros(0)))
     assert np.isnan(auroc(np.array([1.0]), np.array([True])))
