@@ -15,8 +15,6 @@
 A message names the value found, the values allowed and the next step.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable
 

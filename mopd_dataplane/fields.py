@@ -14,8 +14,6 @@ Axes, in the letters of records.py:
     bound     [S + 1] where the samples of a pack begin and end, made by the loader
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

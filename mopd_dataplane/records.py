@@ -10,8 +10,6 @@ A response token at response position j sits at absolute position P + j and is p
 hidden state at absolute position P + j - 1.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ Evolution is additive: new nullable columns only. FORMAT_VERSION counts incompat
 written by a newer one is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

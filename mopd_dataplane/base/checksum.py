@@ -1,7 +1,5 @@
 """crc32c over arrays: the checksum of payload in the store and of records in the token log."""
 
-from __future__ import annotations
-
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray

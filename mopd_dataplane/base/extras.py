@@ -1,7 +1,5 @@
 """Error texts for a missing library: the extra of this package that installs it."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 

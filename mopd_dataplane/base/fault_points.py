@@ -4,8 +4,6 @@ Product code calls `fault_point("commit.payload")` between two writes. It does n
 an observer; no environment variable, option or file can install one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _observer: Callable[[str], None] | None = None

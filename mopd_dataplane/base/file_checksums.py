@@ -4,8 +4,6 @@
 which their digest is made. It is written before the folder gets its name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping

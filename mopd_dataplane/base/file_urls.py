@@ -8,8 +8,6 @@ environment, or a file under ~/.config/fsspec. Writing is atomic as for local fi
 content, or does not exist.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import posixpath

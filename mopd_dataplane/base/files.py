@@ -1,8 +1,6 @@
 """Durable local files: written under another name, synced, renamed, and the directory synced; and detection of full
 disks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

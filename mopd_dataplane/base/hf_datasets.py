@@ -1,7 +1,5 @@
 """Rows of a Hugging Face dataset: by its name on the hub, a folder of files, or a folder that `save_to_disk` wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

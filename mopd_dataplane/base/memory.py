@@ -1,7 +1,5 @@
 """Keeps memory that large work frees, for use in the same work; or has it returned to the kernel at once."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

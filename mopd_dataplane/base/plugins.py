@@ -11,8 +11,6 @@ Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.environments` (rollout/
 (train/trackers.py).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points

@@ -4,8 +4,6 @@ subprocess.Popen(command, env=parent_named())      in the parent, from a thread 
 end_with_parent()                                  the child's first statement
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

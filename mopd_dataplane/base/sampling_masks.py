@@ -3,8 +3,6 @@
 A set of size 0 says that nothing was cut: the token was drawn from the whole vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ The key `crc32c` holds eight hex digits over the rest of the object in one fixed
 file may be laid out for people to read. A changed value, a missing key and a file that is no JSON are all damage.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

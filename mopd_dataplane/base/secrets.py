@@ -1,7 +1,5 @@
 """Removes secrets from what is printed or stored: values of secret environment variables, and passwords inside URLs."""
 
-from __future__ import annotations
-
 import os
 import re
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Choice of the samples that keep per-token statistics, by row id: the same in scoring and in training."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -1,7 +1,5 @@
 """A function of a benchmark in a process of its own, whose memory and time are those of that work alone."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

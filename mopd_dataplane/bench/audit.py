@@ -3,8 +3,6 @@
 python -m mopd_dataplane.bench.audit FOLDER --verify 1000000 --group 5000000
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

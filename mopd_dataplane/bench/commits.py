@@ -1,7 +1,5 @@
 """A store under many small commits: time of a commit and of opening the store, memory, files and bytes on disk."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -4,8 +4,6 @@ Each prints "ready" after a pass that warms it up, then makes a measured pass fo
 JSON line for it, until stdin ends. CPU seconds and memory count every process below them too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ from them. Nothing is installed: a package that is missing makes its part "not r
 triton and numpy only. With `--device cpu --small` the parts are rehearsed; their figures mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

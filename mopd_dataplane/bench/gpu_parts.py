@@ -5,8 +5,6 @@
 Every part imports what it needs and nothing else, so that kernels and sampler run where only torch and triton are.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

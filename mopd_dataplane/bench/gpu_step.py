@@ -1,7 +1,5 @@
 """A trainer with a batch in ordinary memory: what the part `step` of `make gpu` measures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Statistics of the length-bias experiment: is one set of lengths tilted against another, by how much, or equal?"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ that touch every byte, and measures in the same run what plain copies and `pread
 process; one pass warms up the ring and the page cache before the measured one, and every pass reads the store anew.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """mopd's loader beside other loaders (bench/peers.py) on the same samples in the same packs."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import tempfile

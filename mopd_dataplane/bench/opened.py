@@ -1,7 +1,5 @@
 """Records which files below a folder are opened while a block runs, by any library (inotify)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

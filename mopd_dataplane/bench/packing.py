@@ -6,8 +6,6 @@ each other.
 prints one JSON object. Lengths are lognormal with a mean of 4.3 k tokens, packs have 32,768 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

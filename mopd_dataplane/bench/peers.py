@@ -8,8 +8,6 @@ bytes of their samples; mopd's also carry positions, policy versions and offsets
 It warms up, then makes a measured pass for every line on stdin; see crowd.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@
 Files of payload tables that are opened meanwhile are watched for; their bytes count as payload read.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import tempfile

@@ -7,8 +7,6 @@ Prefill and decode multiply matrices of different shapes, which rounds different
 only as often as rounding allows. The rate is measured, never assumed.
 """
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict

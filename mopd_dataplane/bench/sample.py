@@ -3,8 +3,6 @@
 With a model, the logits are made by a decode step of that model's size, and each sampler's share of the step is given.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Arithmetic on measured constants; nothing is run. A test writes a real store and
 constants.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

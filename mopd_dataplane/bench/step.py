@@ -5,8 +5,6 @@ same work (step_floor.py); and TRL, where an interpreter has it (step_trl.py). A
 prompts, weights, dtype and number of threads; the job and TRL train on what they sampled themselves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

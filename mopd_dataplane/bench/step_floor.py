@@ -7,8 +7,6 @@ and the student over the samples of the last iteration, sorted by length, with l
 exact reverse KL and its gradient, AdamW at the end of each batch. Needs torch and transformers alone.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Makes a store of any size through the public API, for measurements and loader tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It makes one pass to warm up, then a measured pass for every line on stdin; each touches every byte. See crowd.py.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -1,8 +1,6 @@
 """The viewer's server on a large store: seconds of the requests that the page makes over HTTP, and the server's
 memory."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -4,8 +4,6 @@ The raw limit (large writes and one sync, same folder) is measured in the same r
 log is compared with: a real model on this machine with the same number of sequences.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Figures of the write path: payload bytes per second beside the raw disk, and commit time by table size."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

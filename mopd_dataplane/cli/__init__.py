@@ -19,8 +19,6 @@
 Nothing here imports torch or lance before a command runs.
 """
 
-from __future__ import annotations
-
 import sys
 
 

@@ -4,8 +4,6 @@ Exit codes: 0 done · 1 audit found damage or an internal error · 2 input · 3 
 · 6 engine · 130 interrupted, by Ctrl-C or SIGTERM.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Commands that measure: each prints its figures beside the machine's own limit, taken in the same run."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command that evaluates a policy of a store with lm-eval."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

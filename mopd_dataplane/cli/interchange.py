@@ -1,7 +1,5 @@
 """Commands that import rollouts of other frameworks and export samples."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """The command that serves batches: `mopd load serve`."""
 
-from __future__ import annotations
-
 import socket as sockets
 import time
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """Commands for getting started: the recipes, a copy of one to edit, and the meaning of each key of a job file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -6,8 +6,6 @@
 Reads the help texts that `--help` prints and the fields that the code reads; a test compares page and source.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

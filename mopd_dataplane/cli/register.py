@@ -4,8 +4,6 @@ A parameter whose type is a dataclass stands for the options that are declared a
 options which several commands share, or which are fields of settings anyway, are declared once.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import is_dataclass

@@ -1,7 +1,5 @@
 """Rows of a query on a terminal: a table where it fits, else one block of `column: value` lines a row."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The command that compares teachers on the same answers."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Annotated, Any
 

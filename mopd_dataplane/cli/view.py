@@ -1,7 +1,5 @@
 """The command that opens a store in a browser, or writes what a browser would show to files."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated

@@ -8,8 +8,6 @@ One step of the Trainer is one planned step: learning-rate schedule, optimizer, 
 the Trainer's, batches and loss are the store's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ lm-eval's questions are not prompts of the store, so a row is the score of a who
 the score, `stderr` its own standard error, `finish_reason` says `benchmark`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The optimizer steps that a store has planned for a stage, as an iterable dataset of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch.utils.data import IterableDataset

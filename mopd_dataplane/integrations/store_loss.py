@@ -4,8 +4,6 @@ The loss is that of `mopd train`: sums over trained tokens, divided by the count
 and heads, so that no [N, V] logits exist.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Conversations: chat completions as served or logged, files for supervised fine-tuning, files of preferences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -7,8 +7,6 @@ tokens    input_ids, labels and completion_mask, with one column a teacher: the 
 traces    an episode of verifiers and prime-rl a line, with one teacher's reference_logprobs (export_traces.py)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

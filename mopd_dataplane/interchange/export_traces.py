@@ -4,8 +4,6 @@ verifiers/v1/trace.py (TRACE_VERSION 1) and episode.py: a node holds the tokens 
 the policy sampled, and log-probs for these only. Log-probs are written with every digit.
 """
 
-from __future__ import annotations
-
 from itertools import groupby, pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples of a store as files for other tools, in the form they read (export_forms.py)."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

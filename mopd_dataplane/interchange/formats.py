@@ -11,8 +11,6 @@ preference  prompt, chosen, rejected
 plain       this project's own names, as `mopd export` writes them; or just prompt and response
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Imports rows of another framework into a store: all rows are checked, then written; importing twice adds nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """JSONL, Parquet and Arrow files, row by row, each with its position; and checks of a field's type."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO

@@ -3,8 +3,6 @@
 An entry is complete in itself: it names its teacher with every digest, so that a row may be copied from file to file.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Teachers whose signals are imported: one identity for each name, and the LM heads that lie beside the files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

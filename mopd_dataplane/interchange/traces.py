@@ -5,8 +5,6 @@ adds, a mask of those the policy sampled, and for these only the sampler's log-p
 them, that model's. verifiers writes log-probs with four decimals unless it is told otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mopd_dataplane.errors import InputError

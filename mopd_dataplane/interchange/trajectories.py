@@ -4,8 +4,6 @@ prime-rl's older files hold `trajectory[]`, today's hold traces (traces.py). tin
 of its capture, and the decoded conversations of its evaluations; `transitions[]` is its Trajectory, as people save it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

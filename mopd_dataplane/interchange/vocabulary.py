@@ -1,7 +1,5 @@
 """The tokenizer of the model to train, with which an import tokenises rows that come without token ids."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Protocol
 

@@ -1,8 +1,6 @@
 """Examples of the keys of a job file, and their units. Read by reference.py; a test holds both to what the sections
 accept."""
 
-from __future__ import annotations
-
 EXAMPLES: dict[str, str] = {
     "name": '"mine"',
     "shows": '"what running it shows"',

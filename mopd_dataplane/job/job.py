@@ -8,8 +8,6 @@ for the stages that name it: exact and sampled gradients want other batches and 
 where not all are wanted.
 """
 
-from __future__ import annotations
-
 import types
 import typing
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Validation errors of pydantic as sentences; sections that another process wrote as JSON, read back and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Finds the line of a key in a job file, for error messages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Nothing is checked here beyond what merging needs; `job.py` says what a job may hold.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The recipes that come with the package: jobs that go by name wherever one works, and copies of them to edit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

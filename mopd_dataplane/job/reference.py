@@ -4,8 +4,6 @@
 sections, which are what a job file is checked against.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Weights of a job file that are fixed, or change over the optimizer steps of a stage."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import numpy as np

@@ -6,8 +6,6 @@ processes: one, or several where the ranks of a tensor- or context-parallel grou
     planned ──fill──▶ ready ──claim by every consumer──▶ lent ──release by every consumer──▶ (slot free)
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Messages and wake-ups would cost more than small packs do. A trainer so holds a 
 pack: a ring that holds the largest pack of each rank stays large enough.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 

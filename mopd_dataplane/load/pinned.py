@@ -4,8 +4,6 @@ CUDA copies from ordinary memory through a buffer of its own, and the host waits
 slot is read by the device directly. Slots are mapped read-only here, which CUDA must be told.
 """
 
-from __future__ import annotations
-
 import warnings
 
 READ_ONLY = 0x08

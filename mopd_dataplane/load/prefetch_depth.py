@@ -11,8 +11,6 @@ A trainer slower than every read keeps the least depth. One that is faster than 
 while it pauses. Memory is bounded by the ring, not here.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

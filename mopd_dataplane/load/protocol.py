@@ -15,8 +15,6 @@ answer yet it says so every second ({"wait": reason}), so that silence always me
     bye
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

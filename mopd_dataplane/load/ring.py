@@ -7,8 +7,6 @@ Released slots are reused; the ring makes a new one only while it stays inside i
 slot gets one of its own size, for which free slots make room (docs/decisions/0006-large-packs.md).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -4,8 +4,6 @@ It owns the store and the shared memory; trainers own nothing but a connection. 
 ends when the last trainer has left or the process that started it is gone.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@
 A slot describes itself, so a reader needs nothing but the slot and the generation it was promised.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass

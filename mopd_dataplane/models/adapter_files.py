@@ -8,8 +8,6 @@
 A folder of another tool has no base.json: its base is then what adapter_config.json names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Chooses the device of a model, and frees its memory."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -3,8 +3,6 @@
 Vocabulary sizes are those of `config.json`, which may be larger than the tokenizer's.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath

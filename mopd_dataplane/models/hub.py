@@ -5,8 +5,6 @@ A name is what huggingface.co calls a repository, as `Qwen/Qwen3-0.6B`; a path t
 Only weights in safetensors, configs and tokenizers are fetched; code and pickles stay where they are.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from functools import lru_cache

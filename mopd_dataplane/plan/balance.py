@@ -6,8 +6,6 @@ round over the ranks at a time, the heaviest of the round to the rank with the l
 longest-processing-time rule under equal counts). The packs themselves never depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ samples are finished. Later samples never take their place, so short samples gai
 result does not depend on when the planner looks. Every window lets the trainer publish one policy version.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Outcome rewards of a window's samples, and their advantage over their group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ is due at the step where the demand for the domain passes i plus one random offs
 the epoch holds each domain as its weights say, within one unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

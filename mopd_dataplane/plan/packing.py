@@ -6,8 +6,6 @@ kept as ranges of ids, so the inner loop is integer arithmetic and the work grow
 not with the number of samples. The result is exactly that of best-fit-decreasing (Johnson 1973), sample by sample.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A window is a pure function of (columns, settings, seed, stage, window, epochs),
 epoch are made in batches.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Selection of the samples to train on: each is selected, or counted under the first reason against it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

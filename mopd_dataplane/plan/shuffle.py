@@ -4,8 +4,6 @@ A permutation sorts Philox words whose low bits carry the index: numpy guarantee
 but not the order `Generator.permutation` makes of it, and sorting values is several times faster than an argsort.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

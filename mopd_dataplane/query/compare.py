@@ -5,8 +5,6 @@ version its newest. Answers are paired by prompt; prompts that only one policy a
 two stores, are left out and counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Curves of a run, as statements: what the page of the viewer and the report draw over iterations and over steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Z95 = 1.959964

@@ -1,7 +1,5 @@
 """Sections of a report on how the run went and what it was made with: training, rollouts, versions, settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The sections of a report: measures in; sentences, plots and tables out. One without data says so in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

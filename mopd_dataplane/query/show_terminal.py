@@ -1,7 +1,5 @@
 """A sample on a terminal: with colours where the terminal has them, else with words and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -13,8 +13,6 @@ drawn within their domain, and a figure over several domains weighs each domain 
 figures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

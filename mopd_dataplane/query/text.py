@@ -1,7 +1,5 @@
 """Text for display: control characters of model output shown as marks, numbers with units."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 

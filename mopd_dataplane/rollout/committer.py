@@ -6,8 +6,6 @@ The queue is bounded: when the store is slower than the engine, handing over wai
 the commit, not the samples; a commit is exactly once by uid, so repeating one is safe.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -5,8 +5,6 @@
 The ledger is the only state of a sample; what is kept here is which slot works for which sample.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

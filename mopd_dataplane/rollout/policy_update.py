@@ -6,8 +6,6 @@
 Either way no key or value of the old weights is read by the new ones, and no sample is given up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal

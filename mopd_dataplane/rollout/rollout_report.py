@@ -1,7 +1,5 @@
 """RolloutReport: counts and rates of one call of run_rollout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from mopd_dataplane.rollout.log.filesystem import Level

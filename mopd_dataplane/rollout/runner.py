@@ -6,8 +6,6 @@ Nothing leaves the process before it is durable, and a sample is finished only w
 every sample is cut at the same point of the log, whatever its content and length, and continues from there.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Collection, Sequence

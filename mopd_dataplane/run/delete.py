@@ -4,8 +4,6 @@ Their bytes leave the disk when the versions that held them are dropped (`mopd s
 those that were trained on the samples are listed.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator

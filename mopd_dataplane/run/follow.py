@@ -12,8 +12,6 @@ the next window, and is over with the last policy version, or in a concurrent st
 log. See docs/ranks.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The steps that run no model and need no torch: reward and plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -8,8 +8,6 @@
 Each step looks at what the store already has and does the rest, so the same call continues after any kill.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of policies: `policies/<stage>/v<version>`, where version 0 is what the stage starts from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress of a job: bars with rates and time left on a terminal, one line per finished step everywhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Prompts of an iteration: a pure function of the seed, so that a continued run samples the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Provenance of published figures: commit, settings, sampler, machine, versions; part of every committed JSON."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import importlib.metadata

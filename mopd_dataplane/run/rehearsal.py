@@ -8,8 +8,6 @@ All other settings stay: stages, objectives, routing, templates, codecs, correct
 the parts of a job work together; it says nothing about the results.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sampler of each prompt of an iteration: the student, a teacher, a mixture of both, or the stored answer."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Samples of one stage, by their row ids in `samples`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Stored samples as teachers read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The copy of a later epoch replaces a local log, because another node continued f
 even if two nodes run at the same time; the claims only stop the older one early.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -3,8 +3,6 @@
 The source is never changed. After a kill the same call continues; the target opens as a store when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@
 Every checksum is compared at the end, before the copy opens as a store. After a kill the same call continues.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -5,8 +5,6 @@ log, checkpoints, policies while they are saved) is written here first and publi
 is fetched. So any node with the job file and the credentials can continue where another one stopped.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ D is a scalar head on the body of a policy, read at the last token (arXiv 2511.1
 needed: no logits, no weights, not even its tokenizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

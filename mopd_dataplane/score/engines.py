@@ -1,7 +1,5 @@
 """Engines that run teachers, by name (`score.engine`), and their capabilities. Importing this loads none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

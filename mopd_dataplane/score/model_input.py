@@ -3,8 +3,6 @@
 Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The effect of quantising a teacher's weights: both versions read the same answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ eq. 29, on one sample). Since logits are linear in states and head, the blend is
 laid side by side, and everything that stores or reads signals sees an ordinary teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

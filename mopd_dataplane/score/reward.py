@@ -12,8 +12,6 @@
 Accuracy is the share of answers that are entirely right. A float alone does not say that, and no threshold is assumed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.metadata

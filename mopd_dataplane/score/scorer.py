@@ -4,8 +4,6 @@ Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens.
 the teacher's hidden states. No [N, V] logits exist at any time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 

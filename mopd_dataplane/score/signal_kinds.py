@@ -7,8 +7,6 @@ loader and a trainer read it without the package; a payload of another shape nee
 Axes: M loss-masked response tokens of a sample, N of a batch, R response tokens, D hidden width, V vocabulary, K top-k.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ direction of the verifier. No single number measures that, so these are reported
 that a better benchmark score alone does not predict success).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ the next writer sets it aside. Versions only grow, so writers need no lock betwe
 half written.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records <-> Arrow rows. Shapes and values are checked here, before anything is written."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence

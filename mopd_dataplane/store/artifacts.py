@@ -7,8 +7,6 @@ A folder exists when its list does. Lists are written once (If-None-Match), so o
 first wins and the other's files go.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -8,8 +8,6 @@ Files synced before are remembered and skipped. A failed sync is never repeated:
 a second fsync reports success without having written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

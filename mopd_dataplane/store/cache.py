@@ -6,8 +6,6 @@ under a key. A checksum over key and bytes finds what a power cut or a bad disk 
 Nothing is synced, and nothing depends on a range being present. See docs/decisions/0009-range-cache.md.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -7,8 +7,6 @@
 Killed between any two of these, the same call made again ends with each sample visible once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

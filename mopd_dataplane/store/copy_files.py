@@ -5,8 +5,6 @@ Every file is written under another name, synced and renamed, so that a file und
 kill the same call continues.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterable

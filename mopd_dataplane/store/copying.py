@@ -11,8 +11,6 @@ compared with what is read, and copied; the copy is verified in full before it o
 at what is there: after a kill the same call continues.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import lance

@@ -1,7 +1,5 @@
 """Table name -> Lance schema, and the refusal of datasets whose format does not match this version."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

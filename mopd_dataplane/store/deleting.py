@@ -8,8 +8,6 @@ Plans stay, since they hold numbers only: they say which steps used a sample. Ev
 after a kill the same call continues.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ deletion.
 A record is written before the first row goes and is closed after the last: an open one is a deletion to be continued.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass

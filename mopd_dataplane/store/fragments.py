@@ -5,8 +5,6 @@ one. Each byte is copied about once a tier, so commit time stays flat, and a tab
 beside its gigabyte ones.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import lance

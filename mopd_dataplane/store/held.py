@@ -5,8 +5,6 @@ nothing, so it works on a read-only mount, and it ends with the process however 
 version only when it gets an exclusive lock on the manifest, and finds the processes that hold others in /proc/locks.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -6,8 +6,6 @@ descriptors say where in its file each blob lies; the bytes are read from there,
 agreed with a read through Lance. Everything else (other blob kinds) is read through Lance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path, PurePosixPath

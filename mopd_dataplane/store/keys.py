@@ -6,8 +6,6 @@ row id of every key: 16 bytes a row, loaded once, extended by what was appended 
 key itself, so a hash collision costs a read, never a row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lance

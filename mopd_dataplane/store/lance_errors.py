@@ -1,8 +1,6 @@
 """Errors of Lance by cause: a full disk, damaged bytes, an object store that does not answer, a commit that came
 second."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager

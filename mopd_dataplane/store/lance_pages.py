@@ -5,8 +5,6 @@ The file format is public: a footer, a table of columns, and a protobuf message 
 those that a list of numbers has in format 2.0; a page with any other raises NotPlain.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ each list ends. The file says where both lie and how they are encoded (lance_pag
 Lance, and so is a file if the first row read this way fails its checksum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Maintenance of a store: counts, merging of small files, dropping of old versions."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

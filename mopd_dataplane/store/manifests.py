@@ -4,8 +4,6 @@ Lance lists the folder to find the newest, so each of its openings takes longer 
 looks do: a commit takes the next number, and clean-up drops no version that is newer than the one acknowledged last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ is compared with the original, and each row of metadata with the checksum it was
 stays in place, and is named, until it is restored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 

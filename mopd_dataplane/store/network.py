@@ -4,8 +4,6 @@ The text of a refusal may hold access keys and the string that was signed, so no
 and the error code are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

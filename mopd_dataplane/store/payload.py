@@ -1,7 +1,5 @@
 """Writes payload before metadata, each once, even if an earlier commit died before its metadata row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import lance

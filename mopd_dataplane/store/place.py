@@ -1,7 +1,5 @@
 """Place, the root of a store: a folder or an object-store URI, the small JSON files beside its datasets, its locks."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

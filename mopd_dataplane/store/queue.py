@@ -5,8 +5,6 @@ of processes may put, get and clear concurrently, and a kill leaves what was ack
 a step's values are put and cleared together, so its files are freed together, and values that stay are rewritten.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads by row id: payload of given samples in the asked order, each row checked to be the sample asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ name them are dropped (maintain.py). With concurrent writers: Lance refuses the 
 between, and it is made again; a concurrent append does not disturb it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import lance

@@ -1,7 +1,5 @@
 """How much of a response repeats itself: a column of `samples`, counted in every commit, so it must cost little."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

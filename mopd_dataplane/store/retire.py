@@ -7,8 +7,6 @@ Rows keep their ids: the new file's rows get those of the old file's. The codec 
 the same call does the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ columns that hold a value in that row, in the order of their names:
 A null, and a column that came into being after the row, have no part in it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise

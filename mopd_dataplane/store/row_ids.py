@@ -7,8 +7,6 @@ newer ones. So a reference is a row id, and this module turns ids into offsets i
 The ids of a fragment are in its metadata, as a few runs; those of files whose rows were deleted are scanned.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Checks of a sample's values before any cast: what numpy would wrap, round or overflow is refused by name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -4,8 +4,6 @@ python -m mopd_dataplane.store.schemas schemas           write what is missing
 python -m mopd_dataplane.store.schemas schemas --check   exit 1 when a file differs
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 Both take many ranges in one call and fill memory the caller owns.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """Commits teachers' signals: payload into signals/<teacher>/<kind>, then one row of `scores`; samples do not change."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

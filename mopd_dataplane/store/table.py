@@ -7,8 +7,6 @@ if that is refused, look again. Two committers, a retried commit, a lost reply o
 can never make a key visible twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

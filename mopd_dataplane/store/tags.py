@@ -4,8 +4,6 @@ Lance lists a folder and then reads each file of it: a tag that is deleted betwe
 version it was for. Such a call is repeated.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta

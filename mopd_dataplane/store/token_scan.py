@@ -1,7 +1,5 @@
 """Finds the samples that hold a run of token ids, in one pass over the token files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import lance

@@ -9,8 +9,6 @@ Rows of metadata, tokens and listed signals are copied; files of hidden states a
 they do not change. Every step first looks at what is there: after a kill the same call continues.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,6 @@
 """The audit: whether every reference leads to the right row, and all bytes are those that were committed. Nothing is
 changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 

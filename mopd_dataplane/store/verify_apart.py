@@ -5,8 +5,6 @@ fails. So the audit runs in a child process, limited to the memory that is free,
 before it takes it. When it dies, that step becomes a finding, and the audit is repeated without the step.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

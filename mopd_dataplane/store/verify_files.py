@@ -1,7 +1,5 @@
 """The audit of the files beside the tables: JSON files, and folders of files that are never rewritten."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

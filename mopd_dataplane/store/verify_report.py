@@ -1,7 +1,5 @@
 """The report of an audit (findings, rows checked, orphans), and the announcement of its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """The audit of metadata: whether every row holds what was committed, file by file, and in parts where a file cannot be
 read."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 import lance

@@ -5,8 +5,6 @@ snapshots pin are copied as they are: data, sidecars and deletions first, then t
 checkpoints and the token log, which name rows and versions, stay valid. Other versions are not copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import lance

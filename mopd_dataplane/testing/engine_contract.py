@@ -1,7 +1,5 @@
 """Contract of an engine (rollout/engines/engine.py) with the runner, checked on an open one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Contract of an importer (interchange/rows.py), checked on rows of its format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Contract of an objective (job/objectives.py) with the trainer, checked on random packs."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from mopd_kernels.heads import Head

@@ -1,7 +1,5 @@
 """Contract of a kind of signal (score/signal_kinds.py) with scoring, store and trainer, checked on random states."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from mopd_kernels.heads import Head

@@ -4,8 +4,6 @@ It implements the Engine protocol, samples with the product's own noise, and its
 request gives the same bits in any batch. The length-bias experiment and the fault tests run on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

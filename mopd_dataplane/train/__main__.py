@@ -6,8 +6,6 @@ otherwise the code of the error (mopd_dataplane.errors). It loads torch and neve
 started by node_agent.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

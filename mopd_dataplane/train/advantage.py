@@ -12,8 +12,6 @@ tokens 0 and leaves the mean gradient as it is: what is added does not depend on
 in the distance j - t, as in the tinker cookbook.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -14,8 +14,6 @@ reads what any other number wrote, and nothing is unpickled. Learning rate and r
 seed, step, rank), so the step is all that is kept of them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -8,8 +8,6 @@ The exchange is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509); packed
 heads pass through it unchanged, because attention itself still sees whole sequences.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@
 On a CPU there is nothing to copy, and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

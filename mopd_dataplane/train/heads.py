@@ -1,7 +1,5 @@
 """Teacher heads: at most one on the device, the next one read ahead by a thread. Teacher models are not needed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

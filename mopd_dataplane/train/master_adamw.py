@@ -7,8 +7,6 @@
 Every parameter takes its step alone, so that one float32 gradient, or one copy on its way back, is there at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

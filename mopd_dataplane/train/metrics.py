@@ -1,7 +1,5 @@
 """metrics.jsonl: one StepMetrics per line, cut back to the checkpoint on resume."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The name of a stage's newest checkpoint. Needs no torch, because copying a store must not need it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -7,8 +7,6 @@ variables say how (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR or PET_RDZV_ENDPOI
 The exit code is that of the rank that failed first.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

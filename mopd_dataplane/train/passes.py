@@ -4,8 +4,6 @@ Cuts lie between samples. Attention, normalisers and weights of a sample do not 
 is divided by counts of the whole step, so the sum over passes is the loss of the step however it is cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby

@@ -4,8 +4,6 @@ Logits of a part are computed again in the backward pass: memory holds [n, V] of
 kernels' own divergences need no such passes and are several times faster.
 """
 
-from __future__ import annotations
-
 import torch
 from mopd_kernels.heads import Head
 from mopd_kernels.reference import logits

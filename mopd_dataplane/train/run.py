@@ -6,8 +6,6 @@ finished window is published before its checkpoint is written, so that sampling 
 the two costs that window's steps once more.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext

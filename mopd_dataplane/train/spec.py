@@ -1,7 +1,5 @@
 """TrainSpec, the settings of the trainer process: one JSON file, written by the job, checked before torch is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Stopping at a checkpoint: on SIGTERM, on Ctrl-C, and when the process that started this one is gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -6,8 +6,6 @@ never stands behind steps whose values are not in a file: what a killed rank sti
 again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Axes: M trained tokens, D student and Dt teacher width, k likeliest tokens of ea
 teacher, S_p and S_q their k likeliest tokens, S = S_p ∩ S_q.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

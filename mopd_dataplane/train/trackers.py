@@ -4,8 +4,6 @@ A tracker is an entry point of `mopd.trackers`, or is named as `package.module:N
 called with (folder, name, steps_done) and returns something with `write` and `close`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict

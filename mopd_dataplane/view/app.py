@@ -1,7 +1,5 @@
 """Routes of the viewer's server. Every answer is JSON; searches stream one JSON document a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ The modules of assets/ keep to one form of import and export, so a module become
 exports, and an import becomes names taken from that.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

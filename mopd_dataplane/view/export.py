@@ -3,8 +3,6 @@
 No request leaves the page: data are scripts beside it, and a content-security policy allows nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from dataclasses import dataclass

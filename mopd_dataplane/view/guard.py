@@ -5,8 +5,6 @@ from this origin if it has an `Origin`, and carry the token of the printed addre
 opening the address sets, or as `Authorization: Bearer`. Responses allow no script, style or request but this server's.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 from http.cookies import CookieError, SimpleCookie

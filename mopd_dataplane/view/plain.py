@@ -1,7 +1,5 @@
 """Answers as JSON text that every browser reads."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

@@ -1,7 +1,5 @@
 """The process behind `mopd view`: one loopback socket, one printed address, until Ctrl-C."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

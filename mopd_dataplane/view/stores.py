@@ -1,7 +1,5 @@
 """The stores of one server, and the snapshots of them that were asked for: which are kept in memory."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict
 from typing import Any

@@ -5,8 +5,6 @@ OpenMP threads for every thread that computes; two pools on the same cores put e
 step a fifth of its time.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Many concurrent streaming completions of one server: a thread runs them, a queue holds their chunks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import queue

@@ -3,8 +3,6 @@
 Axes: N rows, T columns of a prefill block, D hidden width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

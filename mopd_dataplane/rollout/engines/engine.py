@@ -4,8 +4,6 @@ An engine holds up to `slots` requests. It never sees prompts, groups, the log o
 decode token ids with per-token log-probs and position-keyed noise fits behind this protocol.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

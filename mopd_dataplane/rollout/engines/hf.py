@@ -11,8 +11,6 @@ With a mixed teacher, every token is drawn from the mixture of both models' samp
 the mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543), so ratios to the sampler stay right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

@@ -4,8 +4,6 @@ Column c of a row is absolute position c of its sequence, so rows need no paddin
 overwritten by the last one, and a new sequence starts in the row behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

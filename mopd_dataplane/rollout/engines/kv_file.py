@@ -5,8 +5,6 @@ checksum (crc32c over every tensor) is right and weights, tokenizer, build and t
 sync.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

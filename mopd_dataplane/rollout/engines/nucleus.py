@@ -5,8 +5,6 @@ ids. The floor is found by selection: what is certainly inside or certainly outs
 sorted, so that the cost is a pass over the scores and little more, and two or three where they are nearly flat.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

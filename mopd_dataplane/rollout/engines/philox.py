@@ -4,8 +4,6 @@ A uniform is a function of (128-bit key, position, index) and has no state. Coun
 the key's upper two words; the key's lower two words are Philox's key. A block holds two uniforms.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -12,8 +12,6 @@ The log-prob reported is log q(token): what an importance ratio needs. At temper
 the log-prob is that of the model at temperature 1 (under the point mass itself it would always be 0).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self

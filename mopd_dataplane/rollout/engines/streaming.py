@@ -4,8 +4,6 @@ admit ──_send──▶ the engine ──_listen──▶ Streams ──step�
                               a slot that ends, or is released ──_cancel──▶ the engine
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ An engine that cannot score a prefix draws the newest RESCORED prefix tokens aga
 arrives first for such a slot is the self-check of the resume, what follows is new.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

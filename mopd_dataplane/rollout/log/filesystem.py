@@ -5,8 +5,6 @@ durable     fdatasync() returned: survives power loss, if the disk honours flush
 committed   the sample is in the store and synced there; the log may forget it
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

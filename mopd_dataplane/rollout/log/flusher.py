@@ -4,8 +4,6 @@ Appends only move `written`; the thread syncs at most once per interval and then
 a record makes the sync start immediately.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

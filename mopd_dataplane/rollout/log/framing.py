@@ -13,8 +13,6 @@ check. salt = crc32c(log uuid + segment number), so bytes of another segment nev
 cannot be read but lies at or below a watermark was damaged; above every watermark it may just not have been written.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from pathlib import Path

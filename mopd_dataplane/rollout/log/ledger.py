@@ -4,8 +4,6 @@ The runner applies every message it appends, and recovery applies every message 
 and the state rebuilt from its log come out of the same code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ by an unrelated close() of the same file.) The epoch is claimed with O_EXCL, so 
 writers never share a file, and the older one finds out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

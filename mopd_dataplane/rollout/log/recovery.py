@@ -8,8 +8,6 @@ with a complete checkpoint (a BASE record), replays it, and then decides what th
     * some record does: durable bytes are damaged. DamagedError; nothing is rewritten.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

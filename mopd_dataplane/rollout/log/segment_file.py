@@ -1,7 +1,5 @@
 """The file behind one segment: how it gets its name, what a full disk does to it, and what a failed sync means."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

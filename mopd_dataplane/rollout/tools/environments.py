@@ -5,8 +5,6 @@ Another package offers one as an entry point of `mopd.environments`, or it is na
 student reads (replies.py), which is masked in the loss.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ not know, the sample is abandoned; a command is never run on a guess. A call tha
 the environment is not a function of the conversation: the sample has diverged and is abandoned too.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

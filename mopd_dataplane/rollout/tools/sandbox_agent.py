@@ -4,8 +4,6 @@ Prints the result as JSON; `null` when an earlier agent claimed the key, is gone
 a session of its own, so the death of the rollout does not stop a command that has begun.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -8,8 +8,6 @@ A cluster started here listens on the loopback interface only, and ends with the
 folder at the same path.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ their uids are assigned first and under its name, whichever worker or run contin
 folder; on several nodes that folder is shared.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`mopd teachers`: every teacher of a job on the same answers of a stage, domain by domain."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

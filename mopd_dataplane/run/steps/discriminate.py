@@ -6,8 +6,6 @@ Versions lie in `discriminators/<stage>/v<g>`. A version is a function of the on
 the rewards of a window are one commit, so a run that was killed anywhere continues with the same bits.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

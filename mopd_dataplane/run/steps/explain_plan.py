@@ -1,7 +1,5 @@
 """Content and cost of a recorded plan: `mopd plan JOB --explain`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

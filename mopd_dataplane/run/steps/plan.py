@@ -1,7 +1,5 @@
 """Plan: from the metadata of a pinned snapshot to recorded windows. No payload is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pyarrow.compute as pc

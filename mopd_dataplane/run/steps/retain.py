@@ -5,8 +5,6 @@ record    an event `free` with the rows, before a byte goes: the planner and a c
 free      every recorded row that still has its bytes, so a run killed in between continues here
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mopd_dataplane.errors import UnknownNameError

@@ -1,7 +1,5 @@
 """Rewards of stored samples, by verifiers. Only missing ones are computed; no model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rollout: the policy samples one iteration into the store, through the token log."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Teachers' signals of stored samples. Only missing ones are computed, and no two precisions under one name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
