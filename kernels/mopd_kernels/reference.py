@@ -13,7 +13,20 @@ import torch
 from torch import Tensor
 
 from mopd_kernels.heads import Head
-from mopd_kernels.rowstate import RowStats
+from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
+
+__all__ = [
+    "RowState",
+    "RowStats",
+    "divergence",
+    "finish_row_state",
+    "logits",
+    "merge_row_states",
+    "policy_loss",
+    "row_stats",
+    "token_logprob",
+    "topk_divergence",
+]
 
 
 def logits(hidden: Tensor, head: Head, *, temperature: float = 1.0, vocab_size: int | None = None) -> Tensor:

@@ -81,22 +81,22 @@ def drawn(fields: Fields, place: str) -> dict[str, Any]:
 
 def read_prompt(fields: Fields, name: str, place: str, *, optional: bool = False) -> str | Messages | None:
     """A prompt: text or messages. Raises InputError for something else, or none where it is not optional."""
-    return None if optional and fields.get(name) is None else _said(fields, name, place)
+    return None if optional and fields.get(name) is None else _said(fields, name, place, "a list of messages")
 
 
 def read_response(fields: Fields, name: str, place: str) -> str | Messages:
     """A response: text, or messages of which the first is the assistant's."""
-    said = _said(fields, name, place)
+    said = _said(fields, name, place, "messages of the assistant")
     return said if isinstance(said, str) else as_response(said, name, place)
 
 
-def _said(fields: Fields, name: str, place: str) -> str | Messages:
+def _said(fields: Fields, name: str, place: str, or_messages: str) -> str | Messages:
     value = fields.get(name)
     if isinstance(value, str):
         return text(fields, name, place)
     if isinstance(value, list) and value:
         return read_messages(value, name, place)
-    raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected text or a list of messages")
+    raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected text or {or_messages}")
 
 
 def as_response(messages: Messages, name: str, place: str) -> str | Messages:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from mopd_dataplane.base.file_urls import Place, folder_of, is_url, local_path, read_file, suffix_of
 from mopd_dataplane.base.sealed_json import SEAL, unseal
@@ -31,9 +31,9 @@ class Extends(Section):
 
     job: str
     """Its file or folder, relative to this file, or the name of a recipe."""
-    stages: tuple[str, ...] = ()
+    stages: list[str] = Field(default_factory=list)
     """Stages of it that come before this job's own."""
-    domains: tuple[str, ...] | None = None
+    domains: list[str] | None = None
     """Domains of it that are wanted; default: all."""
 
 
@@ -75,13 +75,14 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     raw = with_own_data(_parse(file), file)
     if "extends" not in raw:
         return raw
+    given = raw.pop("extends")
+    example = 'it takes job, stages and domains: extends = { job = "../quickstart", stages = ["base"] }'
+    if not isinstance(given, dict):
+        raise JobFileError(f"{file}: extends is {given!r:.80}, a table is needed; {example}")
     try:
-        wanted = Extends.model_validate(raw.pop("extends"))
+        wanted = Extends.model_validate(given)
     except ValidationError as error:
-        raise JobFileError(
-            f'{file}: extends: {problems_text(error)}; write extends = {{ job = "../quickstart", stages = ["base"] }}, '
-            "and domains where not all are wanted"
-        ) from None
+        raise JobFileError(f"{file}: extends: {problems_text(error)}; {example}") from None
     lineage = (*children, _identity(file))
     parent_file = job_file(wanted.job, beside=folder_of(file))
     if _identity(parent_file) in lineage or len(lineage) > MAX_DEPTH:

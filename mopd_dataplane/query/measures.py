@@ -59,7 +59,7 @@ class Measures:
         with counted as (
             select stage, domain, teacher, count(*) as samples
             from samples join (select distinct uid, teacher from scores) using (uid) group by stage, domain, teacher)
-        select stage, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
+        select stage, domain, arg_max(teacher, (samples, teacher)) as teacher, sum(samples)::bigint as samples
         from counted group by stage, domain order by stage, domain""")
     teacher_kl: Rows = _answer(f"""
         select stage, teacher, iteration,

@@ -16,18 +16,20 @@ laid side by side, and everything that stores or reads signals sees an ordinary 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from mopd_kernels import Head
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models import hf
 from mopd_dataplane.score.model_input import IntArrays
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Reader(Protocol):
@@ -50,7 +52,7 @@ class Reader(Protocol):
 class HfReader:
     """A transformers model in this process."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model
 
     @property

@@ -14,6 +14,7 @@ from mopd_kernels import divergence, token_logprob, topk_logprobs
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mopd_dataplane.errors import InputError
 from mopd_dataplane.score.model_input import ModelInput
 from mopd_dataplane.score.readers import TeacherForward
 
@@ -66,7 +67,9 @@ def compare(
     student: TeacherForward, teacher: TeacherForward, answers: Sequence[Answer], *, k: int, batch: int = 32
 ) -> Comparison:
     """Score the answers of one domain with one teacher. k: likeliest tokens whose overlap is counted, at most
-    the vocabulary."""
+    the vocabulary. Raises InputError without answers."""
+    if not answers:
+        raise InputError("no answers to compare a teacher by; run a rollout stage of the domain first")
     ordered = sorted(answers, key=lambda answer: len(answer.student.tokens))  # little padding
     rewards = np.array([answer.reward for answer in ordered])
     parts = [

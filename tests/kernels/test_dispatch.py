@@ -1,13 +1,22 @@
 """Which path runs, what it holds in memory, and what importing the package costs."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 
 import mopd_kernels
 import pytest
 import torch
-from mopd_kernels import divergence, explain, fused_policy_loss, token_logprob, topk_divergence, topk_logprobs
+from mopd_kernels import (
+    chosen_logprobs,
+    divergence,
+    explain,
+    fused_policy_loss,
+    token_logprob,
+    topk_divergence,
+    topk_logprobs,
+)
 from mopd_kernels.forms import KINDS
 from mopd_kernels.sweep import DIRECT_ADDITIONS
 from mopd_kernels.testing import Case, make_inputs
@@ -20,6 +29,17 @@ def test_public_names():
         assert getattr(mopd_kernels, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'kl'"):
         _ = mopd_kernels.kl
+
+
+@pytest.mark.parametrize("name", ["most_columns", "temprature", "who"])
+@pytest.mark.parametrize("op", [token_logprob, fused_policy_loss, topk_divergence, topk_logprobs, chosen_logprobs])
+def test_an_option_that_is_none_is_refused_by_the_ops_name(op, name):
+    inputs = dict.fromkeys(("k", "token_ids", "topk_ids", "topk_logprobs", "advantages"))
+    known = {key: value for key, value in inputs.items() if key in inspect.signature(op).parameters}
+    with pytest.raises(
+        TypeError, match=rf"{op.__name__}\(\) got an unexpected keyword argument '{name}'; options: backend"
+    ):
+        op(torch.ones(2, 4), torch.ones(3, 4), **known, **{name: 1})
 
 
 def test_importing_submodules_first_does_not_shadow_the_ops():

@@ -247,7 +247,10 @@ def test_a_job_takes_over_tables_and_the_stages_it_lists(tmp_path: Path) -> None
     ("old", "new", "words"),
     [
         ('stages = ["base"]', 'stages = ["bas"]', "no stage 'bas': .*did you mean 'base'"),
-        ('stages = ["base"]', 'stages = "base"', "write extends = "),
+        ('stages = ["base"]', 'stages = "base"', "valid list, found 'base'; it takes job, stages and domains"),
+        ('stages = ["base"]', "stages = [1]", "stages.0: .*valid string, found 1"),
+        ('stages = ["base"]', "steps = 1", "steps: .*it takes job, stages and domains"),
+        ('{ job = "../parent", stages = ["base"] }', '"../parent"', "extends is '../parent', a table is needed"),
         ('job = "../parent"', 'job = "../paren"', "no job file"),
         ('job = "../parent"', 'job = "../child"', "leads back here"),
         ('name = "again"', 'name = "base"', "two stages share a name: 'base'"),

@@ -107,6 +107,7 @@ def test_a_plain_server_draws_by_seed(plain_server: Server, models: tuple[Path, 
         np.testing.assert_allclose(reference.admit([(0, known)])[0], logprobs[-16:], atol=TOLERANCE)
     with pytest.raises(MismatchError, match="--logprobs-mode processed_logprobs"):
         engine.admit([(0, make_requests(1, temperature=0.7)[0])])
+    engine.admit([(0, requests[0])])  # what is refused takes no slot
     engine.close()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mopd_kernels.checks import check_weights
 from mopd_kernels.dispatch import row_functions
 from mopd_kernels.heads import Head
-from mopd_kernels.ops.operands import HeadOptions, operands
+from mopd_kernels.ops.operands import HeadOptions, operands_of
 from mopd_kernels.ops.policy import PolicyMetrics, check_policy_inputs, combined_weights, named_metrics
 from mopd_kernels.ops.token_logprob import SampledTokens
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss
@@ -66,7 +66,7 @@ def fused_policy_loss(
         clip=clip, correction=correction, band=band,
         distill_coefficient=distill_coefficient, distill_clip=distill_clip,
     )  # fmt: skip
-    model = operands("policy", hidden, head, **options)
+    model = operands_of("fused_policy_loss", "policy", hidden, head, options)
     check_weights(weights)
     tokens = SampledTokens.of(model, token_ids, sampling_mask)
     constants = TokenConstants(old_logprob, sampler_logprob, advantage, teacher_logprob)

@@ -57,6 +57,17 @@ class Operands(NamedTuple):
         return torch.ones_like(self.zeros()) if weights is None else weights.detach().to(self.dtype)
 
 
+def operands_of(op: str, who: str, hidden: Tensor, head: Tensor | Head, options: HeadOptions) -> Operands:
+    """:func:`operands` from what an op was given besides. Raises TypeError, under the op's name, for an option that is
+    none."""
+    if unknown := options.keys() - HeadOptions.__optional_keys__:
+        raise TypeError(
+            f"{op}() got an unexpected keyword argument {min(unknown)!r}; options: "
+            f"{', '.join(sorted(HeadOptions.__optional_keys__))}"
+        )
+    return operands(who, hidden, head, **options)
+
+
 def operands(
     who: str,
     hidden: Tensor,

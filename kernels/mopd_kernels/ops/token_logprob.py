@@ -14,7 +14,7 @@ from torch import Tensor
 from mopd_kernels.checks import check_rows, check_token_ids
 from mopd_kernels.dispatch import row_functions
 from mopd_kernels.heads import Head
-from mopd_kernels.ops.operands import HeadOptions, Operands, operands
+from mopd_kernels.ops.operands import HeadOptions, Operands, operands_of
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss
 from mopd_kernels.sampling_mask import MaskColumns, check_sampling_mask
 from mopd_kernels.sweep import Needs, Rows, sweep
@@ -118,7 +118,7 @@ def token_logprob(
     Raises:
         ValueError: shapes, dtypes, ids or settings that do not fit together.
     """
-    model = operands("policy", hidden, head, **options)
+    model = operands_of("token_logprob", "policy", hidden, head, options)
     tokens = SampledTokens.of(model, token_ids, sampling_mask)
     live = tokens.live.to(model.dtype)
 

@@ -16,7 +16,7 @@ from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import Form, Kind, divergence_form
 from mopd_kernels.heads import Head
 from mopd_kernels.ops.divergence import Reduction
-from mopd_kernels.ops.operands import HeadOptions, operands
+from mopd_kernels.ops.operands import HeadOptions, operands_of
 from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss, times_upstream
 from mopd_kernels.sweep import Gradients, Needs, Rows, cut, length, sweep
@@ -68,7 +68,7 @@ def topk_divergence(
         raise ValueError(f"mode {mode!r} is defined for {', '.join(supported_kinds(mode))}, got kind {kind!r}")
     form = divergence_form(kind, beta=beta, alpha=alpha)
     check_reduction(reduction)
-    model = operands("student", student_hidden, student_head, **options)
+    model = operands_of("topk_divergence", "student", student_hidden, student_head, options)
     check_rows(
         len(student_hidden), student_hidden.device, topk_ids=topk_ids, topk_logprobs=topk_logprobs, weights=weights
     )

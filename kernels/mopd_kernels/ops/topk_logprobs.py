@@ -15,7 +15,7 @@ from mopd_kernels.checks import check_rows, check_token_ids
 from mopd_kernels.dispatch import row_functions
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.heads import Head
-from mopd_kernels.ops.operands import HeadOptions, Operands, operands
+from mopd_kernels.ops.operands import HeadOptions, Operands, operands_of
 from mopd_kernels.sweep import Needs, Rows, sweep
 
 Choice = Callable[[Rows, Tensor, Epilogue], Tensor]
@@ -27,7 +27,7 @@ def topk_logprobs(hidden: Tensor, head: Tensor | Head, k: int, **options: Unpack
 
     Options: :class:`HeadOptions`. Raises ValueError for shapes or settings that do not fit together.
     """
-    model = operands("teacher", hidden, head, **options)
+    model = operands_of("topk_logprobs", "teacher", hidden, head, options)
     if not 1 <= k <= model.plan.columns:
         raise ValueError(f"k must lie in 1 .. {model.plan.columns} (the vocabulary), got {k}")
     monotone = model.head.bias is None and model.head.logit_scale > 0
@@ -49,7 +49,7 @@ def chosen_logprobs(
     The ids may be another model's largest, as when a teacher is asked about the student's top-k.
     Options: :class:`HeadOptions`. Raises ValueError for shapes, ids or settings that do not fit together.
     """
-    model = operands("teacher", hidden, head, **options)
+    model = operands_of("chosen_logprobs", "teacher", hidden, head, options)
     check_rows(len(hidden), hidden.device, token_ids=token_ids)
     if token_ids.dim() != 2 or token_ids.shape[1] < 1:
         raise ValueError(f"token_ids must be [N, k], got {list(token_ids.shape)}")

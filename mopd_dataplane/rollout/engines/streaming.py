@@ -48,6 +48,7 @@ class StreamingEngine(ABC):
         again = RESCORED if self.samplers else 0
         opened = []
         for slot, request in requests:
+            self._check(request)
             stream = self._streams.open(slot, request, again=min(again, len(request.prefix_ids)))
             known = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
             self._send(stream, known[: len(known) - len(stream.again)])
@@ -97,6 +98,9 @@ class StreamingEngine(ABC):
             return settings | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, arguments_as: arguments}
         drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         return settings | drawn | {"seed": native_seed(request)}
+
+    def _check(self, request: Request) -> None:  # noqa: B027  most engines take every request
+        """Raise MismatchError for a request that the engine cannot serve as it is meant."""
 
     def _waiting(self) -> bool:
         """Whether something waits to be listened to."""

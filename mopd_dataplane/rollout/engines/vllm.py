@@ -92,12 +92,12 @@ class VllmEngine(StreamingEngine):
                 raise
 
     def _send(self, stream: Stream, prompt: list[int]) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        settings = self._drawing(stream.request, stream.again, arguments_as="extra_args")
-        parameters = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **settings)
         with answering():
+            from vllm import SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+            settings = self._drawing(stream.request, stream.again, arguments_as="extra_args")
+            parameters = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **settings)
             self._engine.add_request(stream.name, {"prompt_token_ids": prompt}, parameters, lora_request=self._request)
 
     def step(self) -> StepOutput:

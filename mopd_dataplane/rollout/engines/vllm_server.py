@@ -97,9 +97,8 @@ class ServerEngine(StreamingEngine):
             **self._drawing(request, again, arguments_as="vllm_xargs"),
         }
 
-    def _send(self, stream: Stream, prompt: list[int]) -> None:
-        """See StreamingEngine. Raises MismatchError when the server cannot report log-probs of this distribution."""
-        request = stream.request
+    def _check(self, request: Request) -> None:
+        """Raise MismatchError when the server cannot report log-probs of this distribution."""
         plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
         if not plain and not self._cuts_reported:
             raise MismatchError(
@@ -107,7 +106,9 @@ class ServerEngine(StreamingEngine):
                 f"{request.temperature:g}, top_p {request.top_p:g}, top_k {request.top_k}; start it with "
                 f"--logprobs-mode {LOGPROBS_MODE['seeded']}, or sample at temperature 1 without cuts"
             )
-        self._completions.start(stream.name, self._body(request, prompt, stream.again))
+
+    def _send(self, stream: Stream, prompt: list[int]) -> None:
+        self._completions.start(stream.name, self._body(stream.request, prompt, stream.again))
 
     def _waiting(self) -> bool:
         return not self._completions.said.empty()

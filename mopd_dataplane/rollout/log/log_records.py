@@ -10,7 +10,7 @@ import json
 import struct
 import typing
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -24,6 +24,11 @@ from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
 _TEXT_FIELDS = tuple(name for name in SampleSpec.__slots__ if name != "prompt_ids")
 
 
+def _values(record: Any) -> list[Any]:
+    """Values of a record's fields: what dataclasses.astuple gives, without its copies."""
+    return [getattr(record, name) for name in record.__slots__]
+
+
 class _Numbers:
     """Encoding of a record that is nothing but numbers, laid out as `layout` says."""
 
@@ -31,7 +36,7 @@ class _Numbers:
     layout: ClassVar[str]
 
     def encode(self) -> bytes:
-        return struct.pack(self.layout, *astuple(self))  # type: ignore[call-overload]
+        return struct.pack(self.layout, *_values(self))
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
@@ -45,7 +50,7 @@ class _NumbersAndText:
     layout: ClassVar[str]
 
     def encode(self) -> bytes:
-        *numbers, text = astuple(self)  # type: ignore[call-overload]
+        *numbers, text = _values(self)
         return struct.pack(self.layout, *numbers) + str(text).encode()
 
     @classmethod
