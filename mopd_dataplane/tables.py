@@ -10,7 +10,7 @@ written by a newer one is refused.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -97,90 +97,96 @@ class TableSpec:
         return self.schema if self.heavy else self.schema.append(ROW_CRC)
 
 
-def _table(name: str, doc: str, *columns: pa.Field, key: tuple[str, ...], **how: Any) -> TableSpec:
-    return TableSpec(name, doc, columns, key, **how)
-
-
-PROMPTS = _table(
+PROMPTS = TableSpec(
     "prompts",
     "One row is a prompt.",
-    *_columns(records.Prompt),
-    _CREATED_AT,
+    (
+        *_columns(records.Prompt),
+        _CREATED_AT,
+    ),
     key=("prompt_id",),
 )
 
-SAMPLES = _table(
+SAMPLES = TableSpec(
     "samples",
     "One row is a finished sample: its metadata and its commit record. A sample exists when this row is visible.",
-    _field("uid", _STRING, "128-bit identity, 32 hex digits"),
-    _field("prompt_id", _STRING, "prompt it answers"),
-    _field("group_id", _STRING, "samples of one prompt in one iteration share it"),
-    _field("group_index", pa.int16(), "position inside the group"),
-    _field("iteration", pa.int32(), "iteration of the run that asked for it"),
-    _field("domain", _STRING, "domain of the prompt"),
-    _field("effort", _STRING, "effort mode of the prompt"),
-    _field("stage", _STRING, "job stage that owns the sample"),
-    _field("writer", _STRING, "engine replica or importer"),
-    _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
-    _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
-    _field("policy_version_first", pa.int32(), "version that sampled the first response token"),
-    _field("policy_version_last", pa.int32(), "version that sampled the last response token"),
-    _field("temperature", pa.float32(), "sampling temperature"),
-    _field("top_p", pa.float32(), "nucleus mass; 1 is off"),
-    _field("top_k", pa.int32(), "top-k cut; 0 is off"),
-    _field("prompt_len", pa.int32(), "P", unit="tokens"),
-    _field("response_len", pa.int32(), "R, tool output included", unit="tokens"),
-    _field("total_len", pa.int32(), "L = P + R", unit="tokens"),
-    _field("loss_tokens", pa.int32(), "M, response tokens the policy wrote", unit="tokens"),
-    _field("turns", pa.int16(), "assistant turns"),
-    _field("finish_reason", _STRING, "stop, length, reference, abandoned, or unknown (imports)"),
-    _field("interruptions", pa.int16(), "times the generation was interrupted and continued"),
-    _field("resume", _STRING, "none, exact or statistical"),
-    _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
-    _field("tokenizer", _STRING, "tokenizer digest"),
-    _field("payload_row", pa.int64(), "row id of the payload in `tokens`"),
-    _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
-    _CREATED_AT,
-    _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
-    _field("version_spans", pa.int32(), "version spans in `tokens`; null for older writers", null=True),
-    _field(
-        "sampling_mask_len",
-        pa.int32(),
-        "ids in the sampling masks of `tokens`; null when not recorded",
-        null=True,
-        unit="ids",
-    ),
-    _field("experts_width", pa.int32(), "W, expert ids of one token; null when not recorded", null=True, unit="ids"),
-    _field(
-        "sampler",
-        _STRING,
-        "name and version of the sampler; 'engine' for an engine's own noise; null when not recorded",
-        null=True,
-    ),
-    _field(
-        "repetition",
-        pa.float32(),
-        "share of the response's runs of four tokens that occurred before in it; null for older writers",
-        null=True,
+    (
+        _field("uid", _STRING, "128-bit identity, 32 hex digits"),
+        _field("prompt_id", _STRING, "prompt it answers"),
+        _field("group_id", _STRING, "samples of one prompt in one iteration share it"),
+        _field("group_index", pa.int16(), "position inside the group"),
+        _field("iteration", pa.int32(), "iteration of the run that asked for it"),
+        _field("domain", _STRING, "domain of the prompt"),
+        _field("effort", _STRING, "effort mode of the prompt"),
+        _field("stage", _STRING, "job stage that owns the sample"),
+        _field("writer", _STRING, "engine replica or importer"),
+        _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
+        _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
+        _field("policy_version_first", pa.int32(), "version that sampled the first response token"),
+        _field("policy_version_last", pa.int32(), "version that sampled the last response token"),
+        _field("temperature", pa.float32(), "sampling temperature"),
+        _field("top_p", pa.float32(), "nucleus mass; 1 is off"),
+        _field("top_k", pa.int32(), "top-k cut; 0 is off"),
+        _field("prompt_len", pa.int32(), "P", unit="tokens"),
+        _field("response_len", pa.int32(), "R, tool output included", unit="tokens"),
+        _field("total_len", pa.int32(), "L = P + R", unit="tokens"),
+        _field("loss_tokens", pa.int32(), "M, response tokens the policy wrote", unit="tokens"),
+        _field("turns", pa.int16(), "assistant turns"),
+        _field("finish_reason", _STRING, "stop, length, reference, abandoned, or unknown (imports)"),
+        _field("interruptions", pa.int16(), "times the generation was interrupted and continued"),
+        _field("resume", _STRING, "none, exact or statistical"),
+        _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
+        _field("tokenizer", _STRING, "tokenizer digest"),
+        _field("payload_row", pa.int64(), "row id of the payload in `tokens`"),
+        _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
+        _CREATED_AT,
+        _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
+        _field("version_spans", pa.int32(), "version spans in `tokens`; null for older writers", null=True),
+        _field(
+            "sampling_mask_len",
+            pa.int32(),
+            "ids in the sampling masks of `tokens`; null when not recorded",
+            null=True,
+            unit="ids",
+        ),
+        _field(
+            "experts_width", pa.int32(), "W, expert ids of one token; null when not recorded", null=True, unit="ids"
+        ),
+        _field(
+            "sampler",
+            _STRING,
+            "name and version of the sampler; 'engine' for an engine's own noise; null when not recorded",
+            null=True,
+        ),
+        _field(
+            "repetition",
+            pa.float32(),
+            "share of the response's runs of four tokens that occurred before in it; null for older writers",
+            null=True,
+        ),
     ),
     key=("uid",),
 )
 
-TOKENS = _table(
+TOKENS = TableSpec(
     fields.TOKENS,
     "One row is the per-token payload of a sample.",
-    _field("uid", _STRING, "sample it belongs to"),
-    *_fields(fields.of_table(fields.TOKENS)),
+    (
+        _field("uid", _STRING, "sample it belongs to"),
+        *_fields(fields.of_table(fields.TOKENS)),
+    ),
     key=("uid",),
     heavy=True,
     storage=LIST_STORAGE_VERSION,
 )
 
-TEACHERS = _table(
+TEACHERS = TableSpec(
     "teachers",
     "One row is a teacher.",
-    *_columns(records.Teacher),
-    _CREATED_AT,
+    (
+        *_columns(records.Teacher),
+        _CREATED_AT,
+    ),
     key=("name",),
 )
 
@@ -210,115 +216,131 @@ SIGNAL_HIDDEN = signal_spec(
     _field("row_bytes", pa.int32(), "bytes of one position under the codec", unit="bytes"),
 )
 
-SCORES = _table(
+SCORES = TableSpec(
     "scores",
     "One row is the signal of one kind by one teacher for one sample. A signal exists when this row is visible.",
-    _field("uid", _STRING, "sample"),
-    _field("teacher", _STRING, "teacher name"),
-    _field("kind", _STRING, "logprob, topk, hidden, or the name of another package's kind"),
-    _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
-    _field("payload_row", pa.int64(), "row id of the payload in signals/<teacher>/<kind>"),
-    _field("payload_crc", pa.int64(), "crc32c over the payload, 0 to 2^32 - 1"),
-    _field("codec", _STRING, "encoding of the payload"),
-    _field("rows", pa.int32(), "positions covered", unit="tokens"),
-    _field("bytes", pa.int64(), "payload size", unit="bytes"),
-    _field("mean_reverse_kl", pa.float32(), "mean sampler minus teacher log-prob", null=True, unit="nat/token"),
-    _field(
-        "coverage",
-        pa.float32(),
-        "for topk: probability that the teacher gives the stored ids, mean over loss tokens; 1 for other "
-        "kinds, and for older writers",
+    (
+        _field("uid", _STRING, "sample"),
+        _field("teacher", _STRING, "teacher name"),
+        _field("kind", _STRING, "logprob, topk, hidden, or the name of another package's kind"),
+        _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
+        _field("payload_row", pa.int64(), "row id of the payload in signals/<teacher>/<kind>"),
+        _field("payload_crc", pa.int64(), "crc32c over the payload, 0 to 2^32 - 1"),
+        _field("codec", _STRING, "encoding of the payload"),
+        _field("rows", pa.int32(), "positions covered", unit="tokens"),
+        _field("bytes", pa.int64(), "payload size", unit="bytes"),
+        _field("mean_reverse_kl", pa.float32(), "mean sampler minus teacher log-prob", null=True, unit="nat/token"),
+        _field(
+            "coverage",
+            pa.float32(),
+            "for topk: probability that the teacher gives the stored ids, mean over loss tokens; 1 for other "
+            "kinds, and for older writers",
+        ),
+        _field("teacher_digest", _STRING, "weights digest of the teacher"),
+        _CREATED_AT,
+        _field("logprob_std", pa.float32(), "standard deviation over loss tokens", null=True, unit="nat"),
     ),
-    _field("teacher_digest", _STRING, "weights digest of the teacher"),
-    _CREATED_AT,
-    _field("logprob_std", pa.float32(), "standard deviation over loss tokens", null=True, unit="nat"),
     key=("uid", "teacher", "kind"),
 )
 
-REWARDS = _table(
+REWARDS = TableSpec(
     "rewards",
     "One row is the outcome reward of a sample.",
-    _field("uid", _STRING, "sample"),
-    _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
-    _field("verifier", _STRING, "reward function"),
-    _field("verifier_version", _STRING, "version of the package it comes from"),
-    _field("reward", pa.float32(), "value, by convention in [0, 1]"),
-    _field("detail", _STRING, "output of the verifier", null=True),
-    _CREATED_AT,
-    _CORRECT,
+    (
+        _field("uid", _STRING, "sample"),
+        _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
+        _field("verifier", _STRING, "reward function"),
+        _field("verifier_version", _STRING, "version of the package it comes from"),
+        _field("reward", pa.float32(), "value, by convention in [0, 1]"),
+        _field("detail", _STRING, "output of the verifier", null=True),
+        _CREATED_AT,
+        _CORRECT,
+    ),
     key=("uid", "verifier"),
 )
 
-PLANS = _table(
+PLANS = TableSpec(
     "plans",
     "One row is a planned window: a pure function of (snapshot, seed, settings), recorded before it is used.",
-    _field("stage", _STRING, "job stage the plan is for"),
-    _field("window", pa.int32(), "ordinal inside the stage"),
-    _field("digest", _STRING, "over snapshot, seed, settings and layout"),
-    _field("seed", pa.int64(), "shuffle seed"),
-    _field("settings", _STRING, "JSON"),
-    _field("snapshot", _STRING, "JSON: version of every table"),
-    _field("teachers", pa.list_(_STRING), "names that pack_teachers indexes"),
-    _field("sample_rows", _list_of("i8"), "[samples] row ids in `samples`, in pack order"),
-    _field("pack_starts", _list_of("i8"), "[packs + 1]"),
-    _field("pack_teachers", _list_of("i2"), "[packs]"),
-    _field("step_starts", _list_of("i8"), "[steps + 1]"),
-    _field("stats", _STRING, "JSON: density, straggler ratio, counts"),
-    _CREATED_AT,
+    (
+        _field("stage", _STRING, "job stage the plan is for"),
+        _field("window", pa.int32(), "ordinal inside the stage"),
+        _field("digest", _STRING, "over snapshot, seed, settings and layout"),
+        _field("seed", pa.int64(), "shuffle seed"),
+        _field("settings", _STRING, "JSON"),
+        _field("snapshot", _STRING, "JSON: version of every table"),
+        _field("teachers", pa.list_(_STRING), "names that pack_teachers indexes"),
+        _field("sample_rows", _list_of("i8"), "[samples] row ids in `samples`, in pack order"),
+        _field("pack_starts", _list_of("i8"), "[packs + 1]"),
+        _field("pack_teachers", _list_of("i2"), "[packs]"),
+        _field("step_starts", _list_of("i8"), "[steps + 1]"),
+        _field("stats", _STRING, "JSON: density, straggler ratio, counts"),
+        _CREATED_AT,
+    ),
     key=("stage", "window"),
 )
 
-STEPS = _table(
+STEPS = TableSpec(
     "steps",
     "One row is an optimizer step.",
-    *_columns(records.StepMetrics),
-    _CREATED_AT,
+    (
+        *_columns(records.StepMetrics),
+        _CREATED_AT,
+    ),
     key=("stage", "step"),
 )
 
-EVALS = _table(
+EVALS = TableSpec(
     "evals",
     "One row is a held-out prompt answered by a policy, or its score on a task of lm-eval; never in `samples`.",
-    _field("policy", _STRING, "stage whose policy answered"),
-    _field("policy_version", pa.int32(), "its version"),
-    _field("prompt_id", _STRING, "held-out prompt; for a score, task and settings"),
-    _field("domain", _STRING, "domain of the prompt; for a score, the task"),
-    _field("reward", pa.float32(), "result of the reward function, partial credit included; or the score", null=True),
-    _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
-    _field("response", _STRING, "decoded answer; empty for a score"),
-    _field("response_len", pa.int32(), "R", unit="tokens"),
-    _field("finish_reason", _STRING, "stop, length, or benchmark for a score"),
-    _CREATED_AT,
-    _CORRECT,
-    _field("metric", _STRING, "for a score: metric, filter and settings", null=True),
-    _field("stderr", pa.float32(), "for a score: its standard error by lm-eval", null=True),
-    _field("documents", pa.int32(), "for a score: number of questions", null=True),
+    (
+        _field("policy", _STRING, "stage whose policy answered"),
+        _field("policy_version", pa.int32(), "its version"),
+        _field("prompt_id", _STRING, "held-out prompt; for a score, task and settings"),
+        _field("domain", _STRING, "domain of the prompt; for a score, the task"),
+        _field(
+            "reward", pa.float32(), "result of the reward function, partial credit included; or the score", null=True
+        ),
+        _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
+        _field("response", _STRING, "decoded answer; empty for a score"),
+        _field("response_len", pa.int32(), "R", unit="tokens"),
+        _field("finish_reason", _STRING, "stop, length, or benchmark for a score"),
+        _CREATED_AT,
+        _CORRECT,
+        _field("metric", _STRING, "for a score: metric, filter and settings", null=True),
+        _field("stderr", pa.float32(), "for a score: its standard error by lm-eval", null=True),
+        _field("documents", pa.int32(), "for a score: number of questions", null=True),
+    ),
     key=("policy", "policy_version", "prompt_id"),
 )
 
-EVENTS = _table(
+EVENTS = TableSpec(
     "events",
     "One row is a recorded decision or measurement of the run: stage times, dropped samples, abandoned generations.",
-    _field("event_id", _STRING, "unique name, so that a repeated record is one row"),
-    _field("stage", _STRING, "job stage"),
-    _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
-    _field("iteration", pa.int32(), "iteration; -1 when it has none"),
-    _field("value", pa.float64(), "number of the event", null=True),
-    _field("detail", _STRING, "JSON"),
-    _CREATED_AT,
+    (
+        _field("event_id", _STRING, "unique name, so that a repeated record is one row"),
+        _field("stage", _STRING, "job stage"),
+        _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
+        _field("iteration", pa.int32(), "iteration; -1 when it has none"),
+        _field("value", pa.float64(), "number of the event", null=True),
+        _field("detail", _STRING, "JSON"),
+        _CREATED_AT,
+    ),
     key=("event_id",),
 )
 
-LABELS = _table(
+LABELS = TableSpec(
     "labels",
     "One row is a label that a reader gave a sample, or removed. The newest row of a sample and label counts.",
-    _field("label_id", _STRING, "unique name of the row"),
-    _field("uid", _STRING, "sample"),
-    _field("label", _STRING, "one word or a few"),
-    _field("note", _STRING, "note of the reader; may be empty"),
-    _field("author", _STRING, "user name on the reader's machine"),
-    _field("removed", pa.bool_(), "true removes the label"),
-    _field("created_at", _TIME, "wall clock"),
+    (
+        _field("label_id", _STRING, "unique name of the row"),
+        _field("uid", _STRING, "sample"),
+        _field("label", _STRING, "one word or a few"),
+        _field("note", _STRING, "note of the reader; may be empty"),
+        _field("author", _STRING, "user name on the reader's machine"),
+        _field("removed", pa.bool_(), "true removes the label"),
+        _field("created_at", _TIME, "wall clock"),
+    ),
     key=("label_id",),
 )
 
@@ -327,42 +349,46 @@ def _halves(name: str, doc: str, unit: str = "nat") -> pa.Field:
     return _field(name, _list_of("f2"), f"[M] {doc}; null when not computed or freed", null=True, unit=unit)
 
 
-TOKEN_STATS = _table(
+TOKEN_STATS = TableSpec(
     "token_stats",
     "One row holds statistics of each trained token from one pass over a sample, in scoring or in a training step.",
-    _field("uid", _STRING, "sample"),
-    _field("stage", _STRING, "job stage that scored or trained"),
-    _field("step", pa.int32(), "optimizer step of the stage; -1 for scoring"),
-    _field("teacher", _STRING, "teacher whose distribution was computed; empty for none"),
-    _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
-    _field("policy_version", pa.int32(), "version the step starts from; -1 for scoring"),
-    _field("tokens", pa.int32(), "M", unit="tokens"),
-    _field("bytes", pa.int64(), "bytes of the lists; 0 once they are freed", unit="bytes"),
-    _field("mean_abs_gap", pa.float32(), "mean of |logprob_gap|", null=True, unit="nat"),
-    _field("mean_student_entropy", pa.float32(), "mean of student_entropy", null=True, unit="nat"),
-    _field("mean_teacher_entropy", pa.float32(), "mean of teacher_entropy", null=True, unit="nat"),
-    _halves("logprob_gap", "trainer's log-prob before the step minus the sampler's (0 where not recorded)"),
-    _halves("student_entropy", "entropy of the student's distribution before the step"),
-    _halves("teacher_entropy", "entropy of the teacher's distribution"),
-    _halves("reverse_kl", "exact KL(student | teacher) over the vocabulary"),
-    _halves("forward_kl", "exact KL(teacher | student) over the vocabulary"),
-    _halves("top1_agreement", "1 where both have the same likeliest token, else 0", unit=""),
-    _CREATED_AT,
+    (
+        _field("uid", _STRING, "sample"),
+        _field("stage", _STRING, "job stage that scored or trained"),
+        _field("step", pa.int32(), "optimizer step of the stage; -1 for scoring"),
+        _field("teacher", _STRING, "teacher whose distribution was computed; empty for none"),
+        _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
+        _field("policy_version", pa.int32(), "version the step starts from; -1 for scoring"),
+        _field("tokens", pa.int32(), "M", unit="tokens"),
+        _field("bytes", pa.int64(), "bytes of the lists; 0 once they are freed", unit="bytes"),
+        _field("mean_abs_gap", pa.float32(), "mean of |logprob_gap|", null=True, unit="nat"),
+        _field("mean_student_entropy", pa.float32(), "mean of student_entropy", null=True, unit="nat"),
+        _field("mean_teacher_entropy", pa.float32(), "mean of teacher_entropy", null=True, unit="nat"),
+        _halves("logprob_gap", "trainer's log-prob before the step minus the sampler's (0 where not recorded)"),
+        _halves("student_entropy", "entropy of the student's distribution before the step"),
+        _halves("teacher_entropy", "entropy of the teacher's distribution"),
+        _halves("reverse_kl", "exact KL(student | teacher) over the vocabulary"),
+        _halves("forward_kl", "exact KL(teacher | student) over the vocabulary"),
+        _halves("top1_agreement", "1 where both have the same likeliest token, else 0", unit=""),
+        _CREATED_AT,
+    ),
     key=("uid", "stage", "step", "teacher"),
     storage=LIST_STORAGE_VERSION,
 )
 
-QUEUE = _table(
+QUEUE = TableSpec(
     "queue",
     "One row is one write to a queue that another framework puts its data through: the last row of a key is its value.",
-    _field("sample", pa.int64(), "the framework's number of the sample"),
-    _field("field", _STRING, "name of the value"),
-    _field("kind", _STRING, "tensor, msgpack, or cleared: the key has no value any more"),
-    _field("dtype", _STRING, "of a tensor, as torch names it; else empty"),
-    _field("shape", pa.list_(pa.int64()), "of a tensor; else empty"),
-    _field("value", pa.large_binary(), "a tensor's bytes in row-major order, or a msgpack document"),
-    _field("crc", pa.uint32(), "crc32c of value"),
-    _field("put_at", _TIME, "wall clock, informative only"),
+    (
+        _field("sample", pa.int64(), "the framework's number of the sample"),
+        _field("field", _STRING, "name of the value"),
+        _field("kind", _STRING, "tensor, msgpack, or cleared: the key has no value any more"),
+        _field("dtype", _STRING, "of a tensor, as torch names it; else empty"),
+        _field("shape", pa.list_(pa.int64()), "of a tensor; else empty"),
+        _field("value", pa.large_binary(), "a tensor's bytes in row-major order, or a msgpack document"),
+        _field("crc", pa.uint32(), "crc32c of value"),
+        _field("put_at", _TIME, "wall clock, informative only"),
+    ),
     key=(),
     heavy=True,
 )
