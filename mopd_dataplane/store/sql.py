@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,7 +76,7 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
         connection.execute("set lock_configuration = true")
         try:
             with reading(store.uri):
-                answer = _answer(connection, statement.query, limits)
+                answer = _heeding_signals(connection, lambda: _answer(connection, statement.query, limits))
         except duckdb.Error as error:
             if limits is not None and isinstance(error, duckdb.InterruptException):
                 raise DeadlineError(f"the query ran for {limits.seconds:g} s: narrow it, or ask `mopd query`") from None
@@ -87,6 +88,18 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
     answer = answer.rename_columns(_distinct(answer.column_names))
     described = DESCRIBE.fullmatch(query)
     return answer if described is None else _with_comments(answer, store, described["name"])
+
+
+def _heeding_signals(connection: duckdb.DuckDBPyConnection, ask: Callable[[], pa.Table]) -> pa.Table:
+    """The answer, asked for in a thread of its own: DuckDB looks for signals between its tasks, and one can take hours."""
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask)
+        try:
+            return asked.result(threading.TIMEOUT_MAX)
+        finally:
+            while not asked.done():  # again: what is interrupted before it begins goes on
+                connection.interrupt()
+                wait([asked], timeout=0.1)
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | None) -> pa.Table:
