@@ -97,15 +97,7 @@ class TableSpec:
         return self.schema if self.heavy else self.schema.append(ROW_CRC)
 
 
-PROMPTS = TableSpec(
-    "prompts",
-    "One row is a prompt.",
-    (
-        *_columns(records.Prompt),
-        _CREATED_AT,
-    ),
-    key=("prompt_id",),
-)
+PROMPTS = TableSpec("prompts", "One row is a prompt.", (*_columns(records.Prompt), _CREATED_AT), key=("prompt_id",))
 
 SAMPLES = TableSpec(
     "samples",
@@ -171,24 +163,13 @@ SAMPLES = TableSpec(
 TOKENS = TableSpec(
     fields.TOKENS,
     "One row is the per-token payload of a sample.",
-    (
-        _field("uid", _STRING, "sample it belongs to"),
-        *_fields(fields.of_table(fields.TOKENS)),
-    ),
+    (_field("uid", _STRING, "sample it belongs to"), *_fields(fields.of_table(fields.TOKENS))),
     key=("uid",),
     heavy=True,
     storage=LIST_STORAGE_VERSION,
 )
 
-TEACHERS = TableSpec(
-    "teachers",
-    "One row is a teacher.",
-    (
-        *_columns(records.Teacher),
-        _CREATED_AT,
-    ),
-    key=("name",),
-)
+TEACHERS = TableSpec("teachers", "One row is a teacher.", (*_columns(records.Teacher), _CREATED_AT), key=("name",))
 
 
 def signal_spec(kind: str, doc: str, *header: pa.Field) -> TableSpec:
@@ -281,13 +262,7 @@ PLANS = TableSpec(
 )
 
 STEPS = TableSpec(
-    "steps",
-    "One row is an optimizer step.",
-    (
-        *_columns(records.StepMetrics),
-        _CREATED_AT,
-    ),
-    key=("stage", "step"),
+    "steps", "One row is an optimizer step.", (*_columns(records.StepMetrics), _CREATED_AT), key=("stage", "step")
 )
 
 EVALS = TableSpec(
