@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MopdError
 
 if TYPE_CHECKING:
-    from mopd_dataplane.job.divergences import Divergence
     from mopd_dataplane.job.job import Job, load_job
-    from mopd_dataplane.job.objectives import Term
+    from mopd_dataplane.job.objectives import Divergence, Term
     from mopd_dataplane.load.spec import LoadSpec
     from mopd_dataplane.load.stream import BatchStream
     from mopd_dataplane.records import Batch, Pack, PlanWindow, Prompt, Sample, Signal, Snapshot, Teacher, sample_uid
@@ -73,7 +72,7 @@ _HOMES = {
     **dict.fromkeys(("reward_stage", "plan_stage"), "run.light_stages"),
     "LoadSpec": "load.spec", "BatchStream": "load.stream",
     **dict.fromkeys(("Engine", "Request", "StepOutput"), "rollout.engines.engine"),
-    "EngineKind": "rollout.engines.kinds", "Term": "job.objectives", "Divergence": "job.divergences",
+    "EngineKind": "rollout.engines.kinds", **dict.fromkeys(("Divergence", "Term"), "job.objectives"),
     "TokenSignal": "score.signal_kinds",
     **dict.fromkeys(("Conversation", "Environment"), "rollout.tools.environments"),
 }  # fmt: skip

@@ -6,8 +6,8 @@ A package offers a plug-in in its pyproject.toml:
     mine = "my_package.formats:read_mine"
 
 Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.environments` (rollout/tools/environments.py),
-`mopd.objectives` (job/objectives.py), `mopd.divergences` (job/divergences.py), `mopd.signals` (score/signal_kinds.py),
-`mopd.prompts` (prompts.py), `mopd.rewards` (score/reward.py), `mopd.importers` (interchange/rows.py), `mopd.trackers`
+`mopd.objectives` and `mopd.divergences` (job/objectives.py), `mopd.signals` (score/signal_kinds.py), `mopd.prompts`
+(prompts.py), `mopd.rewards` (score/reward.py), `mopd.importers` (interchange/rows.py), `mopd.trackers`
 (train/trackers.py).
 """
 

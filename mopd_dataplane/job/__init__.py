@@ -2,8 +2,7 @@
 
 sections.py     the tables of a job file: every key with its default and its meaning
 parse.py        what pydantic found wrong, in words; a section that another process wrote as JSON
-objectives.py   what a stage minimises, as a sum of terms
-divergences.py  which divergences there are, and the class that another package derives from
+objectives.py   what a stage minimises, as a sum of terms; the classes that other packages' terms derive from
 schedules.py    weights that are fixed, or change over the optimizer steps of a stage
 read.py         from files, `extends` and overrides to one plain table
 job.py          the table as a Job, or an error that names the nearest valid key

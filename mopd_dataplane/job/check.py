@@ -11,7 +11,6 @@ from mopd_dataplane.score.engines import SCORING, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
-    from mopd_dataplane.job.sections import Rollout
 
 _require = partial(require_known, kind=JobFileError)
 
@@ -131,8 +130,12 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: engine.kind = {job.engine.kind!r} does not say what record = {list(rollout.record)} asks for; "
             f"set engine.kind = {kinds_that(lambda one: wanted <= set(one.records))}, or record = {list(kind.records)}"
         )
-    if "experts" in rollout.record:
-        _check_experts(rollout, at)
+    others_write = rollout.policy != "self" or (rollout.student_share < 1 and rollout.rest != "reference")
+    if "experts" in rollout.record and (rollout.teacher_mix or others_write):
+        raise JobFileError(
+            f"{at}: a teacher that writes, or helps to write, samples has experts of its own, which the student cannot "
+            'follow; take "experts" out of rollout.record, or let the student alone sample'
+        )
     if rollout.teacher_mix and rollout.policy != "self":
         raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')
     if rollout.teacher_mix and not kind.mixes:
@@ -154,14 +157,6 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             )
         if rollout.group_size > 1:
             raise JobFileError(f"{at}: a prompt has one reference answer, not {rollout.group_size}: set group_size = 1")
-
-
-def _check_experts(rollout: Rollout, at: str) -> None:
-    if rollout.teacher_mix or rollout.policy != "self" or (rollout.student_share < 1 and rollout.rest != "reference"):
-        raise JobFileError(
-            f"{at}: a teacher that writes, or helps to write, samples has experts of its own, which the student cannot "
-            'follow; take "experts" out of rollout.record, or let the student alone sample'
-        )
 
 
 def _check_reads(job: Job, stage: Stage, at: str) -> None:

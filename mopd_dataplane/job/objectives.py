@@ -5,15 +5,15 @@ Formulas and sources: docs/objectives.md. `train/objective.py` computes them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from mopd_kernels.forms import Kind
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import UnknownNameError, nearest
-from mopd_dataplane.job.divergences import KINDS, Divergence, divergence_kind
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.sections import Band, Fraction, Plan, Section, Train
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.train.microbatch import MicroBatch
 
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Divergences that mopd_kernels computes, with gradients of their own and from a stored top-k too."""
 Normaliser = Literal["token", "sequence", "sum", "constant"]
 """What a term's sum over tokens is divided by: trained tokens of the step (DAPO), each sequence's own and the number of
 sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` (Dr.GRPO, arXiv 2503.20783)."""
@@ -138,6 +140,30 @@ class PolicyGradientTerm(Term):
                 f"discount = 0, found {self.discount:g}, and a teacher_coef other than 0, found {self.teacher_coef:g}"
             )
         return self
+
+
+class Divergence(ABC):
+    """A distance between two next-token distributions; made without arguments.
+
+    Another package offers one as an entry point of `mopd.divergences`, or it is named `package.module:Name` as
+    `divergence.kind`. The trainer calls it on a part of the tokens at a time (train/plugin_divergence.py).
+    """
+
+    @abstractmethod
+    def rows(self, student: Tensor, teacher: Tensor, *, beta: float, alpha: float) -> Tensor:
+        """[n] nat, each from its own row only, differentiable with respect to `student`.
+
+        student, teacher: [n, V] log-probs in float32 over the tokens that both know, at the term's temperature. beta,
+        alpha: settings of the term. Called again in the backward pass, so that no [N, V] is kept.
+        """
+
+
+def divergence_kind(name: str) -> Divergence:
+    """A divergence of another package. Raises UnknownNameError."""
+    found: Any = find_plugin("mopd.divergences", name, dict.fromkeys(KINDS))
+    if not (isinstance(found, type) and issubclass(found, Divergence)):
+        raise UnknownNameError(f"divergence {name!r} is no class derived from {__name__}.Divergence")
+    return found()
 
 
 class DivergenceTerm(Term):

@@ -140,10 +140,7 @@ def _merged(below: Any, above: Any) -> Any:
     """Two tables key by key, the upper one winning; anything else is replaced whole."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
-    return {
-        **below,
-        **{key: _merged(below[key], value) if key in below else value for key, value in above.items()},
-    }
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
 
 
 def _layered(tables: list[Any]) -> Any:

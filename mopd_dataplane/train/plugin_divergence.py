@@ -1,4 +1,4 @@
-"""A divergence of another package (job/divergences.py), over the whole vocabulary, a part of the tokens at a time.
+"""A divergence of another package (job/objectives.py), over the whole vocabulary, a part of the tokens at a time.
 
 Logits of a part are computed again in the backward pass: memory holds [n, V] of one part, never of all tokens. The
 kernels' own divergences need no such passes and are several times faster.
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.job.divergences import Divergence
-from mopd_dataplane.job.objectives import DivergenceTerm
+from mopd_dataplane.job.objectives import Divergence, DivergenceTerm
 
 PART = 1 << 24
 """Logits of one model that are held at once."""

@@ -15,8 +15,14 @@ from objectives import Case, D, V, policy_gradient
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.job.divergences import Divergence
-from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, EntropyTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.objectives import (
+    CrossEntropyTerm,
+    Divergence,
+    DivergenceTerm,
+    EntropyTerm,
+    Objective,
+    PolicyGradientTerm,
+)
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import build
 from mopd_dataplane.train.objective import ObjectiveLoss
@@ -219,7 +225,7 @@ def test_a_divergence_of_another_package_is_computed_as_the_kernels_do(
     batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
     teacher = Head(torch.randn(V - 2, D), bias=torch.randn(V - 2), softcap=3.0)
     settings: dict[str, Any] = {"alpha": 0.3, "temperature": 1.7, "normaliser": "sequence"}
-    monkeypatch.setattr("mopd_dataplane.job.divergences.find_plugin", lambda *_: _Skewed)
+    monkeypatch.setattr("mopd_dataplane.job.objectives.find_plugin", lambda *_: _Skewed)
     monkeypatch.setattr("mopd_dataplane.train.plugin_divergence.PART", part)
     found, ours = (
         ObjectiveLoss(Objective(divergence=DivergenceTerm(kind=kind, **settings)))
@@ -236,7 +242,7 @@ def test_a_divergence_of_another_package_is_computed_as_the_kernels_do(
 def test_a_divergence_of_another_package_must_fit(pack: Callable[..., Pack], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"no divergence 'revers': .*did you mean 'reverse'"):
         DivergenceTerm(kind="revers")
-    monkeypatch.setattr("mopd_dataplane.job.divergences.find_plugin", lambda *_: _Flat)
+    monkeypatch.setattr("mopd_dataplane.job.objectives.find_plugin", lambda *_: _Flat)
     with pytest.raises(ValueError, match="kind 'flat' is over the whole vocabulary; set signal = 'hidden'"):
         DivergenceTerm(kind="flat", signal="topk")
     case = Case(pack)
