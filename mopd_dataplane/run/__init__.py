@@ -10,12 +10,9 @@ context.py            what every step needs: job, store, policies, tokenizer, pr
 steps/                one file a step: rollout, score, plan, train, evaluate …
 follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
 ray/                  rollout and scoring on a Ray cluster
-job_data.py           prompts of the domains; reference answers as samples
-prompt_order.py       which prompts an iteration samples
-samplers.py           who answers each prompt: student, teacher, both, or the stored answer
+iteration.py          prompts of an iteration, and who answers each: student, teacher, both, or the stored answer
 environments.py       what answers the policy at the end of its turn
 open_engine.py        the engine that a job samples with
-teacher_inputs.py     stored samples as teachers read them
 stage_rows.py         the samples of one stage
 policies.py           which folder holds which policy version
 work_folder.py        the local folder, and its copy on an object store

@@ -3,6 +3,7 @@ progress."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,15 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from mopd_dataplane.errors import MismatchError, UnknownNameError
+from mopd_dataplane.errors import MismatchError, PromptError, UnknownNameError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer_folder
 from mopd_dataplane.models.hub import commit_of, is_hub_name
+from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.estimate import estimate
-from mopd_dataplane.run.job_data import ensure_prompts
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.preflight import preflight, refuse
@@ -132,8 +133,29 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     store.write_json(JOB, _check_same_job(run))
     _remember_machine(run)
-    ensure_prompts(job, store, prompts)
+    _ensure_prompts(job, store, prompts)
     return run
+
+
+def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -> None:
+    """Write the prompts of every domain once; a domain already in the store is left as it is.
+
+    loaded: prompts of domains whose source was read already.
+    Raises PromptError when a source is empty or too small.
+    """
+    for name, domain in job.domains.items():
+        if domain.source == "store":
+            continue
+        own = f"domain = '{name}' AND split != 'import'"
+        stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
+        if stored == 0:
+            store.add_prompts(loaded[name] if name in loaded else load_prompts(name, domain))
+        elif stored != domain.train + domain.eval + domain.tune:
+            raise PromptError(
+                f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
+                f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; prompts are fixed once a store "
+                "exists: use another store"
+            )
 
 
 def _remember_machine(run: Run) -> None:

@@ -18,14 +18,13 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, score_follow, train_follow
-from mopd_dataplane.run.job_data import store_reference
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
 from mopd_dataplane.run.steps.plan import plan_window, recorded_windows
 from mopd_dataplane.run.steps.reward import reward
-from mopd_dataplane.run.steps.rollout import rollout
+from mopd_dataplane.run.steps.rollout import rollout, store_reference
 from mopd_dataplane.run.steps.score import score
 from mopd_dataplane.run.steps.train import Training
 from mopd_dataplane.train.node_agent import node_rank
@@ -53,7 +52,9 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
             run_stage(run, stage)
     report = write_report(run.store, run.root / "report.html")
     run.work.publish_file("report.html")
-    return {"store": run.store.uri, "accuracy": accuracy_table(run), "report": str(report)}
+    found = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
+    evaluated = {name: by_domain for name, by_domain in found.items() if by_domain}
+    return {"store": run.store.uri, "accuracy": evaluated, "report": str(report)}
 
 
 def run_stage(run: Run, stage: Stage) -> None:
@@ -82,21 +83,17 @@ def _evaluate_start(run: Run, stage: Stage) -> None:
 
 
 def run_in_turn(run: Run, stage: Stage) -> None:
-    """Every iteration of a stage: its data, then its training, then its evaluation."""
+    """Every iteration of a stage: its data, signals, plan and training, then its evaluation."""
     with Training(run, stage) as training:
         for window in range(stage.iterations):
             if run.policies.latest(stage) <= window:
-                run_window(run, stage, window, training)
+                produce(run, stage, window)
+                training.settle()
+                iteration = stage.iteration_of(window)
+                score(run, stage, iteration=iteration)
+                training.train(plan_window(run, stage, window, iteration=iteration))
             if _is_evaluated(run, stage, window + 1):
                 evaluate(run, stage, window + 1)
-
-
-def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
-    """One round of data, signals, plan and training; leaves policy version `window + 1`."""
-    produce(run, stage, window)
-    training.settle()
-    score(run, stage, iteration=stage.iteration_of(window))
-    training.train(plan_window(run, stage, window, iteration=stage.iteration_of(window)))
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
@@ -111,12 +108,6 @@ def produce(run: Run, stage: Stage, window: int) -> None:
         reward(run, stage, iteration=window)
         if stage.discriminator:
             discriminate(run, stage, window)
-
-
-def accuracy_table(run: Run) -> dict[str, dict[str, float]]:
-    """{policy: {domain: accuracy}} of the newest evaluated version of every stage."""
-    table = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
-    return {name: values for name, values in table.items() if values}
 
 
 def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:

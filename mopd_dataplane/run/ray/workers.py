@@ -18,9 +18,9 @@ from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.run.context import Run, open_existing
+from mopd_dataplane.run.iteration import Sampler, sampler_of
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
-from mopd_dataplane.run.samplers import Sampler, sampler_of
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.rollout import Part, open_engine, prompts_of, roll_out, uids_of
 from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, score_task, student_topk, teacher_pool

@@ -35,7 +35,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
     Returns accuracy by domain; empty when the job holds out no prompts, or no reward says what is right.
     """
     prompts = run.store.prompts(split=run.job.eval.split, domains=list(run.job.domains))
-    label = policy_label(stage, version)
+    label = stage.name if version else stage.start  # version 0 belongs to where the stage starts
     stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
     known = set(stored["prompt_id"].to_pylist())
     todo = [prompt for prompt in prompts if prompt.prompt_id not in known]
@@ -67,11 +67,6 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
         name = f"time/{label}/{version}/evaluate"
         run.store.add_event(name, stage.name, "stage_time", version, report.seconds, {"action": "evaluate"})
     return accuracy(run, label, version)
-
-
-def policy_label(stage: Stage, version: int) -> str:
-    """Name under which a policy is evaluated: version 0 belongs to where the stage starts."""
-    return stage.name if version else stage.start
 
 
 def accuracy(run: Run, label: str, version: int) -> dict[str, float]:

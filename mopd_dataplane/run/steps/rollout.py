@@ -1,10 +1,14 @@
-"""Rollout: the policy samples one iteration into the store, through the token log."""
+"""Rollout: the policy samples one iteration into the store, through the token log; or its reference answers are
+stored as samples."""
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from mopd_dataplane.errors import PromptError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.prompts import render
@@ -17,14 +21,15 @@ from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
-from mopd_dataplane.run.job_data import store_reference
+from mopd_dataplane.run.iteration import Sampler, iteration_prompts, sampler_of
 from mopd_dataplane.run.open_engine import start_engine
-from mopd_dataplane.run.prompt_order import iteration_prompts
-from mopd_dataplane.run.samplers import Sampler, sampler_of
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.discriminate import answered_by_teacher
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
+
+REFERENCE_BATCH = 4096
+"""Reference samples committed together."""
 
 
 def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
@@ -57,10 +62,8 @@ def _sample(
     """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
     version = run.policies.latest(stage) if follow else iteration
     before = len(already.intersection(uids_of(run, stage, iteration, prompts)))
-    with run.progress.step(stage.name, "rollout", total=len(prompts) * stage.rollout.group_size, unit="samples") as (
-        advance,
-        report,
-    ):
+    total = len(prompts) * stage.rollout.group_size
+    with run.progress.step(stage.name, "rollout", total=total, unit="samples") as (advance, report):
 
         def show(done: int, **facts: str) -> None:
             if "notice" in facts:
@@ -236,3 +239,61 @@ def _facts(done: RolloutReport) -> dict[str, str]:
     if done.weight_changes:
         facts["newer policies"] = f"{done.weight_changes}"
     return facts
+
+
+def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
+    """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is."""
+    if prompts is None:
+        prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
+    samples = list(_reference_samples(run, stage, prompts, iteration))
+    with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
+        for start in range(0, len(samples), REFERENCE_BATCH):
+            run.store.commit_samples(samples[start : start + REFERENCE_BATCH])
+            advance(start)
+        report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}
+
+
+def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt], iteration: int) -> Iterator[Sample]:
+    """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs.
+
+    iteration: the iteration they belong to, which also is the policy version they count as.
+    """
+    job, tokenizer = run.job, run.tokenizer
+    if tokenizer.eos_token_id is None:
+        raise PromptError(
+            f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token, with which an answer "
+            "ends; set eos_token in its tokenizer_config.json"
+        )
+    per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
+    taken: dict[str, int] = {}
+    for ordinal, prompt in enumerate(prompts):
+        taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
+        if per_domain and taken[prompt.domain] > per_domain:
+            continue
+        prompt_ids = render(prompt.asked, tokenizer, template=job.student.prompt_template)
+        answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
+        response = [*answer, tokenizer.eos_token_id]
+        yield Sample(
+            uid=sample_uid(job.seed, stage.name, prompt.prompt_id, 0, iteration),
+            prompt_id=prompt.prompt_id,
+            group_id=f"{prompt.prompt_id}#{iteration}",
+            group_index=0,
+            iteration=iteration,
+            domain=prompt.domain,
+            effort=prompt.effort,
+            stage=stage.name,
+            writer="reference",
+            writer_seq=ordinal,
+            policy="reference",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            prompt_len=len(prompt_ids),
+            tokens=np.array(prompt_ids + response, np.int32),
+            logprobs=None,
+            loss_mask=np.ones(len(response), np.uint8),
+            version_starts=np.zeros(1, np.int32),
+            versions=np.full(1, iteration, np.int32),
+            finish_reason="reference",
+            tokenizer=run.tokenizer_digest,
+        )

@@ -1,24 +1,27 @@
 """Teachers' signals of stored samples. Only missing ones are computed, and no two precisions under one name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.fields import of_signal, value
+from mopd_dataplane.fields import PAYLOAD, column_names, of_signal, value
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
+from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
-from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
+from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.quantisation_effect import quantisation_effect
 from mopd_dataplane.score.quantise import quantisation_of
-from mopd_dataplane.score.scorer import score_samples
+from mopd_dataplane.score.scorer import PromptRenderer, score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentTopk
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
@@ -230,3 +233,48 @@ def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
     for kind, rows in work.items():
         groups.setdefault(rows.tobytes(), ([], rows))[0].append(kind)
     return list(groups.values())
+
+
+def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
+    """Rows of `samples` as a teacher takes them."""
+    metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
+    payload = run.store.read_tokens(rows, columns=column_names(PAYLOAD))
+    for place, row in enumerate(rows.tolist()):
+        logprobs = payload["logprobs"][place]
+        yield Scorable(
+            uid=metadata["uid"][place].as_py(),
+            sample_row=row,
+            prompt_id=metadata["prompt_id"][place].as_py(),
+            prompt_len=metadata["prompt_len"][place].as_py(),
+            tokens=_array(payload["tokens"][place]),
+            loss_mask=_array(payload["loss_mask"][place]),
+            versions=_token_versions(payload, place),
+            logprobs=_array(logprobs) if logprobs.is_valid else None,
+            temperature=metadata["temperature"][place].as_py(),
+        )
+
+
+def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
+    """Renderer of the samples' prompts for a teacher; None where it reads them as the student does."""
+    template = run.job.teachers[teacher].prompt_template
+    if not template:
+        return None
+    wanted = {sample.prompt_id for sample in samples}
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts() if prompt.prompt_id in wanted}
+
+    def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
+        prompt = prompts[sample.prompt_id]
+        return render(prompt.asked, run.tokenizer, template=template, context=prompt.teacher_context)
+
+    return as_the_teacher_reads_it
+
+
+def _token_versions(payload: pa.Table, place: int) -> NDArray[np.int32]:
+    """[R] policy version of each response token, from its spans."""
+    starts, versions = _array(payload["version_starts"][place]), _array(payload["versions"][place])
+    return np.repeat(versions, np.diff(starts, append=len(payload["loss_mask"][place])))
+
+
+def _array(values: pa.ListScalar) -> NDArray[Any]:
+    array: NDArray[Any] = values.values.to_numpy(zero_copy_only=True)
+    return array

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mopd_dataplane.errors import PromptError
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.run.prompt_order import iteration_prompts
+from mopd_dataplane.run.iteration import iteration_prompts
 
 ORDER = [[3, 0, 6], [2, 1, 4], [5, 4, 3], [1, 5, 0], [2, 6, 1]]
 

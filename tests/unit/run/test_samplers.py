@@ -9,7 +9,7 @@ import pytest
 from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.job.job import Job, check_job
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.run.samplers import Sampler, sampler_of
+from mopd_dataplane.run.iteration import Sampler, sampler_of
 
 COUNT = 4000
 

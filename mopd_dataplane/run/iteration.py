@@ -1,11 +1,15 @@
-"""Prompts of an iteration: a pure function of the seed, so that a continued run samples the same ones."""
+"""An iteration of a stage before anything is sampled: its prompts, and who answers each: the student, a teacher, a
+mixture of both, or the stored answer. Pure functions of names and seed, so that a continued run samples the same."""
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import PromptError
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.shuffle import permutation, philox_key
 from mopd_dataplane.records import Prompt
 
@@ -46,3 +50,36 @@ def _epoch_orders(total: int, count: int, last: int, seed: int, stage: str) -> l
             order = np.concatenate((order[head], order[~head]))
         orders.append(order)
     return orders
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The policy that answers some prompts, with token logs of its own."""
+
+    policy: str
+    """`self`, the name of a teacher, or `reference`."""
+    mixed_teacher: str = ""
+    """Teacher that is mixed into every draw; empty for none."""
+
+    @property
+    def writers(self) -> str:
+        """Prefix of the names of its logs, and of its samples' writers; a number follows."""
+        if self.mixed_teacher:
+            return f"mixed-{self.mixed_teacher}-"
+        return "engine-" if self.policy == "self" else f"teacher-{self.policy}-"
+
+
+def sampler_of(job: Job, stage: Stage, prompt: Prompt, iteration: int) -> Sampler:
+    """The sampler of a prompt in an iteration."""
+    rollout = stage.rollout
+    answered = _fraction(job.seed, stage.name, prompt.prompt_id, iteration) < rollout.student_share
+    policy = job.sampler_of(stage, rollout.policy if answered else rollout.rest, prompt.domain, prompt.effort)
+    mixed = answered and rollout.teacher_mix > 0
+    return Sampler(policy, job.teacher_of(stage, prompt.domain, prompt.effort) if mixed else "")
+
+
+def _fraction(seed: int, stage: str, prompt_id: str, iteration: int) -> float:
+    """Uniform in [0, 1)."""
+    name = f"{seed}\0{stage}\0{prompt_id}\0{iteration}".encode()
+    digest = hashlib.blake2b(name, digest_size=8, person=b"mopd-share").digest()
+    return int.from_bytes(digest, "little") / 2**64
