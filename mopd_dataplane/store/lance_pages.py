@@ -6,6 +6,7 @@ those that a list of numbers has in format 2.0; a page with any other raises Not
 """
 
 import os
+import re
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
@@ -19,6 +20,8 @@ _VERSION = [0, 3, b"LANC"]
 """Format 2.0, as a footer says it."""
 _PLACE = struct.Struct("<QQ")
 """Position and size of a column's metadata, in the table of columns."""
+_NUMBER = re.compile(rb"[\x80-\xff]{0,9}[\0-\x7f]")
+"""A number of a message: of its bytes all but the last have the highest bit."""
 _VARINT, _BYTES = 0, 2
 """Wire types of protobuf that these messages use."""
 _Message = Mapping[int, tuple[int | bytes, ...]]
@@ -151,13 +154,7 @@ def _message(content: int | bytes) -> _Message:
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
     """A number in 7 bits a byte, lowest first, and where the next begins."""
-    value = shift = 0
-    while True:
-        if at >= len(content) or shift > 63:
-            raise NotPlain("a number that does not end")
-        byte = content[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
+    found = _NUMBER.match(content, at)
+    if found is None:
+        raise NotPlain("a number that does not end")
+    return sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(found[0])), found.end()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lance
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.fields import PAYLOAD
-from mopd_dataplane.store.lance_pages import NotPlain, flat_bits, list_counts, read_pages
+from mopd_dataplane.store.lance_pages import NotPlain, Page, flat_bits, list_counts, read_pages
 from mopd_dataplane.store.lists import FileLists, HeldLists, Lists, OpenFiles, Piece
 
 _END = np.dtype("<u8")
@@ -37,21 +37,44 @@ Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """A list column of one file: k pages say where lists end, j pages hold the elements."""
+class _Pages:
+    """Values of one type in k pages of a file, plain and one after the other."""
 
-    row_starts: NDArray[np.int64]
-    """[k + 1] row that each page begins with."""
-    end_positions: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """[k + 1] value that each page begins with."""
+    positions: NDArray[np.int64]
     """[k] byte of each page."""
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, pages: Sequence[Page], dtype: np.dtype[Any]) -> Self:
+        """Raises NotPlain unless each page has one buffer, of the size that its values take."""
+        if any(page.sizes != (page.rows * dtype.itemsize,) for page in pages):
+            raise NotPlain(f"pages with other buffers than one of {dtype.name} values")
+        starts = np.cumsum([0, *(page.rows for page in pages)])
+        return cls(starts, np.array([page.positions[0] for page in pages], np.int64), dtype)
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        """Positions of the values first:last."""
+        page, size = int(np.searchsorted(self.starts, first, side="right")) - 1, self.dtype.itemsize
+        while first < last:
+            begin, end = int(self.starts[page]), min(last, int(self.starts[page + 1]))
+            if first < end:
+                yield int(self.positions[page]) + (first - begin) * size, (end - first) * size
+            first, page = end, page + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A list column of one file."""
+
+    ends: _Pages
+    """Where the list of each row ends, counted from the first element of its page."""
     null_shifts: NDArray[np.uint64]
-    """[k] what is added to the end of a null list."""
+    """[k] what is added to the end of a null list, by page of `ends`."""
     first_elements: NDArray[np.int64]
     """[k + 1] element that the lists of a page begin with."""
-    element_starts: NDArray[np.int64]
-    """[j + 1] element that each page of them begins with."""
-    element_positions: NDArray[np.int64]
-    """[j] byte of each."""
+    elements: _Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +151,15 @@ class ListFiles:
         return self._element_ranges(name, fragments, size, overlap)
 
     def _element_ranges(self, name: str, fragments: Sequence[int], size: int, overlap: int) -> Iterator[ElementRange]:
-        dtype = self._dtypes[name]
         for fragment in fragments:
             (number, column), first = self._columns[fragment][name], int(self._first_rows[fragment])
             rows = np.arange(int(self._first_rows[fragment + 1]) - first)
             starts, lengths, _ = self._bounds(number, column, rows)
-            pages = column.element_starts, column.element_positions
-            total = int(column.element_starts[-1])
+            total = int(column.elements.starts[-1])
             for base in range(0, total, size):
                 last = min(total, base + size + overlap)
-                elements = self._elements(number, *pages, [(base, last)], dtype)
-                for position, nbytes in _pieces(*pages, last, min(total, last + size), dtype.itemsize):
+                elements = self._values(number, column.elements, [(base, last)])
+                for position, nbytes in column.elements.pieces(last, min(total, last + size)):
                     self._files.ask(number, position, nbytes)
                 yield ElementRange(first, starts, lengths, base, elements)
 
@@ -174,7 +195,6 @@ class ListFiles:
             raise NotPlain(f"row {row[0]}") from error
 
     def _find(self, name: str, rows: NDArray[np.int64], fragments: NDArray[np.int64]) -> FileLists:
-        size = self._dtypes[name].itemsize
         lengths, numbers, positions = (np.zeros(len(rows), np.int64) for _ in range(3))
         nulls = np.zeros(len(rows), bool)
         cut: list[list[Piece]] = []
@@ -182,15 +202,15 @@ class ListFiles:
             (number, column), here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
             firsts, lengths[here], nulls[here] = self._bounds(number, column, rows[here] - self._first_rows[fragment])
             numbers[here] = number
-            page = np.searchsorted(column.element_starts, firsts, side="right") - 1
-            page = np.minimum(page, len(column.element_positions) - 1)
+            elements = column.elements
+            page = np.searchsorted(elements.starts, firsts, side="right") - 1
+            page = np.minimum(page, len(elements.positions) - 1)
             if not lengths[here].any():
                 continue
-            positions[here] = column.element_positions[page] + (firsts - column.element_starts[page]) * size
-            over = (firsts + lengths[here] > column.element_starts[page + 1]) & (lengths[here] > 0)
+            positions[here] = elements.positions[page] + (firsts - elements.starts[page]) * elements.dtype.itemsize
+            over = (firsts + lengths[here] > elements.starts[page + 1]) & (lengths[here] > 0)
             for at in np.flatnonzero(over).tolist():
-                first, last = int(firsts[at]), int(firsts[at] + lengths[here[at]])
-                cut.append(list(_pieces(column.element_starts, column.element_positions, first, last, size)))
+                cut.append(list(elements.pieces(int(firsts[at]), int(firsts[at] + lengths[here[at]]))))
                 positions[here[at]] = -len(cut)
         return FileLists(self._files, self._dtypes[name], lengths, numbers, positions, nulls, cut)
 
@@ -204,19 +224,18 @@ class ListFiles:
             starts, lengths[here], nulls[here] = self._bounds(number, column, rows[here] - self._first_rows[fragment])
             runs, firsts[here] = _runs(starts, starts + lengths[here])
             chunks[here] = len(values)
-            dtype = self._dtypes[name]
-            values.append(self._elements(number, column.element_starts, column.element_positions, runs, dtype))
+            values.append(self._values(number, column.elements, runs))
         return HeldLists(values, chunks, firsts, lengths, nulls)
 
     def _bounds(
         self, number: int, column: _Column, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """(first element in the file, elements, whether it is null) of the lists in these rows of a file."""
-        pages = np.searchsorted(column.row_starts, rows, side="right") - 1
+        pages = np.searchsorted(column.ends.starts, rows, side="right") - 1
         # Where the list before ends, this one begins.
-        before = np.where(rows > column.row_starts[pages], rows - 1, rows)
+        before = np.where(rows > column.ends.starts[pages], rows - 1, rows)
         runs, at = _runs(before, rows + 1)
-        raw = self._elements(number, column.row_starts, column.end_positions, runs, _END)
+        raw = self._values(number, column.ends, runs)
         shifts = column.null_shifts[pages]
         begin, end = raw[at], raw[at + (rows - before)]
         nulls = end >= shifts
@@ -224,26 +243,15 @@ class ListFiles:
         starts = np.where(rows > before, (begin - shifts * (begin >= shifts)).astype(np.int64), 0)
         lengths = ends - starts
         first_elements = column.first_elements[pages]
-        if (
-            (lengths < 0).any()
-            or lengths[nulls].any()
-            or (first_elements + ends > column.first_elements[pages + 1]).any()
-        ):
+        beyond = first_elements + ends > column.first_elements[pages + 1]
+        if (lengths < 0).any() or lengths[nulls].any() or beyond.any():
             raise NotPlain(f"file {number}")
         return starts + first_elements, lengths, nulls
 
-    def _elements(
-        self,
-        number: int,
-        starts: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        runs: Sequence[tuple[int, int]],
-        dtype: np.dtype[Any],
-    ) -> NDArray[Any]:
-        """Elements first:last of a file for each of these runs, one after the other; starts, positions: see _pieces."""
-        found = np.empty(sum(last - first for first, last in runs), dtype)
-        pieces = [piece for run in runs for piece in _pieces(starts, positions, *run, dtype.itemsize)]
-        self._files.gather(number, pieces, found.data)
+    def _values(self, number: int, pages: _Pages, runs: Sequence[tuple[int, int]]) -> NDArray[Any]:
+        """Values first:last of a file for each of these runs, one after the other."""
+        found = np.empty(sum(last - first for first, last in runs), pages.dtype)
+        self._files.gather(number, [piece for run in runs for piece in pages.pieces(*run)], found.data)
         return found
 
 
@@ -267,37 +275,17 @@ def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
 
     Files never change, and the next window reads most of them again. Raises NotPlain, OSError.
     """
-    size = dtype.itemsize
     path = Path(file[0])
     lists, held = read_pages(path, own), [page for page in read_pages(path, below) if page.positions]
-    for pages in (lists, held):
-        if any(len(page.positions) != 1 for page in pages):
-            raise NotPlain(f"pages of {file[0]} with several buffers")
+    if any(flat_bits(page.encoding) != 8 * dtype.itemsize for page in held):
+        raise NotPlain(f"elements of {path} of another size than {dtype.name}")
     said = [list_counts(page.encoding) for page in lists]
-    if any(page.sizes[0] != page.rows * _END.itemsize for page in lists):
-        raise NotPlain(f"list ends of {file[0]} of another size")
-    if any((flat_bits(page.encoding), page.sizes[0]) != (8 * size, page.rows * size) for page in held):
-        raise NotPlain(f"elements of {file[0]} of another size than {dtype.name}")
-    shifts, items, counts = [s.null_shift for s in said], [s.items for s in said], [page.rows for page in held]
-    if sum(counts) != sum(items):
-        raise NotPlain(f"{sum(counts)} elements of {sum(items)}")
-    return _Column(
-        row_starts=np.cumsum([0, *(page.rows for page in lists)]),
-        end_positions=np.array([page.positions[0] for page in lists], np.int64),
-        null_shifts=np.array(shifts, np.uint64),
-        first_elements=np.cumsum([0, *items]),
-        element_starts=np.cumsum([0, *counts]),
-        element_positions=np.array([page.positions[0] for page in held], np.int64),
+    column = _Column(
+        ends=_Pages.of(lists, _END),
+        null_shifts=np.array([page.null_shift for page in said], np.uint64),
+        first_elements=np.cumsum([0, *(page.items for page in said)]),
+        elements=_Pages.of(held, dtype),
     )
-
-
-def _pieces(
-    starts: NDArray[np.int64], positions: NDArray[np.int64], first: int, last: int, size: int
-) -> Iterator[Piece]:
-    """Positions of elements first:last, of `size` bytes each; page i begins with element starts[i], at positions[i]."""
-    page = int(np.searchsorted(starts, first, side="right")) - 1
-    while first < last:
-        begin, end = int(starts[page]), min(last, int(starts[page + 1]))
-        if first < end:
-            yield int(positions[page]) + (first - begin) * size, (end - first) * size
-        first, page = end, page + 1
+    if column.elements.starts[-1] != column.first_elements[-1]:
+        raise NotPlain(f"{column.elements.starts[-1]} elements of {column.first_elements[-1]} in {path}")
+    return column
