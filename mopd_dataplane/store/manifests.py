@@ -7,7 +7,6 @@ looks do: a commit takes the next number, and clean-up drops no version that is 
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.base.files import fsync
@@ -16,13 +15,6 @@ from mopd_dataplane.errors import DamagedError
 _LAST_VERSION = (1 << 64) - 1
 _MANIFEST_END = b"LANC"
 _SECTOR = 512
-
-
-class Torn(NamedTuple):
-    """A manifest that was never written whole, and never acknowledged."""
-
-    path: Path
-    version: int
 
 
 def manifest(root: Path, version: int) -> Path:
@@ -72,15 +64,15 @@ def _noted(root: Path) -> int:
     return noted if noted <= _LAST_VERSION else 0
 
 
-def torn_manifests(root: Path, acknowledged: int) -> tuple[list[Torn], int]:
-    """(manifests above the newest acknowledged version that were not written whole, the newest whole version).
+def torn_manifests(root: Path, acknowledged: int) -> tuple[dict[int, Path], int]:
+    """(manifests above the newest acknowledged version that were not written whole, by version; the newest whole one).
 
     Only a power cut between a commit and its sync leaves a file without its end, or with a sector of zeros. (Lance may
     read one with such a hole as a dataset with other columns.) A manifest that is whole and does not parse is left to
     Lance, which refuses it. Raises DamagedError when the newest acknowledged version is gone, or not whole.
     """
     versions = names_of_versions(root, least=acknowledged)
-    torn: list[Torn] = []
+    torn: dict[int, Path] = {}
     for version in versions:
         path = manifest(root, version)
         if not _is_torn(path.read_bytes()):
@@ -90,7 +82,7 @@ def torn_manifests(root: Path, acknowledged: int) -> tuple[list[Torn], int]:
                 f"{root}: version {version} was acknowledged, and its manifest {path.name} is cut short or has holes; "
                 "nothing was changed: restore the file from a copy"
             )
-        torn.append(Torn(path, version))
+        torn[version] = path
     if acknowledged:
         older = names_of_versions(root)[len(torn) :]
         newest = f"the newest one there is {older[0]}" if older else "there is none"
@@ -108,7 +100,7 @@ def _is_torn(content: bytes) -> bool:
     return not content.endswith(_MANIFEST_END) or any(not any(sector) for sector in sectors)
 
 
-def set_aside(torn: Torn) -> None:
+def set_aside(torn: Path) -> None:
     """Rename a torn manifest, so that its number can be used again."""
-    torn.path.rename(torn.path.with_suffix(".torn"))
-    fsync(torn.path.parent)
+    torn.rename(torn.with_suffix(".torn"))
+    fsync(torn.parent)

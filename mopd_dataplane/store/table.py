@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lance
@@ -31,7 +32,7 @@ from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.held import Gone, hold
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
-from mopd_dataplane.store.manifests import Torn, crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
+from mopd_dataplane.store.manifests import crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
 from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import take_rows
@@ -57,14 +58,6 @@ class Inserted:
     dataset: lance.LanceDataset
 
 
-@dataclass(frozen=True)
-class _Fresh:
-    """Rows written to files but not yet committed: which of the asked ones, and where."""
-
-    new: NDArray[np.bool_]
-    fragments: list[FragmentMetadata]
-
-
 class Table:
     """A named dataset under a place."""
 
@@ -82,8 +75,8 @@ class Table:
         self._clean_up_at = 0.0
         self._newest = 0
         """The newest version that this process has seen, in a folder."""
-        self._torn: list[Torn] = []
-        """Manifests that a power cut left above the newest acknowledged version; readers pass them over."""
+        self._torn: dict[int, Path] = {}
+        """Manifests by version that a power cut left above the newest acknowledged one; readers pass them over."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -156,15 +149,15 @@ class Table:
         dataset = self.open()
         if not self._torn:
             return dataset
-        for torn in self._torn:
+        for version, path in self._torn.items():
             with contextlib.suppress(FileNotFoundError):  # another writer was first
-                set_aside(torn)
+                set_aside(path)
             warnings.warn(
-                f"{self.uri}: version {torn.version} was being committed when the machine stopped, and was never "
-                f"acknowledged; its torn manifest is set aside as {torn.path.stem}.torn, nothing acknowledged is lost",
+                f"{self.uri}: version {version} was being committed when the machine stopped, and was never "
+                f"acknowledged; its torn manifest is set aside as {path.stem}.torn, nothing acknowledged is lost",
                 stacklevel=2,
             )
-        self._torn = []
+        self._torn = {}
         return self.open()
 
     def _held(self, version: int | str | None) -> lance.LanceDataset:
@@ -237,24 +230,25 @@ class Table:
 
     def insert(self, rows: pa.Table) -> Inserted:
         """Insert the rows whose key the table does not have; the keys decide, other columns are not compared."""
-        fresh: _Fresh | None = None
+        written = np.zeros(rows.num_rows, bool)
+        fragments: list[FragmentMetadata] = []  # hold the rows that are written, and that no version names yet
         first = _first_of_each(rows.select(self.spec.key))
         self._evolved()
         for attempt in range(ATTEMPTS):
             found, dataset = self.find(rows)
-            if fresh is not None and _holds(dataset, fresh.fragments):
-                return Inserted(found, fresh.new, dataset)
+            if fragments and _holds(dataset, fragments):
+                return Inserted(found, written, dataset)
             new = (found < 0) & (first == np.arange(rows.num_rows))
             if not new.any():
                 return Inserted(found, new, dataset)
             with writing(self.uri):
-                if fresh is None or (fresh.new != new).any():
-                    fresh = _Fresh(new, self._write(dataset, rows.filter(pa.array(new))))
+                if (new != written).any():
+                    written, fragments = new, self._write(dataset, rows.filter(pa.array(new)))
                 fault_point(f"{self.name}.insert.written")
-                committed = self._swap(dataset, fresh.fragments)
+                committed = self._swap(dataset, fragments)
             if committed is not None:
                 fault_point(f"{self.name}.insert.committed")
-                found[new] = ids_of_files(committed, _paths(fresh.fragments))
+                found[new] = ids_of_files(committed, _paths(fragments))
                 with self._keys_lock:
                     self._keys.learn(committed, found[new], rows.filter(pa.array(new)))
                 return Inserted(found[first], new, self._tidied(committed))
