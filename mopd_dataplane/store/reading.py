@@ -1,6 +1,7 @@
 """Reads by row id: payload of given samples in the asked order, each row checked to be the sample asked for."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -216,29 +217,25 @@ def header_columns(dataset: lance.LanceDataset, kind: str) -> list[str]:
     return [name for name in dataset.schema.names if name not in column_names(of_signal(kind))]
 
 
+@dataclass(eq=False)
 class PayloadReader:
     """Reads lists of the payload of some samples, in one heavy table at one version: in place where it is much and the
     files allow it, else through Lance. Where each lies is looked up once, when it is first read. Used by one thread."""
 
-    def __init__(
-        self,
-        dataset: lance.LanceDataset,
-        sample_rows: NDArray[np.int64],
-        metadata: Callable[[NDArray[np.int64]], pa.Table],
-        checked: Sequence[str],
-        checksum: Checksum,
-    ) -> None:
-        """sample_rows: [n] sorted, distinct. metadata: uid, payload_row, payload_crc and bytes, about, of those at some
-        places of them. checked: the columns that `checksum` is over."""
-        self._dataset = dataset
-        self._sample_rows = sample_rows
-        self._metadata = metadata
-        self._checked = checked
-        self._checksum = checksum
-        self._rows = np.full(len(sample_rows), -1)
+    dataset: lance.LanceDataset
+    sample_rows: NDArray[np.int64]
+    """[n] sorted, distinct."""
+    metadata: Callable[[NDArray[np.int64]], pa.Table]
+    """uid, payload_row, payload_crc and bytes, about, of the samples at some places of `sample_rows`."""
+    checked: Sequence[str]
+    """Columns that `checksum` is over."""
+    checksum: Checksum
+
+    def __post_init__(self) -> None:
+        self._rows = np.full(len(self.sample_rows), -1)
         """[n] row id in the table; -1 where it is not known yet."""
-        self._crcs, self._sizes = np.zeros((2, len(sample_rows)), np.int64)
-        self._files = ListFiles(dataset, checked, checksum)
+        self._crcs, self._sizes = np.zeros((2, len(self.sample_rows)), np.int64)
+        self._files = ListFiles(self.dataset, self.checked, self.checksum)
         self._in_place = False
         """Whether enough was read at once to look up how files are laid out."""
 
@@ -250,40 +247,40 @@ class PayloadReader:
         Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
         """
         self.look_up(sample_rows)
-        at, wanted = np.searchsorted(self._sample_rows, sample_rows), self._checked if columns is None else columns
+        at, wanted = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
         rows, sizes = self._rows[at], self._sizes[at]
         if verify:  # what is checked must be what is delivered, so it is read once and held
-            lists = self._held(rows, sizes, [*dict.fromkeys([*wanted, *self._checked])])
-            checked = [lists[column] for column in self._checked]
-            found = [self._checksum([column.array(place) for column in checked]) for place in range(len(at))]
-            check_crcs(self._dataset.uri, self._metadata(at), found)
+            lists = self._held(rows, sizes, [*dict.fromkeys([*wanted, *self.checked])])
+            checked = [lists[column] for column in self.checked]
+            found = [self.checksum([column.array(place) for column in checked]) for place in range(len(at))]
+            check_crcs(self.dataset.uri, self.metadata(at), found)
             return lists
         self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
         if self._in_place:
-            offsets = row_ids(self._dataset).offsets(rows)
+            offsets = row_ids(self.dataset).offsets(rows)
             if (located := self._files.locate(offsets, wanted, self._crcs[at])) is not None:
                 return located
         return self._held(rows, sizes, wanted)
 
     def look_up(self, sample_rows: NDArray[np.int64]) -> None:
         """Look up where the payload of some samples lies, as far as it is not known, and check that it is theirs."""
-        at = np.unique(np.searchsorted(self._sample_rows, sample_rows))
+        at = np.unique(np.searchsorted(self.sample_rows, sample_rows))
         at = at[self._rows[at] < 0]
         if len(at):
-            found = self._metadata(at)
+            found = self.metadata(at)
             rows, crcs, sizes = (found[name].to_numpy() for name in ("payload_row", "payload_crc", "bytes"))
-            check_echo(self._dataset.uri, found, take_rows(self._dataset, rows, ["uid"]))
+            check_echo(self.dataset.uri, found, take_rows(self.dataset, rows, ["uid"]))
             self._rows[at], self._crcs[at], self._sizes[at] = rows, crcs, sizes
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, top-k source) that the top-k of the given samples has."""
-        found = self._metadata(np.searchsorted(self._sample_rows, sample_rows))
-        header = take_rows(self._dataset, found["payload_row"].to_numpy(), ["k", "topk_source"])
+        found = self.metadata(np.searchsorted(self.sample_rows, sample_rows))
+        header = take_rows(self.dataset, found["payload_row"].to_numpy(), ["k", "topk_source"])
         return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
 
     def _held(self, rows: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]) -> dict[str, Lists]:
         """Columns of the given rows of the table, read through Lance. sizes: [n] bytes of each row, about."""
-        parts = [take_payload(self._dataset, rows[part], columns) for part in _requests(sizes)]
+        parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
         return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
 
 
