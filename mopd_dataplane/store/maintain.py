@@ -1,6 +1,7 @@
 """Maintenance of a store: counts, merging of small files, dropping of old versions."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
     report = {}
     for name, table in tables.items():
         dataset = table.open()
-        sizes = file_sizes(dataset)
+        sizes, named = file_sizes(dataset), _data_of(dataset, {dataset.version, *tagged(dataset).values()})
         report[name] = {
             "rows": dataset.count_rows(),
             "bytes": sum(sizes.values()),
-            "freeable_bytes": sum(sizes.values()) - _needed(dataset, sizes),
+            "freeable_bytes": sum(size for file, size in _data_sizes(sizes).items() if file not in named),
             "files": len(sizes),
             "fragments": len(dataset.get_fragments()),
             "version": dataset.version,
@@ -49,10 +50,14 @@ def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
     return {row["path"]: row["size_bytes"] for batch in batches for row in batch}
 
 
-def _needed(dataset: lance.LanceDataset, sizes: Mapping[str, int]) -> int:
-    """Bytes of the data files, with their sidecars, of the newest and every tagged version, and of what is no data."""
-    named = _data_of(dataset, {dataset.version, *tagged(dataset).values()})
-    return sum(size for path, size in sizes.items() if not path.startswith("data/") or _file_of(path) in named)
+def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
+    """Bytes of each data file with its sidecars; sizes: as file_sizes."""
+    found: Counter[str] = Counter()
+    for path, size in sizes.items():
+        folder, _, name = path.partition("/")
+        if folder == "data":
+            found[name.partition("/")[0].removesuffix(".lance")] += size
+    return found
 
 
 def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
@@ -101,7 +106,7 @@ def _reasons(
     place: Place, dataset: lance.LanceDataset, held: Mapping[int, str], sizes: Mapping[str, int], *, now: bool
 ) -> Iterator[dict[str, Any]]:
     """Why data is still there that the newest version does not need: what holds it, and its bytes."""
-    needed = _data_of(dataset, {dataset.version})
+    needed, held_bytes = _data_of(dataset, {dataset.version}), _data_sizes(sizes)
     reasons: dict[str, set[int]] = {}
     for tag, version in tagged(dataset).items():
         reasons.setdefault(f"snapshot {tag}", set()).add(version)
@@ -110,8 +115,8 @@ def _reasons(
     for why, versions in reasons.items():
         more = _data_of(dataset, versions) - needed
         needed |= more
-        yield {"why": why, "bytes": _bytes_of(sizes, more)}
-    rest = {name for path in sizes if path.startswith("data/") for name in [_file_of(path)]} - needed
+        yield {"why": why, "bytes": sum(held_bytes[file] for file in more)}
+    rest = held_bytes.keys() - needed
     if not rest:
         return
     left = "left by interrupted commits; it goes when it is a week old"
@@ -119,26 +124,17 @@ def _reasons(
         left = "of versions of the last day, or left by interrupted commits; `--now` drops what nobody reads"
     elif place.root is None:
         left = "of versions of the last day: on an object store nobody can tell who reads them"
-    yield {"why": left, "bytes": _bytes_of(sizes, rest)}
+    yield {"why": left, "bytes": sum(held_bytes[file] for file in rest)}
 
 
 def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
     """Names of the data files of some versions, without their endings."""
     return {
-        _file_of(f"data/{data_file.path}")
+        data_file.path.removesuffix(".lance")
         for version in versions
         for fragment in dataset.checkout_version(version).get_fragments()
         for data_file in fragment.data_files()
     }
-
-
-def _file_of(path: str) -> str:
-    """Common part of the names of a data file and its sidecars."""
-    return path.split("/")[1].removesuffix(".lance")
-
-
-def _bytes_of(sizes: Mapping[str, int], names: set[str]) -> int:
-    return sum(size for path, size in sizes.items() if path.startswith("data/") and _file_of(path) in names)
 
 
 def _merge(table: Table) -> tuple[int, lance.LanceDataset]:
