@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
-import typer
 from mopd_kernels import row_bytes
+from typer import Option
 
 from mopd_dataplane.errors import InputError
 
@@ -51,39 +51,37 @@ class Workload:
     Example: Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120, fidelity="hidden").
     """
 
-    tokens_per_day: Annotated[float, typer.Option("--tokens-per-day", min=1, help="Prompt and response tokens.")] = 1e8
+    tokens_per_day: Annotated[float, Option("--tokens-per-day", min=1, help="Prompt and response tokens.")] = 1e8
     """Tokens of new samples."""
-    prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens.")] = 500
-    response_tokens: Annotated[int, typer.Option("--response", min=1, help="Mean response tokens.")] = 3500
-    student_b: Annotated[float, typer.Option("--student", min=0.001, help="Student parameters, in 10^9.")] = 8.0
+    prompt_tokens: Annotated[int, Option("--prompt", min=1, help="Mean prompt tokens.")] = 500
+    response_tokens: Annotated[int, Option("--response", min=1, help="Mean response tokens.")] = 3500
+    student_b: Annotated[float, Option("--student", min=0.001, help="Student parameters, in 10^9.")] = 8.0
     """Parameters that multiply."""
-    teacher_b: Annotated[float, typer.Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0
-    teachers_per_sample: Annotated[
-        float, typer.Option("--teachers", min=0, help="Teachers that score each sample.")
-    ] = 1.0
+    teacher_b: Annotated[float, Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0
+    teachers_per_sample: Annotated[float, Option("--teachers", min=0, help="Teachers that score each sample.")] = 1.0
     """1 when domains are routed."""
-    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Hidden size of the teachers.")] = 5120
-    fidelity: Annotated[Fidelity, typer.Option("--fidelity", help="Signal that is stored of a teacher.")] = "hidden"
-    codec: Annotated[Codec, typer.Option("--codec", help="Codec of hidden states.")] = "int8"
-    topk: Annotated[int, typer.Option("--topk", min=1, help="K of the top-k.")] = 64
-    hidden_days: Annotated[float, typer.Option("--hidden-days", min=0, help="Days that hidden states are kept.")] = 1.0
-    days: Annotated[float, typer.Option("--days", min=0, help="Days that everything else is kept.")] = 30.0
-    passes: Annotated[float, typer.Option("--passes", min=0, help="How often a sample is trained on.")] = 1.0
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")] = 8
+    hidden_size: Annotated[int, Option("--hidden-size", min=1, help="Hidden size of the teachers.")] = 5120
+    fidelity: Annotated[Fidelity, Option("--fidelity", help="Signal that is stored of a teacher.")] = "hidden"
+    codec: Annotated[Codec, Option("--codec", help="Codec of hidden states.")] = "int8"
+    topk: Annotated[int, Option("--topk", min=1, help="K of the top-k.")] = 64
+    hidden_days: Annotated[float, Option("--hidden-days", min=0, help="Days that hidden states are kept.")] = 1.0
+    days: Annotated[float, Option("--days", min=0, help="Days that everything else is kept.")] = 30.0
+    passes: Annotated[float, Option("--passes", min=0, help="How often a sample is trained on.")] = 1.0
+    gpus_per_node: Annotated[int, Option("--gpus-per-node", min=1, help="GPUs of a node.")] = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """The hardware: rates that are reached, not peaks, and prices in US dollars; replace them with your own."""
 
-    gpu_tflops: Annotated[float, typer.Option("--gpu-tflops", min=0.001, help="Dense bf16 peak of a GPU.")] = 990.0
+    gpu_tflops: Annotated[float, Option("--gpu-tflops", min=0.001, help="Dense bf16 peak of a GPU.")] = 990.0
     """An H100 SXM's."""
     decode_share: float = 0.05
     score_share: float = 0.4
     train_share: float = 0.35
     """Share of it that decoding, scoring and training reach."""
-    gpu_hour: Annotated[float, typer.Option("--gpu-hour", min=0, help="Price of a GPU, dollars an hour.")] = 2.5
-    gb_month: Annotated[float, typer.Option("--gb-month", min=0, help="Price of storage, dollars a GB-month.")] = 0.023
+    gpu_hour: Annotated[float, Option("--gpu-hour", min=0, help="Price of a GPU, dollars an hour.")] = 2.5
+    gb_month: Annotated[float, Option("--gb-month", min=0, help="Price of storage, dollars a GB-month.")] = 0.023
     million_puts: float = 5.0
     million_gets: float = 0.4
 

@@ -4,8 +4,7 @@
     jobs.py     run, rollout, score, reward, plan, train
     answers.py  query, show, report, compare, schema
     view.py       a store in a browser, or as files
-    teachers.py   teachers on the same answers
-    evaluate.py   lm-eval's tasks for a policy
+    evaluate.py   teachers on the same answers, lm-eval's tasks for a policy
     stores.py     store info, verify, compact, copy, delete, upgrade
     interchange.py  import, export
     load.py       load serve

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, cast
 
-import typer
+from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.output import note, print_csv, print_grid, print_json, stdout
 from mopd_dataplane.cli.register import register
@@ -22,24 +22,23 @@ if TYPE_CHECKING:
 
 PANEL = "Answers"
 
-StoreUri = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URI of a store.")]
+StoreUri = Annotated[str, Argument(metavar="STORE", help="Folder or URI of a store.")]
 TokenizerFolder = Annotated[
     Path | None,
-    typer.Option("--tokenizer", metavar="DIR", help="Folder with a tokenizer.json; default: the store's policies."),
+    Option("--tokenizer", metavar="DIR", help="Folder with a tokenizer.json; default: the store's policies."),
 ]
 
 
 def query(
     store: StoreUri,
-    sql: Annotated[str, typer.Argument(metavar="SQL", help="One read-only SELECT (DuckDB).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array of row objects.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")] = False,
+    sql: Annotated[str, Argument(metavar="SQL", help="One read-only SELECT (DuckDB).")],
+    as_json: Annotated[bool, Option("--json", help="Print one JSON array of row objects.")] = False,
+    as_csv: Annotated[bool, Option("--csv", help="Print CSV with a header line.")] = False,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Rows to print; default: 50 on a terminal, all for --json and --csv."),
+        int | None, Option("--limit", min=1, help="Rows to print; default: 50 on a terminal, all for --json and --csv.")
     ] = None,
     snapshot: Annotated[
-        str | None, typer.Option("--snapshot", metavar="TAG", help="Read the rows of this pinned snapshot.")
+        str | None, Option("--snapshot", metavar="TAG", help="Read the rows of this pinned snapshot.")
     ] = None,
 ) -> None:
     """Query the tables with SQL.
@@ -93,29 +92,27 @@ def show(
     store: StoreUri,
     uid: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[UID]",
             help="Sample uid, or its first digits; default: of the newest iteration the farthest from its teacher.",
         ),
     ] = None,
-    worst: Annotated[
-        bool, typer.Option("--worst", help="Show the sample with the lowest reward of all iterations.")
-    ] = False,
+    worst: Annotated[bool, Option("--worst", help="Show the sample with the lowest reward of all iterations.")] = False,
     disagreement: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--disagreement", help="Show the sample whose teachers differ most, from each other or from the sampler."
         ),
     ] = False,
-    random: Annotated[bool, typer.Option("--random", help="Show a random sample.")] = False,
+    random: Annotated[bool, Option("--random", help="Show a random sample.")] = False,
     domain: Annotated[
-        str | None, typer.Option("--domain", metavar="NAME", help="Choose among the samples of this domain.")
+        str | None, Option("--domain", metavar="NAME", help="Choose among the samples of this domain.")
     ] = None,
     teacher: Annotated[
-        str | None, typer.Option("--teacher", metavar="NAME", help="Colour by this teacher; default: the first scored.")
+        str | None, Option("--teacher", metavar="NAME", help="Colour by this teacher; default: the first scored.")
     ] = None,
     tokenizer: TokenizerFolder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every token.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object with every token.")] = False,
 ) -> None:
     """Show one sample token by token: by its uid, or one worth seeing.
 
@@ -152,9 +149,9 @@ def _chosen(store: Store, uid: str | None, ways: dict[str, bool], domain: str | 
 
 def report(
     store: StoreUri,
-    out: Annotated[str | None, typer.Option("-o", "--out", metavar="FILE", help="HTML file; path or URL.")] = None,
+    out: Annotated[str | None, Option("-o", "--out", metavar="FILE", help="HTML file; path or URL.")] = None,
     tokenizer: TokenizerFolder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the numbers of the report.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object: the numbers of the report.")] = False,
 ) -> None:
     """Write one HTML page with plots: accuracy, reverse KL, lengths, staleness, cost, excerpts.
 
@@ -176,12 +173,12 @@ def report(
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="STORE, STORE#STAGE or STORE#STAGE@VERSION.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The policy to compare A with.")],
+    a: Annotated[str, Argument(metavar="A", help="STORE, STORE#STAGE or STORE#STAGE@VERSION.")],
+    b: Annotated[str, Argument(metavar="B", help="The policy to compare A with.")],
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the differences: .svg, .png or .pdf.")
+        Path | None, Option("--plot", metavar="FILE", help="Also draw the differences: .svg, .png or .pdf.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object with every figure.")] = False,
 ) -> None:
     """Compare two policies on the same held-out prompts.
 
@@ -206,10 +203,8 @@ def compare(
 
 def schema(
     store: StoreUri,
-    table: Annotated[
-        str | None, typer.Argument(metavar="[TABLE]", help="Table, view or macro; default: list them.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array of objects.")] = False,
+    table: Annotated[str | None, Argument(metavar="[TABLE]", help="Table, view or macro; default: list them.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON array of objects.")] = False,
 ) -> None:
     """Say what the tables of a store hold, or what the columns of one mean.
 
@@ -239,7 +234,7 @@ def schema(
     note(f"columns of one: mopd schema {store} NAME")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register the commands."""
     by_domain = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
     register(app, query, f'mopd query runs/quickstart "{by_domain}"', panel=PANEL)

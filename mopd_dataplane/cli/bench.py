@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option, Typer
 
 from mopd_dataplane.base.files import check_target
 from mopd_dataplane.bench import size as sizes
@@ -15,14 +15,14 @@ from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.errors import InputError
 
 Folder = Annotated[
-    Path, typer.Option("--folder", metavar="DIR", exists=True, file_okay=False, help="Where to measure; default: here.")
+    Path, Option("--folder", metavar="DIR", exists=True, file_okay=False, help="Where to measure; default: here.")
 ]
 
 
 def plan(
-    samples: Annotated[int, typer.Option("--samples", min=1000, help="Samples to plan.")] = 1_000_000,
-    strict: Annotated[bool, typer.Option("--strict", help="Draw each batch before packing it.")] = False,
-    window: Annotated[int, typer.Option("--window", min=0, help="Samples planned together; 0 takes all.")] = 0,
+    samples: Annotated[int, Option("--samples", min=1000, help="Samples to plan.")] = 1_000_000,
+    strict: Annotated[bool, Option("--strict", help="Draw each batch before packing it.")] = False,
+    window: Annotated[int, Option("--window", min=0, help="Samples planned together; 0 takes all.")] = 0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -38,16 +38,14 @@ def plan(
 
 
 def load(
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 12_000,
+    samples: Annotated[int, Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 12_000,
     hidden_samples: Annotated[
-        int, typer.Option("--hidden-samples", min=1, help="Samples whose hidden states are delivered.")
+        int, Option("--hidden-samples", min=1, help="Samples whose hidden states are delivered.")
     ] = 48,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Other loaders on the same packs instead; needs the extra [bench].")
+        bool, Option("--peers", help="Other loaders on the same packs instead; needs the extra [bench].")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="With --peers: write a plot here.")
-    ] = None,
+    plot: Annotated[Path | None, Option("--plot", metavar="FILE", help="With --peers: write a plot here.")] = None,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -78,7 +76,7 @@ def load(
 def write(
     rows: Annotated[
         list[int] | None,
-        typer.Option("--rows", min=1, help="Table size at which to time a commit; repeatable. Default: 10000, 100000."),
+        Option("--rows", min=1, help="Table size at which to time a commit; repeatable. Default: 10000, 100000."),
     ] = None,
     folder: Folder = Path(),
     as_json: AsJson = False,
@@ -96,7 +94,7 @@ def write(
 
 
 def commits(
-    count: Annotated[int, typer.Option("--commits", min=8, help="Commits of four short samples.")] = 2000,
+    count: Annotated[int, Option("--commits", min=8, help="Commits of four short samples.")] = 2000,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -114,8 +112,8 @@ def commits(
 
 
 def wal(
-    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences decoded together.")] = 64,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Seconds of each part.")] = 3.0,
+    sequences: Annotated[int, Option("--sequences", min=1, help="Sequences decoded together.")] = 64,
+    seconds: Annotated[float, Option("--seconds", min=0.1, help="Seconds of each part.")] = 3.0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -130,11 +128,11 @@ def wal(
 
 
 def sample(
-    vocabulary: Annotated[int, typer.Option("--vocabulary", min=1, help="Entries of a row of logits.")] = 151_936,
-    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
+    vocabulary: Annotated[int, Option("--vocabulary", min=1, help="Entries of a row of logits.")] = 151_936,
+    slots: Annotated[int, Option("--slots", min=1, help="Sequences decoded together.")] = 16,
     model: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--model",
             metavar="MODEL",
             exists=True,
@@ -155,10 +153,10 @@ def sample(
 
 
 def step(
-    iterations: Annotated[int, typer.Option("--iterations", min=2, help="Iterations; the first is not counted.")] = 3,
+    iterations: Annotated[int, Option("--iterations", min=2, help="Iterations; the first is not counted.")] = 3,
     model: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--model",
             metavar="MODEL",
             exists=True,
@@ -167,9 +165,9 @@ def step(
             help="SmolLM2-135M-Instruct as a folder; default: the package that the recipe names.",
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of an iteration.")] = 32,
+    prompts: Annotated[int, Option("--prompts", min=2, help="Prompts of an iteration.")] = 32,
     peers: Annotated[
-        str, typer.Option("--peers", metavar="PYTHON", help="Python interpreter with TRL, which is measured too.")
+        str, Option("--peers", metavar="PYTHON", help="Python interpreter with TRL, which is measured too.")
     ] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
@@ -195,9 +193,9 @@ def step(
 
 
 def adapters(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM: the base.")],
-    count: Annotated[int, typer.Option("--count", min=1, help="Number of adapters, each of which is a teacher.")] = 100,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of each adapter.")] = 8,
+    model: Annotated[Path, Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM: the base.")],
+    count: Annotated[int, Option("--count", min=1, help="Number of adapters, each of which is a teacher.")] = 100,
+    rank: Annotated[int, Option("--rank", min=1, help="Rank of each adapter.")] = 8,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -213,7 +211,7 @@ def adapters(
 
 
 def train_memory(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
+    model: Annotated[Path, Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
     as_json: AsJson = False,
 ) -> None:
     """Memory of a trainer on the CPU, beside what `mopd check` computes: weights and adapter, float32 and bfloat16.
@@ -227,11 +225,11 @@ def train_memory(
 
 
 def length_bias(
-    samples: Annotated[int, typer.Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
+    samples: Annotated[int, Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
     dose: Annotated[
-        float, typer.Option("--dose", min=0.01, help="Interruptions per sample of mean length, in the control arms.")
+        float, Option("--dose", min=0.01, help="Interruptions per sample of mean length, in the control arms.")
     ] = 0.25,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write the plot here (PNG).")] = None,
+    plot: Annotated[Path | None, Option("--plot", metavar="FILE", help="Write the plot here (PNG).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Whether interruptions make samples shorter: log resume and six other treatments, on a deterministic engine.
@@ -247,13 +245,13 @@ def length_bias(
 
 
 def resume(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
-    engine: Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="Engine that samples.")] = "hf",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts to sample, three times each.")] = 64,
-    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of one sample.")] = 64,
-    every: Annotated[int, typer.Option("--every", min=1, help="Decode steps between two interruptions.")] = 20,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 leaves the choice to torch.")] = 0,
+    model: Annotated[Path, Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
+    engine: Annotated[Literal["hf", "vllm"], Option("--engine", help="Engine that samples.")] = "hf",
+    samples: Annotated[int, Option("--samples", min=1, help="Prompts to sample, three times each.")] = 64,
+    slots: Annotated[int, Option("--slots", min=1, help="Sequences decoded together.")] = 16,
+    tokens: Annotated[int, Option("--tokens", min=1, help="Most tokens of one sample.")] = 64,
+    every: Annotated[int, Option("--every", min=1, help="Decode steps between two interruptions.")] = 20,
+    threads: Annotated[int, Option("--threads", min=0, help="CPU threads; 0 leaves the choice to torch.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Share of exact resumes of a real model: killed and prefilled again, or stopped with its cache saved.
@@ -272,7 +270,7 @@ def size(
     workload: sizes.Workload,
     machine: sizes.Machine,
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="Print a table from one laptop to 10^10 tokens a day instead.")
+        bool, Option("--ladder", help="Print a table from one laptop to 10^10 tokens a day instead.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -292,9 +290,9 @@ def size(
 
 
 def view(
-    samples: Annotated[int, typer.Option("--samples", min=100, help="Samples of the store that is made.")] = 1_000_000,
-    mean_tokens: Annotated[int, typer.Option("--mean-tokens", min=32, help="Mean tokens of a sample.")] = 1000,
-    store: Annotated[str, typer.Option("--store", metavar="STORE", help="Measure this existing store instead.")] = "",
+    samples: Annotated[int, Option("--samples", min=100, help="Samples of the store that is made.")] = 1_000_000,
+    mean_tokens: Annotated[int, Option("--mean-tokens", min=32, help="Mean tokens of a sample.")] = 1000,
+    store: Annotated[str, Option("--store", metavar="STORE", help="Measure this existing store instead.")] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -310,9 +308,9 @@ def view(
     print_json(figures) if as_json else print_facts(figures)
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register the `bench` group."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")

@@ -1,46 +1,91 @@
-"""The command that evaluates a policy of a store with lm-eval."""
+"""Commands that judge models: teachers on the same answers, and a policy on tasks of lm-eval."""
 
-from typing import Annotated
+from itertools import groupby
+from typing import Annotated, Any
 
-import typer
+from typer import Option, Typer
 
 from mopd_dataplane.cli.answers import StoreUri
-from mopd_dataplane.cli.output import note, print_json, stderr
+from mopd_dataplane.cli.jobs import Given, OneStage, choose_stage, load
+from mopd_dataplane.cli.output import note, print_json, print_title, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
 
 PANEL = "Answers"
-COLUMNS = {
+TASK_HEAD = {
     "domain": "task",
     "metric": "metric",
     "reward": "score",
     "stderr": "standard error",
     "documents": "questions",
 }
+TEACHER_HEAD = {
+    "teacher": "teacher",
+    "accuracy": "acc.",
+    "mean_logprob": "log p",
+    "reverse_kl": "KL",
+    "entropy": "entropy",
+    "overlap": "overlap",
+    "discrimination": "right > wrong",
+    "calibration_error": "calib. error",
+    "gradient_agreement": "push",
+}
+"""Fields that are shown, and what stands above each."""
+
+
+def teachers(
+    of: OneStage,
+    samples: Annotated[int, Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
+    topk: Annotated[int, Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
+    *,
+    given: Given,
+) -> None:
+    """Compare teachers: all of them on the same answers of a stage, domain by domain.
+
+    Mean teacher log-prob of the student's tokens, exact reverse KL, entropy, overlap of the likeliest tokens, how often
+    a right answer is preferred to a wrong one, calibration on right answers, and whether following the teacher pushes
+    the student where the verifier would (cosine of gradients), next to the teacher's own held-out accuracy.
+    """
+    loaded = load(of.job, given)
+    chosen = choose_stage(loaded, of.stage, sampled=True)
+
+    from mopd_dataplane.run.steps.compare_teachers import compare_teachers
+
+    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
+    if given.as_json:
+        print_json(rows)
+        return
+    for domain, scored in groupby(rows, key=lambda row: row["domain"]):
+        print_title(domain)
+        print_fitting(list(TEACHER_HEAD.values()), [[_shown(row[name]) for name in TEACHER_HEAD] for row in scored])
+    note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
+
+
+def _shown(value: Any) -> Any:
+    """Two decimals: what is measured on a few hundred answers has no more."""
+    return round(value, 2) if isinstance(value, float) else value
 
 
 def evaluate(
     store: StoreUri,
-    tasks: Annotated[str, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, as arc_easy,hellaswag.")],
-    policy: Annotated[
-        str, typer.Option("--policy", metavar="STAGE", help="Stage whose policy is evaluated.")
-    ] = "student",
+    tasks: Annotated[str, Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, as arc_easy,hellaswag.")],
+    policy: Annotated[str, Option("--policy", metavar="STAGE", help="Stage whose policy is evaluated.")] = "student",
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", min=1, help="Its version; by default the newest.")
+        int | None, Option("--version", metavar="N", min=1, help="Its version; by default the newest.")
     ] = None,
     include_path: Annotated[
-        str, typer.Option("--include-path", metavar="DIR", help="Folder with your own task definitions.")
+        str, Option("--include-path", metavar="DIR", help="Folder with your own task definitions.")
     ] = "",
     shots: Annotated[
-        int | None, typer.Option("--shots", min=0, help="Examples before a question; by default the task's.")
+        int | None, Option("--shots", min=0, help="Examples before a question; by default the task's.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first questions of a task.")] = None,
+    limit: Annotated[int | None, Option("--limit", min=1, help="Only the first questions of a task.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat-template", help="Format questions with the tokenizer's chat template.")
+        bool, Option("--chat-template", help="Format questions with the tokenizer's chat template.")
     ] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions in one batch.")] = 8,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    batch_size: Annotated[int, Option("--batch-size", min=1, help="Questions in one batch.")] = 8,
+    dtype: Annotated[str, Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Evaluate a policy version with lm-eval's tasks.
 
@@ -62,11 +107,12 @@ def evaluate(
     if as_json:
         print_json(scores)
         return
-    print_fitting(list(COLUMNS.values()), [[row[name] for name in COLUMNS] for row in scores])
+    print_fitting(list(TASK_HEAD.values()), [[row[name] for name in TASK_HEAD] for row in scores])
     note("scores are in `evals`, where finish_reason = 'benchmark'")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
+def add_to(app: Typer) -> None:
+    """Register the commands."""
+    register(app, teachers, "mopd teachers jobs/quickstart --stage student", panel=PANEL)
     example = "mopd eval runs/quickstart --tasks arc_easy,hellaswag --policy student --limit 200"
     register(app, evaluate, example, name="eval", panel=PANEL)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.answers import StoreUri
 from mopd_dataplane.cli.output import note, plain, print_facts, print_json, stderr
@@ -14,39 +14,34 @@ PANEL = "Exchange"
 def import_(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="FORMAT",
             help="verl, trl, skyrl, prime-rl, verifiers, tinker, openai, sft, preference, plain, one that a package "
             "installs, or module:function.",
         ),
     ],
     path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="A .jsonl or .parquet file, a folder of them or a pattern; path or URL."),
+        str, Argument(metavar="PATH", help="A .jsonl or .parquet file, a folder of them or a pattern; path or URL.")
     ],
-    store: Annotated[
-        str, typer.Option("--store", metavar="STORE", help="Store to import into; made when there is none.")
-    ],
+    store: Annotated[str, Option("--store", metavar="STORE", help="Store to import into; made when there is none.")],
     tokenizer: Annotated[
-        str,
-        typer.Option("--tokenizer", metavar="DIR", help="Tokenizer of the model to train: a folder, URL or hub name."),
+        str, Option("--tokenizer", metavar="DIR", help="Tokenizer of the model to train: a folder, URL or hub name.")
     ],
     stage: Annotated[
         str,
-        typer.Option(
+        Option(
             "--stage", metavar="NAME", help="Job stage that owns the samples; a row of format plain may name its own."
         ),
     ] = "",
     domain: Annotated[
-        str, typer.Option("--domain", metavar="NAME", help="Domain of rows that name none; it routes to a teacher.")
+        str, Option("--domain", metavar="NAME", help="Domain of rows that name none; it routes to a teacher.")
     ] = "",
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Policy that sampled them.")] = "imported",
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="Policy that sampled them.")] = "imported",
     teacher: Annotated[
-        str, typer.Option("--teacher", metavar="NAME", help="Teacher whose log-probs the rows hold (prime-rl).")
+        str, Option("--teacher", metavar="NAME", help="Teacher whose log-probs the rows hold (prime-rl).")
     ] = "imported",
     template: Annotated[
-        str,
-        typer.Option("--prompt-template", help="How the student reads a prompt text; `chat` is the chat template."),
+        str, Option("--prompt-template", help="How the student reads a prompt text; `chat` is the chat template.")
     ] = "{prompt}",
     as_json: AsJson = False,
 ) -> None:
@@ -72,24 +67,21 @@ def import_(
 
 def export(
     store: StoreUri,
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="New file .parquet, .jsonl or .arrow, or a folder; path or URL.")
-    ],
+    out: Annotated[str, Argument(metavar="OUT", help="New file .parquet, .jsonl or .arrow, or a folder; path or URL.")],
     kind: Annotated[
-        str, typer.Option("--format", metavar="KIND", help="parquet, jsonl, arrow or datasets; else as OUT ends.")
+        str, Option("--format", metavar="KIND", help="parquet, jsonl, arrow or datasets; else as OUT ends.")
     ] = "",
     form: Annotated[
-        str, typer.Option("--as", metavar="FORM", help="Form of a row: plain, sft, messages, tokens or traces.")
+        str, Option("--as", metavar="FORM", help="Form of a row: plain, sft, messages, tokens or traces.")
     ] = "plain",
     signals: Annotated[
-        str, typer.Option("--signals", metavar="KINDS", help="Signals of teachers to include: logprob,topk,hidden.")
+        str, Option("--signals", metavar="KINDS", help="Signals of teachers to include: logprob,topk,hidden.")
     ] = "",
     teacher: Annotated[
-        list[str] | None,
-        typer.Option("--teacher", metavar="NAME", help="Teacher whose signals are included; repeatable."),
+        list[str] | None, Option("--teacher", metavar="NAME", help="Teacher whose signals are included; repeatable.")
     ] = None,
     where: Annotated[
-        str | None, typer.Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
+        str | None, Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
     ] = None,
 ) -> None:
     """Export samples with tokens, log-probs, prompts, rewards and teachers' signals, in a form that another tool reads.
@@ -111,7 +103,7 @@ def export(
     note(f"wrote {count:,} samples to {out}")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register import and export."""
     register(
         app, import_, "mopd import verl dumps/ --store runs/demo --stage student --domain math --tokenizer models/base",

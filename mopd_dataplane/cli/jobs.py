@@ -10,7 +10,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Option, Typer
 from typer.core import TyperCommand
 
 from mopd_dataplane.base.extras import EXTRAS, require
@@ -29,7 +29,7 @@ HOMES = dict.fromkeys(("reward_stage", "plan_stage"), "light_stages")
 class RayAnywhere(TyperCommand):
     """`--ray` with or without an address."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Give a bare `--ray` its empty address, which the parser insists on."""
         given: list[str] = []
         for word, after in pairwise([*args, "-"]):
@@ -37,18 +37,16 @@ class RayAnywhere(TyperCommand):
         return super().parse_args(ctx, given)
 
 
-JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
+JobFile = Annotated[str, Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
 StageName = Annotated[
-    str | None,
-    typer.Option("--stage", metavar="NAME", help="Stage of the job; needed when more than one fits the command."),
+    str | None, Option("--stage", metavar="NAME", help="Stage of the job; needed when more than one fits the command.")
 ]
 Follow = Annotated[
-    bool, typer.Option("--follow", help="Keep up with the other stages, each in a process of its own, until all end.")
+    bool, Option("--follow", help="Keep up with the other stages, each in a process of its own, until all end.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
 Keys = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the job file; repeatable."),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key of the job file; repeatable.")
 ]
 
 
@@ -57,8 +55,8 @@ class Overrides:
     """Options that change a job."""
 
     set_: Keys = None
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Override the job's seed.")] = None
-    store: Annotated[str | None, typer.Option("--store", metavar="STORE", help="Override where the job writes.")] = None
+    seed: Annotated[int | None, Option("--seed", min=0, help="Override the job's seed.")] = None
+    store: Annotated[str | None, Option("--store", metavar="STORE", help="Override where the job writes.")] = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def run(
     stage: StageName = None,
     ray: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--ray",
             metavar="[ADDRESS]",
             help="Roll out and score on a Ray cluster: at ADDRESS (host:port, or auto), else at $RAY_ADDRESS, else one "
@@ -91,7 +89,7 @@ def run(
     ] = None,
     rehearsal: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--rehearse",
             help="Run a small version in a store of its own (STORE-rehearsal): tiny models, few prompts and tokens.",
         ),
@@ -154,7 +152,7 @@ def check(
     overrides: Overrides,
     rate: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--rate",
             metavar="STEP=TOKENS",
             help="Response tokens a second that rollout, score or train reaches on your machine: says how long it "
@@ -234,7 +232,7 @@ def reward(of: OneStage, given: Given) -> None:
 def plan(
     of: OneStage,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
+        bool, Option("--explain", help="Print what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
     ] = False,
     *,
     given: Given,
@@ -254,7 +252,7 @@ def train(of: OneStage, follow: Follow = False, *, given: Given) -> None:
     one_stage("train_stage", of, given, follow=follow)
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register the job commands, in the order of the flow."""
     job = "jobs/quickstart"
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.jobs import Keys, Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
@@ -19,29 +19,24 @@ LOOK_S = 0.5
 
 
 def serve(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="JOB|STORE", help="Job file, or a folder with a job.toml; else a store."),
-    ],
+    target: Annotated[str, Argument(metavar="JOB|STORE", help="Job file, or a folder with a job.toml; else a store.")],
     stage: Annotated[
-        str | None, typer.Option("--stage", metavar="NAME", help="Stage whose plan is served; needed for a store.")
+        str | None, Option("--stage", metavar="NAME", help="Stage whose plan is served; needed for a store.")
     ] = None,
     signal: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--signal",
             metavar="KIND",
             help="For a store: signal that packs carry: logprob, topk or hidden; repeatable.",
         ),
     ] = None,
     rewards: Annotated[
-        bool, typer.Option("--rewards", help="For a store: packs carry outcome rewards and advantages.")
+        bool, Option("--rewards", help="For a store: packs carry outcome rewards and advantages.")
     ] = False,
-    slots: Annotated[
-        int, typer.Option("--slots", min=2, help="For a store: fewest packs kept ready for each rank.")
-    ] = 4,
+    slots: Annotated[int, Option("--slots", min=2, help="For a store: fewest packs kept ready for each rank.")] = 4,
     socket: Annotated[
-        Path | None, typer.Option("--socket", metavar="FILE", help="Unix socket to listen on; default: a private one.")
+        Path | None, Option("--socket", metavar="FILE", help="Unix socket to listen on; default: a private one.")
     ] = None,
     set_: Keys = None,
 ) -> None:
@@ -89,9 +84,9 @@ def _check_signal(uri: str, kind: str) -> None:
     require_known(kind, known, "--signal")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register the `load` group."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(
         group, serve, "mopd load serve jobs/quickstart --stage student",
         "mopd load serve runs/quickstart --stage student --signal logprob",

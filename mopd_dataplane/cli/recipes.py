@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.output import note, print_facts, print_json, print_text, print_title
 from mopd_dataplane.cli.register import register
@@ -12,13 +12,12 @@ from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.errors import JobFileError
 
 PANEL = "Jobs"
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON value.")]
 
 
 def recipes(
     folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="[FOLDER]", help="Folder of job folders; default: the package's recipes."),
+        Path | None, Argument(metavar="[FOLDER]", help="Folder of job folders; default: the package's recipes.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,9 +59,9 @@ def _describe(file: Path) -> dict[str, Any]:
 
 
 def init(
-    recipe: Annotated[str, typer.Argument(metavar="[RECIPE]", help="Recipe to start from.")] = "quickstart",
+    recipe: Annotated[str, Argument(metavar="[RECIPE]", help="Recipe to start from.")] = "quickstart",
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder to write; default: the recipe's name.")
+        Path | None, Argument(metavar="[FOLDER]", help="Folder to write; default: the recipe's name.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,7 +83,7 @@ def init(
 
 
 def help_(
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Key or table, such as train.schedule.")] = None,
+    key: Annotated[str | None, Argument(metavar="[KEY]", help="Key or table, such as train.schedule.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a key of a job file means, or list the keys of a table; without KEY, list the tables.
@@ -119,7 +118,7 @@ def help_(
         print_fitting(("key", "type", "default", "meaning"), rows, tall=True)
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register the commands."""
     register(app, recipes, "mopd recipes", "mopd recipes jobs --json", panel=PANEL)
     register(app, init, "mopd init", "mopd init opd my-opd", panel=PANEL)

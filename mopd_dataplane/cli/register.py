@@ -10,14 +10,14 @@ from dataclasses import is_dataclass
 from functools import wraps
 from typing import Annotated, Any, get_origin
 
-import typer
+from typer import Option, Typer
 from typer.core import TyperCommand
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 
 def register(
-    group: typer.Typer,
+    group: Typer,
     command: Callable[..., Any],
     *examples: str,
     name: str | None = None,

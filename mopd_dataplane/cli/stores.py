@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer, confirm
 
 from mopd_dataplane.cli.answers import StoreUri
 from mopd_dataplane.cli.output import note, plain, print_facts, print_json
@@ -48,9 +48,7 @@ def _counted(column: str, value: int) -> int | str:
 
 def verify(
     store: StoreUri,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Skip payload checksums: check metadata and references.")
-    ] = False,
+    fast: Annotated[bool, Option("--fast", help="Skip payload checksums: check metadata and references.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Audit a store row by row: counts, digests, references, payload checksums.
@@ -73,14 +71,13 @@ def verify(
             )
         note("sound" if audit.ok else f"{len(audit.findings)} wrong; restore them from a copy, or score them again")
     if not audit.ok:
-        raise typer.Exit(AUDIT_FAILED)
+        raise Exit(AUDIT_FAILED)
 
 
 def compact(
     store: StoreUri,
     now: Annotated[
-        bool,
-        typer.Option("--now", help="Drop old versions now, not after a day, except those that a process has open."),
+        bool, Option("--now", help="Drop old versions now, not after a day, except those that a process has open.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -111,8 +108,8 @@ def compact(
 
 
 def upgrade(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Store of format 1; it is never changed.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Folder of the new store of format 2.")],
+    source: Annotated[str, Argument(metavar="SRC", help="Store of format 1; it is never changed.")],
+    target: Annotated[str, Argument(metavar="DST", help="Folder of the new store of format 2.")],
 ) -> None:
     """Copy a store of format 1 into a store of format 2, with snapshots, plans, checkpoints and the token log.
 
@@ -129,9 +126,9 @@ def upgrade(
 
 def copy(
     source: StoreUri,
-    target: Annotated[str, typer.Argument(metavar="DST", help="Folder or URI of the copy; nothing may be there yet.")],
+    target: Annotated[str, Argument(metavar="DST", help="Folder or URI of the copy; nothing may be there yet.")],
     where: Annotated[
-        str, typer.Option("--where", help="Only samples that match this predicate over samples, \"domain = 'math'\".")
+        str, Option("--where", help="Only samples that match this predicate over samples, \"domain = 'math'\".")
     ] = "",
 ) -> None:
     """Copy a store, or samples of it with everything that refers to them, into a folder or onto an object store.
@@ -157,10 +154,10 @@ def copy(
 def delete(
     store: StoreUri,
     where: Annotated[
-        str, typer.Option("--where", help="Samples to delete: a predicate over samples, \"prompt_id = 'p17'\".")
+        str, Option("--where", help="Samples to delete: a predicate over samples, \"prompt_id = 'p17'\".")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; change nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would be deleted; change nothing.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete samples with everything that refers to them; `compact --now` then frees their bytes on disk.
@@ -217,13 +214,13 @@ def _confirm(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise InputError(f"{question} Nobody is there to ask: give --yes, or look first with --dry-run")
-    if not typer.confirm(question, err=True):
+    if not confirm(question, err=True):
         raise InputError("nothing was deleted")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register the `store` group."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, info, "mopd store info runs/quickstart")
     register(group, verify, "mopd store verify runs/quickstart --json")
     register(group, compact, "mopd store compact runs/quickstart --now")

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.answers import PANEL, TokenizerFolder
 from mopd_dataplane.cli.output import note, print_facts, print_json
@@ -17,34 +17,28 @@ NEWEST = "-created_at"
 
 
 def view(
-    stores: Annotated[list[str], typer.Argument(metavar="STORE…", help="Folders or URIs of stores.")],
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0 takes a free one.")
-    ] = 0,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Follow a running job, with its unfinished samples.")
-    ] = False,
+    stores: Annotated[list[str], Argument(metavar="STORE…", help="Folders or URIs of stores.")],
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 0,
+    follow: Annotated[bool, Option("--follow", help="Follow a running job, with its unfinished samples.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option("--export", metavar="DIR", help="Write the page as files and end; with --sample, one HTML file."),
+        Option("--export", metavar="DIR", help="Write the page as files and end; with --sample, one HTML file."),
     ] = None,
-    where: Annotated[str, typer.Option("--where", metavar="SQL", help="Condition on the samples of an export.")] = "",
+    where: Annotated[str, Option("--where", metavar="SQL", help="Condition on the samples of an export.")] = "",
     order: Annotated[
         str,
-        typer.Option(
+        Option(
             "--order",
             metavar="COLUMN",
             help="Order in which an export takes samples, -COLUMN descending; default: newest first.",
         ),
     ] = "",
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, max=5000, help="Most samples of an export; default: 200.")
+        int | None, Option("--limit", min=1, max=5000, help="Most samples of an export; default: 200.")
     ] = None,
-    sample: Annotated[
-        str | None, typer.Option("--sample", metavar="UID", help="Export one sample as one file.")
-    ] = None,
+    sample: Annotated[str | None, Option("--sample", metavar="UID", help="Export one sample as one file.")] = None,
     tokenizer: TokenizerFolder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what an export wrote as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print what an export wrote as one JSON object.")] = False,
 ) -> None:
     """Open rollouts in a browser: every sample, every token, every teacher.
 
@@ -90,7 +84,7 @@ def view(
         note(f"open {done.path} in a browser")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Typer) -> None:
     """Register view."""
     register(
         app, view, "mopd view runs/quickstart",
