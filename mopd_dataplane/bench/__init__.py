@@ -2,8 +2,7 @@
 
 synthetic.py     stores of any size, made through the public API
 plan.py          metadata → plan
-load.py          plan → batches in another process
-loaders.py       mopd's loader beside others
+load.py          plan → batches in another process, and mopd's loader beside others
 peers.py         other loaders on the same packs
 trainer.py       a trainer process that only reads
 write.py         figures of the write path

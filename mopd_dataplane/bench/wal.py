@@ -42,19 +42,18 @@ def measure(folder: Path | None = None, *, sequences: int = 64, seconds: float =
     50 steps/s), wait_p50_ms and wait_p99_ms (append to durable when somebody waits), share_of_decode (log time over
     decode time at `sequences`), raw_write_bytes_per_s, and what they were measured on.
     """
-    settings = sections.Wal()
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
         home = Path(scratch)
         raw = _raw_write(home / "raw", _RAW_BYTES)
-        with _log(home / "speed", settings) as log:
+        with _log(home / "speed") as log:
             tokens_per_s = _unthrottled(log, sequences, seconds)
             mount, level = log.mount, log.level
-        with _log(home / "paced", settings) as log:
+        with _log(home / "paced") as log:
             acks = _paced(log, sequences, seconds)
             syncs = np.array(log.sync_seconds) * 1000
-        with _log(home / "waited", settings) as log:
+        with _log(home / "waited") as log:
             waits = _waited(log, sequences, seconds)
-        decode_s, log_s = _beside_decoding(home, settings, sequences)
+        decode_s, log_s = _beside_decoding(home, sequences)
     counts, _ = np.histogram(syncs, [0, *_HISTOGRAM_MS, np.inf])
     return {
         "tokens_per_s": tokens_per_s,
@@ -68,7 +67,7 @@ def measure(folder: Path | None = None, *, sequences: int = 64, seconds: float =
         "raw_write_bytes_per_s": raw,
         "fdatasync_ms": {f"< {top}": int(n) for top, n in zip([*_HISTOGRAM_MS, "inf"], counts, strict=True)},
         "sequences": sequences,
-        "group_commit_ms": settings.group_commit_ms,
+        "group_commit_ms": sections.Wal().group_commit_ms,
         "filesystem": mount.kind,
         "mount_options": mount.options,
         "level": level,
@@ -77,8 +76,8 @@ def measure(folder: Path | None = None, *, sequences: int = 64, seconds: float =
 
 
 @contextmanager
-def _log(folder: Path, settings: sections.Wal) -> Iterator[TokenLog]:
-    log, _ = TokenLog.open(folder, settings)
+def _log(folder: Path) -> Iterator[TokenLog]:
+    log, _ = TokenLog.open(folder, sections.Wal())
     try:
         yield log
     finally:
@@ -140,7 +139,7 @@ def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     return [1000 * seconds_of(lambda: log.wait_durable(log.append(step))) for _ in range(times)]
 
 
-def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tuple[float, float]:
+def _beside_decoding(home: Path, sequences: int) -> tuple[float, float]:
     """Mean seconds of a decode step of a real model, and of logging and applying what it returned.
 
     A steady state: responses of _RESPONSE tokens that began at different times, so that one ends, is finished in the
@@ -171,7 +170,7 @@ def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tupl
         say(log_records.Open(handle, _spec(handle)))
         return slot, Request(uid="", prompt_ids=prompt, key=handle, max_new_tokens=budget)
 
-    with _log(home / "decode", settings) as log:
+    with _log(home / "decode") as log:
         engine.admit([opened(place, 1 + place * _RESPONSE // sequences) for place in range(sequences)])
         for _ in range(_STEPS):
             began = time.perf_counter()

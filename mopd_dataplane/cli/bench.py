@@ -57,8 +57,9 @@ def load(
         if not peers:
             raise InputError("--plot draws what --peers measures; give both")
         check_target(plot)
+    from mopd_dataplane.bench.load import compare, draw, measure
+
     if peers:
-        from mopd_dataplane.bench.loaders import compare, draw
 
         def report(loader: str, found: dict[str, Any]) -> None:
             note(f"{loader}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
@@ -67,8 +68,6 @@ def load(
         if plot is not None:
             draw(figures, plot)
     else:
-        from mopd_dataplane.bench.load import measure
-
         figures = measure(samples, hidden_samples, folder=str(folder))
     print_json(figures) if as_json else print_facts(figures)
 
