@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,27 +103,27 @@ def import_rollouts(
     another type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content,
     a teacher of that name that the store has scored with.
     """
-    find_plugin("mopd.importers", settings.format, FORMATS)
+    reader = find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_at(path, SUFFIXES)
     target = Store.find(store) if isinstance(store, str) else store
     teachers = Teachers(target, [str(path), *files], (vocabulary.digest, vocabulary.size))
-    prompts = _check(target, path, _samples(files, settings, vocabulary), teachers)
+    prompts = _check(target, path, _samples(reader, files, settings, vocabulary), teachers)
     tokenizer = vocabulary.file()
     if isinstance(store, str):
         store = Store.create(store)
     keep_tokenizer(store, vocabulary.digest, tokenizer)
     teachers.bring(store)
     report, places = ImportReport(), set[str]()
-    converted = _samples(files, settings, vocabulary)
-    for batch in _batches(converted):
+    for batch in _batches(_samples(reader, files, settings, vocabulary)):
         places |= {row.place for row, _, _ in batch}
         report.ignored = sorted({*report.ignored, *(name for row, _, _ in batch for name in row.ignored)})
         _write(store, batch, prompts, report)
         progress(report.samples)
     report.rows = len(places)
     detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
-    first = batch_name(files, settings)
-    store.add_event(f"import/{first}", settings.stage, "import", -1, float(report.samples), detail)
+    text = "\0".join([settings.format, settings.stage, *(Path(file).name for file in files)])
+    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # the same when the import is repeated
+    store.add_event(f"import/{name}", settings.stage, "import", -1, float(report.samples), detail)
     return report
 
 
@@ -172,50 +173,35 @@ def _check(
     return known
 
 
-def batch_name(files: Sequence[str], settings: ImportSettings) -> str:
-    """A name for this import that is the same when it is repeated."""
-    text = "\0".join([settings.format, settings.stage, *(Path(file).name for file in files)])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
 def _write(
     store: Store, batch: list[tuple[Row, Prompt, Sample]], prompts: dict[str, Prompt], report: ImportReport
 ) -> None:
     store.add_prompts([prompts[name] for name in {prompt.prompt_id: None for _, prompt, _ in batch}])
     samples = [sample for _, _, sample in batch]
     receipt = store.commit_samples(samples)
-    records: list[dict[str, Any]] = [
-        {
-            "uid": sample.uid,
-            "sample_row": row_number,
-            "verifier": verifier,
-            "verifier_version": version,
-            "reward": value,
-            **row.verdicts.get(verifier, {}),
-        }
-        for (row, _, sample), row_number in zip(batch, receipt.rows.tolist(), strict=True)
-        for (verifier, version), value in row.rewards.items()
-    ]
+    records: list[dict[str, Any]] = []
+    said: defaultdict[tuple[str, str], list[Signal]] = defaultdict(list)
+    for (row, _, sample), number in zip(batch, receipt.rows.tolist(), strict=True):
+        of_sample = {"uid": sample.uid, "sample_row": number}
+        for (verifier, version), value in row.rewards.items():
+            verdict = {"verifier": verifier, "verifier_version": version, "reward": value}
+            records.append(of_sample | verdict | row.verdicts.get(verifier, {}))
+        for one in row.signals:
+            said[one.teacher.name, one.signal.kind].append(replace(one.signal, uid=sample.uid, sample_row=number))
     report.samples += len(samples)
     report.inserted += receipt.inserted
     report.tokenised += sum(row.prompt_ids is None for row, _, _ in batch)
     report.ended += sum(row.ended for row, _, _ in batch)
     report.with_logprobs += sum(sample.logprobs is not None for sample in samples)
     report.rewards += store.add_rewards(records)
-    said: dict[tuple[str, str], list[Signal]] = {}
-    for (row, _, sample), number in zip(batch, receipt.rows.tolist(), strict=True):
-        for one in row.signals:
-            signal = replace(one.signal, uid=sample.uid, sample_row=number)
-            said.setdefault((one.teacher.name, signal.kind), []).append(signal)
     for (teacher, kind), signals in said.items():
         report.signals += store.commit_signals(teacher, kind, signals)
 
 
 def _samples(
-    files: Sequence[str], settings: ImportSettings, vocabulary: Vocabulary
+    reader: Callable[..., Any], files: Sequence[str], settings: ImportSettings, vocabulary: Vocabulary
 ) -> Iterator[tuple[Row, Prompt, Sample]]:
     """Every row as prompt and sample, checked."""
-    reader = find_plugin("mopd.importers", settings.format, FORMATS)
     seen: dict[str, int] = {}
     groups: dict[str, int] = {}
     ordinal = 0
@@ -279,9 +265,8 @@ def _converted(
             "give the tokenizer that made them"
         )
     prompt = _question(row, domain, settings)
-    mask = np.ones(len(response_ids), np.uint8)
-    if row.loss_mask is not None:
-        mask = whole_numbers(row.loss_mask, 0, 1, "loss_mask").astype(np.uint8)
+    trained = [1] * len(response_ids) if row.loss_mask is None else row.loss_mask
+    mask = whole_numbers(trained, 0, 1, "loss_mask").astype(np.uint8)
     logprobs = None
     if row.logprobs is not None:
         given_logprobs = np.array(row.logprobs, np.float64)

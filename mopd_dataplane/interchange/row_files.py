@@ -1,7 +1,7 @@
 """JSONL, Parquet and Arrow files, row by row, each with its position; and checks of a field's type."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,9 +24,7 @@ def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
 
     Raises InputError with the place of a row that cannot be read.
     """
-    readers = {".parquet": _parquet, ".arrow": _arrow}
-    batches = readers.get(suffix_of(file))
-    return _jsonl(file) if batches is None else _tabular(file, batches)
+    return _tabular(file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(file)
 
 
 def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
@@ -48,11 +46,11 @@ def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
             yield place, fields
 
 
-def _tabular(file: Place, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[tuple[str, Fields]]:
+def _tabular(file: Place) -> Iterator[tuple[str, Fields]]:
     number = 0
     try:
         with open_file(file) as content:
-            for batch in batches(content):
+            for batch in _batches(content, suffix_of(file)):
                 for start in range(0, batch.num_rows, _ROWS):
                     for fields in batch.slice(start, _ROWS).to_pylist():
                         number += 1
@@ -61,18 +59,18 @@ def _tabular(file: Place, batches: Callable[[BinaryIO], Iterator[Any]]) -> Itera
         raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
 
 
-def _parquet(content: BinaryIO) -> Iterator[Any]:
-    import pyarrow.parquet as pq
+def _batches(content: BinaryIO, suffix: str) -> Iterable[Any]:
+    """Those of a Parquet file, an Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets
+    holds."""
+    if suffix == ".parquet":
+        import pyarrow.parquet as pq
 
-    yield from pq.ParquetFile(content).iter_batches(batch_size=_ROWS)
-
-
-def _arrow(content: BinaryIO) -> Iterator[Any]:
-    """An Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets holds."""
+        parquet: Iterable[Any] = pq.ParquetFile(content).iter_batches(batch_size=_ROWS)
+        return parquet
     whole = content.read(len(_ARROW_FILE)) == _ARROW_FILE
     content.seek(0)
-    opened = pa.ipc.open_file(content) if whole else pa.ipc.open_stream(content)
-    yield from (opened.get_batch(i) for i in range(opened.num_record_batches)) if whole else opened
+    opened: Any = pa.ipc.open_file(content) if whole else pa.ipc.open_stream(content)
+    return (opened.get_batch(i) for i in range(opened.num_record_batches)) if whole else opened
 
 
 _ARROW_FILE = b"ARROW1"
