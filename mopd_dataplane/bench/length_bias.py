@@ -65,6 +65,9 @@ class Response:
     bits: bytes
     """log-probs as float32 bytes"""
 
+    def __add__(self, later: Response) -> Response:
+        return Response(self.tokens + later.tokens, self.bits + later.bits)
+
 
 def measure(
     samples: int = 10_000, *, dose: float = 0.25, seed: int = 0, plot: Path | None = None, resume_kills: int = 40
@@ -146,7 +149,7 @@ class _Bench:
         """
         answers: dict[int, Response] = {}
         attempts = [self._request(i, self._key(i)) for i in range(self._samples)]
-        prefixes: dict[int, list[Response]] = {i: [] for i in range(self._samples)}
+        prefixes = [Response((), b"")] * self._samples
         todo = list(range(self._samples))
         round_ = 0
         while todo:
@@ -156,15 +159,13 @@ class _Bench:
             again = []
             for i, response, cut in zip(todo, done, cuts, strict=True):
                 if cut >= len(response.tokens):
-                    answers[i] = _joined([*prefixes[i], response])
+                    answers[i] = prefixes[i] + response
                     continue
                 again.append(i)
                 key = self._key(i) + round_ if fresh else self._key(i)
-                if restart:
-                    attempts[i] = self._request(i, key)
-                else:
-                    prefixes[i].append(Response(response.tokens[:cut], response.bits[: 4 * cut]))
-                    attempts[i] = self._continued(i, _joined(prefixes[i]), key)
+                if not restart:
+                    prefixes[i] += Response(response.tokens[:cut], response.bits[: 4 * cut])
+                attempts[i] = self._request(i, key, prefixes[i].tokens)
             todo = again
         return [answers[i] for i in range(self._samples)]
 
@@ -190,15 +191,11 @@ class _Bench:
     def _key(self, ordinal: int) -> int:
         return sample_key(self._uid(ordinal))
 
-    def _request(self, ordinal: int, key: int) -> Request:
-        return Request(uid=str(ordinal), prompt_ids=_ids(str(ordinal)), key=key, max_new_tokens=MAX_NEW)
-
-    def _continued(self, ordinal: int, so_far: Response, key: int) -> Request:
-        """Continue with the key's noise from position 0: the prefix moves into the prompt, whose last two tokens are
-        all that the chain looks at."""
-        prompt = np.concatenate([_ids(str(ordinal)), np.array(so_far.tokens, np.int32)])
-        left = MAX_NEW - len(so_far.tokens)
-        return Request(uid=str(ordinal), prompt_ids=prompt, key=key, max_new_tokens=left)
+    def _request(self, ordinal: int, key: int, so_far: tuple[int, ...] = ()) -> Request:
+        """Go on with the key's noise from position 0: the tokens so far move into the prompt, whose last two are all
+        that the chain looks at."""
+        prompt = np.concatenate([_ids(str(ordinal)), np.array(so_far, np.int32)])
+        return Request(uid=str(ordinal), prompt_ids=prompt, key=key, max_new_tokens=MAX_NEW - len(so_far))
 
 
 class Killed(BaseException):
@@ -313,10 +310,6 @@ def _ids(text: str) -> NDArray[np.int32]:
 
 def _response(tokens: Sequence[int] | NDArray[np.int32], logprobs: NDArray[np.float32]) -> Response:
     return Response(tuple(int(token) for token in tokens), logprobs.tobytes())
-
-
-def _joined(parts: Sequence[Response]) -> Response:
-    return Response(sum((part.tokens for part in parts), ()), b"".join(part.bits for part in parts))
 
 
 def _lengths(responses: Sequence[Response]) -> NDArray[np.int64]:

@@ -48,8 +48,6 @@ SAME_PACKS = 4
 """Trainers that need the same packs, for memory."""
 MODULES = {"memmap": "torch", "memmap-plain": "torch", "transferqueue": "transfer_queue"}
 """Module a peer needs, where its name is another."""
-FIELDS = PLAIN
-"""Fields of a sample's record: nine bytes a token."""
 
 
 def measure(
@@ -236,8 +234,9 @@ def _packs(store: Store) -> tuple[PlanWindow, list[list[int]]]:
 
 
 def _write_token_work(store: Store, folder: Path) -> None:
-    table = store.read_tokens(np.arange(store.samples(["uid"]).num_rows), FIELDS)
-    columns = [table[name].to_pylist() for name in FIELDS]
+    """Records of nine bytes a token."""
+    table = store.read_tokens(np.arange(store.samples(["uid"]).num_rows), PLAIN)
+    columns = [table[name].to_pylist() for name in PLAIN]
     dtypes = (np.int32, np.float32, np.uint8)
     records = [
         np.concatenate([np.array(v, d).view(np.uint8) for v, d in zip(row, dtypes, strict=True)])

@@ -247,12 +247,9 @@ def readable(figures: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of `size` with units."""
     shown = {
         name: {key: human(item) + ("/s" if name == "bandwidth" else "") for key, item in figures[name].items()}
-        for name in _BYTES
+        for name in ("bytes_per_day", "bytes_held", "bandwidth")
     }
     return {**figures, **shown}
-
-
-_BYTES = ("bytes_per_day", "bytes_held", "bandwidth")
 
 
 def inputs(workload: Workload, machine: Machine) -> dict[str, Any]:

@@ -44,15 +44,15 @@ def measure(folder: Path | None = None, *, sequences: int = 64, seconds: float =
     """
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
         home = Path(scratch)
-        raw = _raw_write(home / "raw", _RAW_BYTES)
+        raw, step = _raw_write(home / "raw", _RAW_BYTES), _step(sequences)
         with _log(home / "speed") as log:
-            tokens_per_s = _unthrottled(log, sequences, seconds)
+            tokens_per_s = _unthrottled(log, step, seconds)
             mount, level = log.mount, log.level
         with _log(home / "paced") as log:
-            acks = _paced(log, sequences, seconds)
+            acks = _paced(log, step, seconds)
             syncs = np.array(log.sync_seconds) * 1000
         with _log(home / "waited") as log:
-            waits = _waited(log, sequences, seconds)
+            waits = _waited(log, step, seconds)
         decode_s, log_s = _beside_decoding(home, sequences)
     counts, _ = np.histogram(syncs, [0, *_HISTOGRAM_MS, np.inf])
     return {
@@ -103,9 +103,8 @@ def _step(sequences: int) -> log_records.Step:
     return log_records.Step(handles, positions, handles, logprobs, np.zeros(sequences, np.uint8))
 
 
-def _unthrottled(log: TokenLog, sequences: int, seconds: float) -> float:
+def _unthrottled(log: TokenLog, step: log_records.Step, seconds: float) -> float:
     """Tokens per second through append, the last one durable."""
-    step = _step(sequences)
     steps = 0
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -115,12 +114,11 @@ def _unthrottled(log: TokenLog, sequences: int, seconds: float) -> float:
         if log.full:
             log.rotate(Ledger())
     log.wait_durable(lsn)
-    return steps * sequences / (time.perf_counter() - began)
+    return steps * len(step.handles) / (time.perf_counter() - began)
 
 
-def _paced(log: TokenLog, sequences: int, seconds: float) -> list[float]:
+def _paced(log: TokenLog, step: log_records.Step, seconds: float) -> list[float]:
     """Milliseconds from append to durable when nobody waits, at a realistic pace."""
-    step = _step(sequences)
     acks = []
     for _ in range(int(seconds * _PACED_STEPS_PER_S)):
         began = time.perf_counter()
@@ -132,9 +130,8 @@ def _paced(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     return acks
 
 
-def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
+def _waited(log: TokenLog, step: log_records.Step, seconds: float) -> list[float]:
     """Milliseconds from append to durable when somebody waits for it."""
-    step = _step(sequences)
     times = int(seconds * _PACED_STEPS_PER_S)
     return [1000 * seconds_of(lambda: log.wait_durable(log.append(step))) for _ in range(times)]
 

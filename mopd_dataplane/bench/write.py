@@ -163,8 +163,7 @@ def filled_samples(
     """Add `count` rows to `samples` in large files, without payload: one short sample over and over but for its uid
     and the given columns. columns: [rows] arrays by name, for a slice of all rows; `before` sees slice and uids first.
     """
-    short = bench_sample(0, 1)
-    one = sample_rows([short])
+    one = sample_rows([bench_sample(0, 1)])
     for start in range(0, count, FILL):
         rows = slice(start, min(start + FILL, count))
         uids = _uids(start, rows.stop - rows.start)

@@ -93,20 +93,17 @@ def print_title(text: str) -> None:
     stdout().print(Text(one_line(text), style="bold"))
 
 
-def print_facts(facts: Mapping[str, Any], *, title: str = "") -> None:
-    """Names and values, one line each, nested values indented below their name."""
+def print_facts(facts: Mapping[str, Any], *, title: str = "", indent: int = 0) -> None:
+    """Names and values, one line each, nested values indented below their name, and all below a title."""
     if title:
         print_title(title)
-    _print_level(facts, indent=2 if title else 0)
-
-
-def _print_level(facts: Mapping[str, Any], *, indent: int) -> None:
+        indent += 2
     width = max((len(str(name)) for name in facts), default=0)
     for name, value in facts.items():
         label = " " * indent + one_line(str(name))
         if isinstance(value, Mapping) and value:
             stdout().print(Text(label))
-            _print_level(value, indent=indent + 2)
+            print_facts(value, indent=indent + 2)
         else:
             stdout().print(Text(f"{label:<{width + indent}}  {cell(value)}"), soft_wrap=True)
 

@@ -75,8 +75,7 @@ def export_samples(
     made = FORMS[form](store, said, kind)
     with scratch_beside(out) as scratch:
         staging = scratch / f"rows.{kind}"
-        batches = _batches(store, rows, said, pinned, made, progress)
-        _write(staging, kind, batches, made.schema)
+        _write(staging, kind, _batches(store, rows, said, pinned, made, progress), made.schema)
         if kind == "datasets":
             staging = _as_dataset(staging, scratch)
         if "hidden" in signals:

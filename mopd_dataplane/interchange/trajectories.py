@@ -149,17 +149,14 @@ def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row
         if row is None or prompt[: len(before)] != before:
             if row is not None:
                 yield row
-            row = begin()
-            row.prompt_ids, row.response_ids, row.loss_mask, row.logprobs = prompt, said, mask, logprobs
-        else:
-            heard = prompt[len(before) :]
-            row.response_ids = [*(row.response_ids or []), *heard, *said]
-            row.loss_mask = [*(row.loss_mask or []), *([0] * len(heard)), *mask]
-            if row.logprobs is not None and logprobs is not None:
-                row.logprobs = [*row.logprobs, *([0.0] * len(heard)), *logprobs]
-            else:
-                row.logprobs = None
-            row.turns += 1
+            row, before = begin(), prompt
+            row.prompt_ids, row.response_ids, row.loss_mask, row.logprobs, row.turns = prompt, [], [], [], 0
+        heard = prompt[len(before) :]
+        row.response_ids = [*(row.response_ids or []), *heard, *said]
+        row.loss_mask = [*(row.loss_mask or []), *([0] * len(heard)), *mask]
+        if row.logprobs is not None:
+            row.logprobs = None if logprobs is None else [*row.logprobs, *([0.0] * len(heard)), *logprobs]
+        row.turns += 1
         before = [*prompt, *said]
     if row is not None:
         yield row
