@@ -104,7 +104,7 @@ def _settings(text):
     from mopd_dataplane.records import StepMetrics
     from mopd_dataplane.rollout.tools.environments import make_environment
     from mopd_dataplane.score.reward import resolve_reward
-    from mopd_dataplane.train.trackers import open_tracker
+    from mopd_dataplane.train.metrics import open_tracker
     given = tomllib.loads(text)
     assert given and set(given) <= {"domains", "train"}, text
     for name, keys in given.get("domains", {}).items():

@@ -8,7 +8,7 @@ A package offers a plug-in in its pyproject.toml:
 Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.environments` (rollout/tools/environments.py),
 `mopd.objectives` and `mopd.divergences` (job/objectives.py), `mopd.signals` (score/signal_kinds.py), `mopd.prompts`
 (prompts.py), `mopd.rewards` (score/reward.py), `mopd.importers` (interchange/rows.py), `mopd.trackers`
-(train/trackers.py).
+(train/metrics.py).
 """
 
 import importlib

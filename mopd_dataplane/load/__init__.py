@@ -6,9 +6,8 @@ ring.py            slots of shared memory, preallocated, sealed, bounded
 source.py          a planned window of a store: sizes, and filling packs
 payload.py         payload of the packs that come next
 windows.py         the windows that are open
-consumers.py       which trainer gets which pack, and which reads it
+consumers.py       which trainer gets which pack, which reads it, and which go with one answer
 prefetch_depth.py  how many packs to keep ready for a rank
-lending.py         which packs go to a trainer with one answer
 loader.py          reads ahead, lends slots, takes them back
 protocol.py        messages and descriptors over a Unix socket
 server.py          the loader process

@@ -15,8 +15,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
-from mopd_dataplane.load.consumers import Consumer, ConsumerGroup, Item, refusal
-from mopd_dataplane.load.lending import Lending
+from mopd_dataplane.load.consumers import Consumer, ConsumerGroup, Item, Lending, refusal
 from mopd_dataplane.load.prefetch_depth import PrefetchDepth
 from mopd_dataplane.load.protocol import HEARTBEAT_S
 from mopd_dataplane.load.ring import Lent, Ring, Slot

@@ -33,7 +33,7 @@ from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.train.trackers import TRACKERS
+from mopd_dataplane.train.metrics import TRACKERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

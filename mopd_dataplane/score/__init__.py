@@ -8,9 +8,8 @@ adapted_base.py         teachers that are adapters on one base, which is loaded 
 engines.py              what runs teachers, and what each can do
 readers.py              what turns token ids into the states behind them; several blended into one teacher
 topk_source.py          the student's likeliest tokens, for signals with topk_source = "student"
-vllm_states.py          teachers in vLLM as pooling models: states
-vllm_extract.py         teachers in vLLM as generating models: states
-vllm_connector.py       the part of vllm_extract.py that runs inside vLLM
+vllm_states.py          teachers in vLLM as pooling or as generating models: states
+vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs
 vllm_adapted_base.py    teachers that are adapters on one base in a vLLM started here
 vllm_batch.py           vLLM that reads texts, started here or behind a server

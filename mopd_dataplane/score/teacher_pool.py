@@ -203,13 +203,12 @@ class TeacherPool:
 
             return ServerLogprobs(folder, url=url) if url else VllmLogprobs(folder, dtype=dtype, options=options)
         head = hf.load_head(folder, dtype="float32", device=self._device)
-        if self._reads == "extract_hidden_states" and not url:
-            from mopd_dataplane.score.vllm_extract import ExtractingReader
+        from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
 
-            return ExtractingReader(folder, head, dtype=dtype, options=options)
-        from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
-
-        return ServerReader(folder, head, url=url) if url else VllmReader(folder, head, dtype=dtype, options=options)
+        if url:
+            return ServerReader(folder, head, url=url)
+        made = ExtractingReader if self._reads == "extract_hidden_states" else VllmReader
+        return made(folder, head, dtype=dtype, options=options)
 
     def _hf_reader(self, folder: Path, dtype: str) -> HfReader:
         return HfReader(hf.load_model(folder, dtype=dtype, device=self._device))

@@ -13,9 +13,8 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import touches_head
 from mopd_dataplane.models.vllm_adapters import HEAD, VllmAdapters
 from mopd_dataplane.score.model_input import IntArrays
-from mopd_dataplane.score.vllm_extract import ExtractingReader
 from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs, VllmLogprobs
-from mopd_dataplane.score.vllm_states import VllmReader
+from mopd_dataplane.score.vllm_states import ExtractingReader, VllmReader
 
 
 class VllmAdaptedBase:

@@ -4,8 +4,7 @@ spec.py              settings of the trainer process
 run.py               the windows of a plan log: resume, step, checkpoint, publish
 loop.py              one optimizer step
 passes.py            which samples go through the model together
-microbatch.py        packs become the tensors of one forward pass
-device.py            micro-batches on their way to the device
+microbatch.py        packs become the tensors of one forward pass, on the device
 student.py           the policy as a module whose forward pass ends in a loss
 attention.py         causal attention over packed sequences
 context.py           context parallelism: ranks share a pack
@@ -15,13 +14,11 @@ plugin_divergence.py  a divergence of another package, a part of the tokens at a
 heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens
 token_stats.py       per-token statistics of a step, in files for the job
-optimizer.py         AdamW and the learning-rate schedule
-master_adamw.py      AdamW on float32 copies, on the device or on the host
+optimizer.py         AdamW, also on float32 copies on the device or on the host, and the learning-rate schedule
 checkpoint.py        policy, optimizer and position, whole or not at all
 newest.py            which checkpoint is the newest; needs no torch
 ranks.py             the processes of one training run
 node_agent.py        the trainer processes of one node
 stop.py              stopping at a checkpoint
-metrics.py           metrics.jsonl
-trackers.py          TensorBoard, W&B and others that mirror it
+metrics.py           metrics.jsonl, and the trackers that mirror it: TensorBoard, W&B and others
 """

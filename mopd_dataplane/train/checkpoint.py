@@ -41,8 +41,8 @@ from mopd_dataplane.base.file_checksums import (
 )
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
-from mopd_dataplane.train.master_adamw import MasterAdamW
 from mopd_dataplane.train.newest import KEEP, LATEST, name_newest, newest_checkpoint
+from mopd_dataplane.train.optimizer import MasterAdamW
 from mopd_dataplane.train.ranks import Ranks
 
 FORMAT = 3

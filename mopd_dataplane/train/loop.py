@@ -20,9 +20,8 @@ from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
-from mopd_dataplane.train.device import DeviceCopies
 from mopd_dataplane.train.heads import TeacherHeads
-from mopd_dataplane.train.microbatch import MicroBatch, build
+from mopd_dataplane.train.microbatch import DeviceCopies, MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
 from mopd_dataplane.train.optimizer import clip_gradients, learning_rate, make_optimizer
 from mopd_dataplane.train.passes import cut_step, samples_of

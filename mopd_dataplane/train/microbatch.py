@@ -1,14 +1,20 @@
-"""MicroBatch: the tensors of one forward pass, gathered from packs.
+"""MicroBatch: the tensors of one forward pass, gathered from packs and copied to the device.
 
 Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, U ids of the
 largest sampling mask, in the order of the packs. A trained token at column t of a row is predicted by the hidden state
 at column t - 1.
+
+    slot ──side stream──▶ device          the copy of one micro-batch runs while the last one is computed
+      ▲                     │ event
+      └── given back ◀── finish
+
+On a CPU there is nothing to copy, and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -78,12 +84,10 @@ class MicroBatch:
         """This micro-batch on a device."""
         if device.type == "cpu":
             return self
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name, given in values.items():
-            if torch.is_tensor(given):
-                values[name] = given.to(device, non_blocking=True)
-        values["extra"] = {name: given.to(device, non_blocking=True) for name, given in self.extra.items()}
-        return MicroBatch(**values)
+        tensors = {name: given for name, given in vars(self).items() if torch.is_tensor(given)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        extra = {name: tensor.to(device, non_blocking=True) for name, tensor in self.extra.items()}
+        return replace(self, extra=extra, **moved)
 
 
 def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
@@ -154,3 +158,34 @@ def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
     rows = torch.full((len(sizes), len(columns)), -1, dtype=torch.int32)
     rows[columns < sizes[:, None]] = ids
     return rows
+
+
+class DeviceCopies:
+    """Copies to one device, in order, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    def to_device(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch on the device; what is computed next waits for the copy, this process does not.
+
+        Its source must stay as it is until `finish` returns.
+        """
+        if self._stream is None:
+            return micro.to(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = micro.to(self._device)
+            self._copied = self._stream.record_event()
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(self._copied)
+        for given in (*vars(moved).values(), *moved.extra.values()):
+            if torch.is_tensor(given):
+                given.record_stream(computing)  # else its memory could be used for a later copy while it is read
+        return moved
+
+    def finish(self) -> None:
+        """Wait until the last copy has read its source."""
+        if self._copied is not None:
+            self._copied.synchronize()

@@ -1,18 +1,109 @@
-"""AdamW and the learning-rate schedule."""
+"""AdamW and the learning-rate schedule.
+
+AdamW works on float32 copies of weights that the device holds in bfloat16, or without optimizer state:
+
+    option                 device holds                        and where the copy lies, it takes the step
+    train.master_weights   weight and gradient in bfloat16     the device: copy and both moments in float32
+    train.offload          weight in student.dtype             the host: those, and the gradient in float32
+
+Every parameter takes its step alone then, so that one float32 gradient, or one copy on its way back, is there at a
+time.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.train.master_adamw import MasterAdamW
 from mopd_dataplane.train.ranks import whole
 
 
-def make_optimizer(module: nn.Module, settings: Train) -> torch.optim.AdamW | MasterAdamW:
+class MasterAdamW(Optimizer):
+    """AdamW whose weights and state are float32 copies; the parameters follow them.
+
+    State has the names of torch's AdamW, so that a checkpoint of one is a checkpoint of the other. On the host a
+    gradient leaves the device as soon as the backward pass has made it, and passes add up in float32; on the device
+    they add up in the precision of the parameter.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, on_host: bool, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        """groups: {"params", "weight_decay"} of the parameters of a module, where they will stay."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._on_host = on_host
+        self._masters = {parameter: self._copied(parameter) for parameter in self._parameters()}
+        if on_host:
+            for parameter in self._parameters():
+                parameter.register_post_accumulate_grad_hook(self._take)
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        """The float32 copy that is trained in place of a parameter: of the same shape, where the step is taken."""
+        return self._masters[parameter]
+
+    def holders(self) -> list[Tensor]:
+        """Tensors whose `grad` the next step applies: copies on the host, else the parameters."""
+        return list(self._masters.values() if self._on_host else self._masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for master in self._masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                master = self._masters[parameter]
+                gradient = master.grad if self._on_host else parameter.grad
+                if gradient is not None:
+                    self._update(parameter, master, gradient.to(torch.float32), group)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Give every parameter the value of its copy, which a checkpoint was read into."""
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+    def _update(self, parameter: nn.Parameter, master: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=master.device)
+            state["exp_avg"] = torch.zeros_like(master, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(master, requires_grad=False)
+        adamw(
+            [master], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], fused=True,
+            amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+        parameter.copy_(master)
+
+    def _take(self, parameter: Tensor) -> None:
+        """Move a gradient to the host, onto what is there of earlier passes."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        master = self._masters[parameter]
+        arrived = parameter.grad.detach().to(master.device, torch.float32)
+        master.grad = arrived if master.grad is None else master.grad.add_(arrived)
+        parameter.grad = None
+
+    def _copied(self, parameter: nn.Parameter) -> Tensor:
+        place = torch.device("cpu") if self._on_host else parameter.device
+        return parameter.detach().to(place, torch.float32, copy=True)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def make_optimizer(module: nn.Module, settings: Train) -> AdamW | MasterAdamW:
     """AdamW over the trained parameters; weight decay on matrices only."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
@@ -24,7 +115,7 @@ def make_optimizer(module: nn.Module, settings: Train) -> torch.optim.AdamW | Ma
         return MasterAdamW(
             groups, on_host=settings.offload, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps
         )
-    return torch.optim.AdamW(
+    return AdamW(
         groups,
         lr=settings.learning_rate,
         betas=settings.betas,
@@ -33,7 +124,7 @@ def make_optimizer(module: nn.Module, settings: Train) -> torch.optim.AdamW | Ma
     )
 
 
-def clip_gradients(module: nn.Module, optimizer: torch.optim.Optimizer, most: float) -> float:
+def clip_gradients(module: nn.Module, optimizer: Optimizer, most: float) -> float:
     """Scale the gradients of the next step down to the norm `most`; returns the norm that they had."""
     holders = optimizer.holders() if isinstance(optimizer, MasterAdamW) else list(module.parameters())
     norm = _norm([holder.grad for holder in holders if holder.grad is not None])

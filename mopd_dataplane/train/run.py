@@ -24,14 +24,13 @@ from mopd_dataplane.records import Batch
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity, latest_checkpoint
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, Trainer
-from mopd_dataplane.train.metrics import MetricsLog
+from mopd_dataplane.train.metrics import MetricsLog, Tracker, open_tracker
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import TrainSpec, Window
 from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
 from mopd_dataplane.train.token_stats import StatsOfSteps
-from mopd_dataplane.train.trackers import Tracker, open_tracker
 
 
 class Run:

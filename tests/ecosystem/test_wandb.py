@@ -12,7 +12,7 @@ import pytest
 from wandb.proto import wandb_internal_pb2
 
 from mopd_dataplane.records import StepMetrics
-from mopd_dataplane.train.trackers import open_tracker
+from mopd_dataplane.train.metrics import open_tracker
 
 
 def step(number: int) -> StepMetrics:

@@ -20,7 +20,7 @@ from mopd_dataplane.records import Signal
 from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.score.vllm_extract import ExtractingReader
+from mopd_dataplane.score.vllm_states import ExtractingReader
 
 KINDS = ("logprob", "topk", "hidden")
 SETTINGS = sections.Score(hidden_codec="fp32", topk=5)

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from mopd_dataplane.train.device import DeviceCopies
-from mopd_dataplane.train.microbatch import MicroBatch, build
+from mopd_dataplane.train.microbatch import DeviceCopies, MicroBatch, build
 
 
 class Event:

@@ -22,9 +22,9 @@ from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Obje
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train import heads as heads_module
-from mopd_dataplane.train.device import DeviceCopies
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
+from mopd_dataplane.train.microbatch import DeviceCopies
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.optimizer import learning_rate, make_optimizer
 from mopd_dataplane.train.ranks import Ranks

@@ -15,9 +15,8 @@ from mopd_dataplane.job.objectives import Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.loop import Trainer
-from mopd_dataplane.train.master_adamw import MasterAdamW
 from mopd_dataplane.train.objective import ObjectiveLoss
-from mopd_dataplane.train.optimizer import clip_gradients, make_optimizer
+from mopd_dataplane.train.optimizer import MasterAdamW, clip_gradients, make_optimizer
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import Window
 from mopd_dataplane.train.student import load_student
@@ -69,7 +68,7 @@ def test_with_offload_the_device_holds_weights_and_no_optimizer_state(policy: Pa
         ]
         assert {tensor.device.type for tensor in kept} == {"cpu"}
         assert {tensor.dtype for tensor in kept} == {torch.float32}
-        assert copies["train/master_adamw.py:_take"] == len(batches) * 2 * len(parameters)
+        assert copies["train/optimizer.py:_take"] == len(batches) * 2 * len(parameters)
     theirs, alike = trained(trainer(policy, "cpu", torch.bfloat16, offload=True), batches)
     assert ours == pytest.approx(theirs, rel=1e-3)
     # Where a gradient is nothing but rounding, a step may go either way: two learning rates apart each time.
