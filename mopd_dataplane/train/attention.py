@@ -17,7 +17,6 @@ from mopd_dataplane.train.context import heads_for_tokens, tokens_for_heads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from transformers import PreTrainedModel
 
 NAME = "mopd_packed"
 
@@ -57,12 +56,6 @@ def packed_attention(
     if context_group is not None:
         output = tokens_for_heads(output, context_group)
     return output.transpose(1, 2).contiguous(), None
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Give a model this attention in place of transformers' `sdpa`; one with another kind keeps its own."""
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
 
 
 def _band(query: Tensor, window: int | None) -> Tensor | None:

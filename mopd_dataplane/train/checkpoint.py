@@ -86,7 +86,7 @@ class Checkpoints:
         name = f"step-{position.step:08d}"
         staging = self.folder / f".{name}.tmp"
         there = self._ranks.leads and newest_checkpoint(self.folder) == name
-        if self._ranks.max(int(there)) == [1]:
+        if self._ranks.max(int(there)):
             return  # this step is saved already; replacing what `latest` names would open a gap
         if self._ranks.leads:
             shutil.rmtree(staging, ignore_errors=True)
@@ -164,7 +164,7 @@ class Checkpoints:
             if number % self._ranks.world == self._ranks.rank and not damage:
                 problem = file_damage(place / name, known)
                 damage = f"{place / name} {problem}" if problem else ""
-        if self._ranks.max(int(bool(damage))) == [1]:
+        if self._ranks.max(int(bool(damage))):
             raise DamagedError(f"{damage or f'{place}: another rank found damage'}; use an older checkpoint")
 
     @contextmanager

@@ -76,6 +76,7 @@ class Trainer:
         sums = self._gradients(batch, window, step)
         norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
+        weighed = self.objective.objective.teacher_weights
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise EngineError(
                 f"stage {batch.stage!r} step {step}: loss {totals['loss']}, gradient norm {norm}; the update was not "
@@ -101,20 +102,15 @@ class Trainer:
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
             data_wait_s=sums.waited_s + waited_s,
-            extra=sums.extra(totals) | self._teacher_weights(step),
+            extra=sums.extra(totals) | {f"teacher/{t}/weight": self.objective.teacher_weight(t, step) for t in weighed},
         )
-
-    def _teacher_weights(self, step: int) -> dict[str, float]:
-        """Weights of the objective's teachers at this step; empty when all weigh the same."""
-        weighed = self.objective.objective.teacher_weights
-        return {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
 
     def _gradients(self, batch: Batch, window: Window, step: int) -> _StepSums:
         totals = Totals(batch.loss_tokens, batch.sequences, step)
         sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
         teachers, lengths = batch.teachers, batch.lengths
         passes = cut_step(teachers, lengths, self.settings.micro_batch_packs, self.settings.micro_batch_tokens)
-        (most,) = self.ranks.max(len(passes))
+        most = self.ranks.max(len(passes))
         for number, pieces in enumerate(passes):
             following = passes[(number + 1) % len(passes)]
             teacher_head = self._teacher_head(teachers[pieces[0].place], teachers[following[0].place])
@@ -128,7 +124,7 @@ class Trainer:
             share = part_of(micro, self.ranks.member, self.ranks.members)
             picked = None if self.stats is None else self.stats.pick(share, self.ranks.device)
             share = self.copies.to_device(share)
-            sums.add_loss(self._backward(share, totals, teacher_head, sums, picked))
+            self._backward(share, totals, teacher_head, sums, picked)
             del micro, share, parts
             used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
             if used:  # without a name everything would go back
@@ -147,8 +143,8 @@ class Trainer:
         teacher_head: Head | None,
         sums: _StepSums,
         picked: Picked | None = None,
-    ) -> Tensor:
-        """Gradients of one forward pass; returns its loss. Without a trained token they are zero."""
+    ) -> None:
+        """Gradients of one forward pass, its loss and metrics. Without a trained token they are zero."""
         trains = len(micro.targets) > 0
         proximal = None
         if self.proximal is not None:
@@ -156,10 +152,6 @@ class Trainer:
                 proximal = self.proximal(
                     micro, lambda hidden, head: self.objective.logprob(hidden, head, micro) if trains else None
                 )
-        if not trains:
-            nothing: Tensor = self.student(micro, _zero)
-            nothing.backward()
-            return nothing.detach()
 
         def compute_loss(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
             loss, found = self.objective(
@@ -169,11 +161,9 @@ class Trainer:
                 self.stats.add(picked, found.per_token, hidden, head, micro)
             return loss, found
 
-        loss, found = self.student(micro, compute_loss)
+        loss, found = self.student(micro, compute_loss if trains else _zero)
         loss.backward()
-        sums.add(found, micro)
-        detached: Tensor = loss.detach()
-        return detached
+        sums.add(loss, found, micro)
 
     def _teacher_head(self, teacher: str, following: str) -> Head | None:
         """Head of a teacher; the one needed after it starts loading. After the last, the next step's first is likely
@@ -199,15 +189,13 @@ class _StepSums:
         self.waited_s = 0.0
         """Seconds this rank waited for packs."""
 
-    def add(self, found: TermSums, micro: MicroBatch) -> None:
+    def add(self, loss: Tensor, found: TermSums, micro: MicroBatch) -> None:
+        self._add("loss", loss.detach().double())
         for name, value in found.values.items():
             self._add(name, value)
         if micro.teacher in self._teachers and "reverse_kl" in found.values:
             self._add(f"teacher/{micro.teacher}/reverse_kl", found.values["reverse_kl"])
             self._add(f"teacher/{micro.teacher}/tokens", len(micro.targets))
-
-    def add_loss(self, loss: Tensor) -> None:
-        self._add("loss", loss.double())
 
     def count(self, micro: MicroBatch, policy_version: int) -> None:
         self._add("samples", len(micro.loss_counts))
@@ -227,8 +215,7 @@ class _StepSums:
 
     def over_ranks(self, ranks: Ranks) -> dict[str, float]:
         values = ranks.sum(self._sums).cpu().tolist()
-        (stalest,) = ranks.max(self._stalest)
-        return {name: values[i] for name, i in self._index.items()} | {"stalest": stalest}
+        return {name: values[i] for name, i in self._index.items()} | {"stalest": ranks.max(self._stalest)}
 
     def extra(self, totals: dict[str, float]) -> dict[str, float]:
         """Means that have no field of their own in StepMetrics."""
@@ -246,8 +233,8 @@ def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _zero(hidden: Tensor, head: Head) -> Tensor:
-    return hidden.sum() * 0.0 + head.weight.sum() * 0.0
+def _zero(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
+    return hidden.sum() * 0.0 + head.weight.sum() * 0.0, TermSums()
 
 
 def _no_tokens() -> MicroBatch:

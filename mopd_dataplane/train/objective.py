@@ -37,7 +37,7 @@ from mopd_kernels.rowstate import RowStats
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.job.objectives import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
+from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm, Term
 from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
@@ -70,10 +70,11 @@ class TermSums:
     """[M] what terms found on their way, by the names of records.PER_TOKEN_STATS, and of the student over its whole
     vocabulary at the sampler's temperature: `logprob` of the token, or the `logsumexp` of its logits."""
 
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a scalar or the sum of a vector."""
-        total = value.detach().double().sum()
-        self.values[name] = self.values[name] + total if name in self.values else total
+    def add(self, **found: Tensor) -> None:
+        """Add a scalar, or the sum of a vector, to the value of each name."""
+        for name, value in found.items():
+            total = value.detach().double().sum()
+            self.values[name] = self.values[name] + total if name in self.values else total
 
 
 class ObjectiveLoss:
@@ -152,15 +153,13 @@ class ObjectiveLoss:
         sums = TermSums()
         loss = hidden.new_zeros((), dtype=torch.float32)
         objective, given = self.objective, _Inputs(hidden, head, batch, teacher_head)
-        if objective.policy_gradient is not None:
-            term = objective.policy_gradient
-            weights = self._weights(term.normaliser, batch, totals)
+        if (term := objective.policy_gradient) is not None:
+            weights = self._weights(term, batch, totals)
             loss = loss + term.weight * self._policy(term, given, weights, proximal_logprobs, sums)
             if term.kl_coef:
                 loss = loss + term.weight * term.kl_coef * self._reference_kl(given, weights, sums)
-        if objective.divergence is not None:
-            divergence_term = objective.divergence
-            weights = self._weights(divergence_term.normaliser, batch, totals)
+        if (divergence_term := objective.divergence) is not None:
+            weights = self._weights(divergence_term, batch, totals)
             if divergence_term.signal == "hidden":
                 value = _hidden_divergence(divergence_term, given, weights, sums)
                 self._drop_unlike(divergence_term, given, totals, sums)
@@ -168,26 +167,21 @@ class ObjectiveLoss:
                 value = _topk_divergence(divergence_term, given, weights, sums)
             if divergence_term.topk_agreement:
                 found = measure_topk_agreement(hidden, head, *given.teacher, divergence_term.topk_agreement)
-                for name, rows in found._asdict().items():
-                    sums.add(name, rows)
+                sums.add(**found._asdict())
             loss = loss + divergence_term.weight * value
-        if objective.cross_entropy is not None:
-            ce = objective.cross_entropy
-            weights = self._weights(ce.normaliser, batch, totals)
-            loss = loss + ce.weight * self._cross_entropy(given, weights, sums)
-        if objective.entropy is not None:
-            bonus = objective.entropy
+        if (ce := objective.cross_entropy) is not None:
+            loss = loss + ce.weight * self._cross_entropy(given, self._weights(ce, batch, totals), sums)
+        if (bonus := objective.entropy) is not None:
             rows = _entropy(hidden, head)
-            loss = loss - bonus.weight * (rows * self._weights(bonus.normaliser, batch, totals)).sum()
+            loss = loss - bonus.weight * (rows * self._weights(bonus, batch, totals)).sum()
             if objective.policy_gradient is None:
-                sums.add("entropy", rows)
+                sums.add(entropy=rows)
         for other in self._plugins:
             rows, metrics = other.token_loss(
                 hidden, head, batch, temperature=self._temperature, teacher_head=teacher_head
             )
-            for name in other.metrics:
-                sums.add(name, metrics[name])
-            loss = loss + other.weight * (rows * self._weights(other.normaliser, batch, totals)).sum()
+            sums.add(**{name: metrics[name] for name in other.metrics})
+            loss = loss + other.weight * (rows * self._weights(other, batch, totals)).sum()
         return loss, sums
 
     def _drop_unlike(self, term: DivergenceTerm, given: _Inputs, totals: Totals, sums: TermSums) -> None:
@@ -199,13 +193,13 @@ class ObjectiveLoss:
         elif term.temperature != self._temperature or len(given.teacher[1].weight) < len(given.head.weight):
             del sums.per_token["logsumexp"]
 
-    def _weights(self, normaliser: Normaliser, batch: MicroBatch, totals: Totals) -> Tensor:
+    def _weights(self, term: Term, batch: MicroBatch, totals: Totals) -> Tensor:
         """[M] f32: n_t times the teacher's weight."""
         weight = self.teacher_weight(batch.teacher, totals.step)
-        if normaliser == "sequence":
+        if term.normaliser == "sequence":
             return weight / (batch.loss_counts[batch.sequence].float() * totals.sequences)
         shared = {"token": totals.loss_tokens, "constant": totals.sequences * self._max_new_tokens, "sum": 1}
-        return torch.full((len(batch.targets),), weight / shared[normaliser], device=batch.targets.device)
+        return torch.full((len(batch.targets),), weight / shared[term.normaliser], device=batch.targets.device)
 
     def teacher_weight(self, teacher: str, step: int) -> float:
         """u of a teacher's tokens at a step of the stage."""
@@ -253,23 +247,20 @@ class ObjectiveLoss:
                 temperature=self._temperature, sampling_mask=batch.sampling_mask, **settings,
             )  # fmt: skip
         tokens = result.metrics["tokens"]
-        for name in ("dropped", "clipped", "advantage"):
-            sums.add(name, result.metrics[name] * tokens)
-        sums.add("entropy", result.entropy)
+        sums.add(**{name: result.metrics[name] * tokens for name in ("dropped", "clipped", "advantage")})
+        sums.add(entropy=result.entropy, logprob_gap=(result.logprob - batch.sampler_logprobs).abs())
         sums.per_token |= {"logprob": result.logprob, "student_entropy": result.entropy}
-        sums.add("logprob_gap", (result.logprob - batch.sampler_logprobs).abs())
         if self._samples_reverse_kl and batch.teacher_logprobs is not None:
-            sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
+            sums.add(reverse_kl=result.logprob - batch.teacher_logprobs)
         return result.loss
 
     def _cross_entropy(self, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
         logprob, entropy = token_logprob(
             given.hidden, given.head, given.batch.targets, return_entropy=True, entropy_gradient=False
         )
-        sums.add("nll", -logprob)
-        if (
-            self._temperature == 1.0 and given.batch.sampling_mask is None
-        ):  # else the sampler's distribution was another
+        sums.add(nll=-logprob)
+        # At another temperature, or over a sampling mask, the sampler's distribution was another.
+        if self._temperature == 1.0 and given.batch.sampling_mask is None:
             sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy} | sums.per_token
         return -(logprob * weights).sum()
 
@@ -278,7 +269,7 @@ class ObjectiveLoss:
         known = _present(given.batch.reference_logprobs, "log-probs of the reference policy")
         gap = known - self.logprob(given.hidden, given.head, given.batch)
         rows = gap.exp() - gap - 1
-        sums.add("reference_kl", rows)
+        sums.add(reference_kl=rows)
         return (rows * weights).sum()
 
     def _by_sequence(
@@ -339,14 +330,13 @@ def _plugin_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, su
     rows = plugin_divergence(plugin, term, *models)
     with torch.no_grad():
         _add_exact(divergence(*models, temperature=term.temperature, return_stats=True)[1], sums)
-    sums.add("divergence", rows)
+    sums.add(divergence=rows)
     return (rows * weights).sum()
 
 
 def _add_exact(stats: RowStats, sums: TermSums) -> None:
     found = {name: getattr(stats, name) for name in EXACT}
-    for name, value in found.items():
-        sums.add(name, value)
+    sums.add(**found)
     sums.per_token |= found | {"logsumexp": stats.student_logsumexp}
 
 
@@ -364,7 +354,7 @@ def _topk_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums
         given.hidden, given.head, *given.topk, mode=term.topk_mode, kind=kind, beta=term.beta, alpha=term.alpha,
         temperature=term.temperature,
     )  # fmt: skip
-    sums.add(_divergence_metrics(term)[0], rows)
+    sums.add(**{_divergence_metrics(term)[0]: rows})
     return (rows * weights).sum()
 
 

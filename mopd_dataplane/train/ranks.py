@@ -120,13 +120,13 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    def max(self, *values: int) -> list[int]:
-        """Largest of each value over ranks."""
+    def max(self, value: int) -> int:
+        """Largest of a value over ranks."""
         if self.world == 1:
-            return list(values)
-        found = torch.tensor(values, device=self.device)
+            return value
+        found = torch.tensor(value, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return [int(value) for value in found]
+        return int(found)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -44,9 +44,13 @@ class Run:
             torch.set_num_threads(spec.train.threads)
         objective = ObjectiveLoss(spec.objective, temperature=spec.temperature, max_new_tokens=spec.max_new_tokens)
         self._heads = TeacherHeads(spec.heads, ranks.device) if objective.needs_head else None
+        stats = None
+        if spec.train.stats != "off":
+            folder = Path(spec.checkpoint_dir)
+            stats = StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
         self._trainer = Trainer(
             self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,
-            total_steps=spec.total_steps, seed=spec.seed, stats=_stats(spec, ranks),
+            total_steps=spec.total_steps, seed=spec.seed, stats=stats,
         )  # fmt: skip
         adapted = bool(spec.train.lora.r)
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
@@ -65,7 +69,7 @@ class Run:
         """Train the remaining windows of the plan log until it is closed. Returns False when `stop` ended it at a
         checkpoint."""
         # A run killed before it published opens its finished window again; else that window may be gone by now.
-        (published,) = self._ranks.max(int(self._version_folder(self._position.window).exists()))
+        published = self._ranks.max(int(self._version_folder(self._position.window).exists()))
         first = self._position.window if published else max(self._position.window - 1, 0)
         try:
             for window in self._followed(first, stop):
@@ -105,7 +109,7 @@ class Run:
             if batch is None:
                 break
             self._step(batch, window, time.perf_counter() - started)
-            (stopping,) = self._ranks.max(int(stop()))
+            stopping = self._ranks.max(int(stop()))
             due = self._position.step % self.spec.train.checkpoint_steps == 0
             if (stopping or due) and self._position.window_step < window.steps:
                 self._save(window)
@@ -187,16 +191,13 @@ class Run:
                 weights = full_weights(student, self._ranks)
             fault_point("train.publish")
             if self._ranks.leads and adapted:
-                save_adapter(model, weights, folder, start=Path(self.spec.start), base=self._base())
+                place = self.spec.hub_name or str(weights_folder(self.spec.start).resolve())
+                base = Base(place, self.spec.hub_revision, self._base_digest)
+                save_adapter(model, weights, folder, start=Path(self.spec.start), base=base)
             elif self._ranks.leads:
                 save_policy(model, self.spec.start, folder, state_dict=weights)
             fault_point("train.published")
         self._ranks.barrier()
-
-    def _base(self) -> Base:
-        """The base of this stage's adapter."""
-        place = self.spec.hub_name or str(weights_folder(self.spec.start).resolve())
-        return Base(place, self.spec.hub_revision, self._base_digest)
 
     def _version_folder(self, version: int) -> Path:
         return Path(self.spec.start) if version == 0 else Path(self.spec.policy_dir) / f"v{version}"
@@ -204,13 +205,6 @@ class Run:
     def _load(self, folder: Path) -> Student:
         dtype = getattr(torch, self.spec.dtype)
         return load_student(folder, self._ranks, self.spec.train, dtype=dtype, seed=self.spec.seed)
-
-
-def _stats(spec: TrainSpec, ranks: Ranks) -> StatsOfSteps | None:
-    if spec.train.stats == "off":
-        return None
-    folder = Path(spec.checkpoint_dir)
-    return StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
 
 
 def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from mopd_dataplane.models.hf import (
     weights_digest,
 )
 from mopd_dataplane.models.router_replay import Routing
-from mopd_dataplane.train.attention import use_packed_attention
+from mopd_dataplane.train import attention
 from mopd_dataplane.train.context import check_heads
 from mopd_dataplane.train.microbatch import Layout, MicroBatch
 from mopd_dataplane.train.ranks import Ranks
@@ -154,14 +154,16 @@ def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrained
 
 @torch.no_grad()
 def packs_apart(model: PreTrainedModel) -> bool:
-    """Give a model packed attention, and test whether sequences in one row then do not affect each other.
+    """Give a model packed attention in place of `sdpa`, and test whether sequences in one row then do not affect each
+    other.
 
     Recurrent models and models with an attention of their own do not; they keep what they had and get a row a sequence.
     Small weights make a leak small, so rounding must not hide it: what is compared are two passes of the same shape, of
     which only the first sequence differs.
     """
     training, before = model.training, model.config._attn_implementation
-    use_packed_attention(model)
+    if before == "sdpa":
+        model.set_attn_implementation(attention.NAME)
     model.train(False)
     device = model.device
     ids = (torch.arange(12, device=device) * 7919 + 1) % len(embedding_weight(model))
