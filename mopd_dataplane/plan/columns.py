@@ -303,12 +303,8 @@ class _Numbers:
 
 
 def _ints(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    values = np.empty(len(column), dtype=np.int64)
-    done = 0
-    for chunk in column.chunks:  # straight into place: a whole column in Arrow's own type would be one more copy
-        values[done : done + len(chunk)] = chunk.to_numpy()
-        done += len(chunk)
-    return values
+    # Chunks go straight into place: a whole column in Arrow's own type would be one more copy.
+    return np.concatenate([np.empty(0, np.int64), *(chunk.to_numpy() for chunk in column.chunks)], dtype=np.int64)
 
 
 def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:

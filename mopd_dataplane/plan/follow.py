@@ -6,14 +6,16 @@ samples are finished. Later samples never take their place, so short samples gai
 result does not depend on when the planner looks. Every window lets the trainer publish one policy version.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.schedules import weight_at
+from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import take_mixed
 from mopd_dataplane.plan.plan import Training, build_window, plan_digest
@@ -64,12 +66,12 @@ def next_window(
     domain's share are dropped and recorded. Raises InputError as build_window does.
     """
     policy_version, group_size = training.policy_version or 0, training.group_size
-    choose = _Chooser(settings, group_size, training.first_step, philox_key(seed, "mixture", stage, window))
     ordinals = columns.sample_rows if admission is None else admission
     if len(ordinals) != len(columns):
         raise InputError(f"{len(ordinals)} admission ordinals for {len(columns)} samples; give one per sample")
     by_ordinal = np.argsort(ordinals, kind="stable")
     columns, ordinals = columns.take(by_ordinal), ordinals[by_ordinal]
+    choose = partial(_choose, columns, settings, training, philox_key(seed, "mixture", stage, window))
     open_work = ~np.isin(columns.sample_rows, settled_rows)
     dropped = leave_out(unusable(columns, settings, policy_version), columns, open_work)
     ready = open_work & columns.has_signals & columns.has_reward
@@ -83,7 +85,7 @@ def next_window(
             "broken_group": columns.has_signals & columns.has_reward,
         }
         dropped |= leave_out(given_up, columns, pending)
-        chosen = choose(columns, ready, whole=False)
+        chosen = choose(ready, whole=False)
         if not chosen.any():
             if ready.any():
                 dropped["mixture"] = columns.sample_rows[ready]
@@ -93,7 +95,7 @@ def next_window(
         if wait:
             return Decision(wait=wait, dropped=dropped)
         due = ready & (ordinals < _first_gap(ordinals, pending, admission is not None))
-        chosen = choose(columns, due, whole=True)
+        chosen = choose(due, whole=True)
         if not chosen.any():
             return Decision(wait=_progress(columns, due, ready, pending, settings), dropped=dropped)
     plan = build_window(
@@ -141,61 +143,62 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
     return min(gap, int(ordinals[pending].min())) if pending.any() else gap
 
 
-@dataclass(frozen=True, slots=True)
-class _Chooser:
-    """Chooses the samples of the next window."""
+def _choose(
+    columns: Columns,
+    settings: sections.Plan,
+    training: Training,
+    key: int,
+    usable: NDArray[np.bool_],
+    *,
+    whole: bool,
+) -> NDArray[np.bool_]:
+    """[n] the first batch of usable samples in admission order, or in the mixture's.
 
-    settings: sections.Plan
-    group_size: int
-    first_step: int
-    key: int
-    """Key of the random numbers that decide between domains."""
+    key: of the random numbers that decide between domains. While they are not all there: none if `whole`, else those
+    that are.
+    """
+    members = _units(columns, np.flatnonzero(usable), training.group_size)
+    if settings.mixture and len(members):
+        members = members[_in_turn(columns, members[:, 0], settings.mixture, training.first_step, key)]
+    limit = settings.batch_tokens or settings.batch_samples
+    sizes = np.full(len(members), training.group_size, dtype=np.int64)
+    if settings.batch_tokens:
+        sizes = columns.total_len[members].sum(axis=1, dtype=np.int64)
+    total = np.cumsum(sizes)
+    fits = int(np.searchsorted(total, limit, side="right"))
+    # Tokens: full when the next one does not fit. Samples: full when not one more group fits.
+    full = fits < len(members) or (not settings.batch_tokens and fits == limit // training.group_size)
+    chosen = np.zeros(len(usable), dtype=bool)
+    if full or not whole:
+        chosen[members[: fits if full else len(members)].ravel()] = True
+    return chosen
 
-    def __call__(self, columns: Columns, usable: NDArray[np.bool_], *, whole: bool) -> NDArray[np.bool_]:
-        """[n] the first batch of usable samples in admission order, or in the mixture's.
 
-        While they are not all there: none if `whole`, else those that are.
-        """
-        members = self._units(columns, np.flatnonzero(usable))
-        if self.settings.mixture and len(members):
-            members = members[self._in_turn(columns, members[:, 0])]
-        limit = self.settings.batch_tokens or self.settings.batch_samples
-        sizes = np.full(len(members), self.group_size, dtype=np.int64)
-        if self.settings.batch_tokens:
-            sizes = columns.total_len[members].sum(axis=1, dtype=np.int64)
-        total = np.cumsum(sizes)
-        fits = int(np.searchsorted(total, limit, side="right"))
-        # Tokens: full when the next one does not fit. Samples: full when not one more group fits.
-        full = fits < len(members) or (not self.settings.batch_tokens and fits == limit // self.group_size)
-        chosen = np.zeros(len(usable), dtype=bool)
-        if full or not whole:
-            chosen[members[: fits if full else len(members)].ravel()] = True
-        return chosen
+def _units(columns: Columns, positions: NDArray[np.int64], group_size: int) -> NDArray[np.int64]:
+    """[units, group_size] positions of each unit, units in the order of their first member's admission.
 
-    def _units(self, columns: Columns, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[units, group_size] positions of each unit, units in the order of their first member's admission.
+    The list ends before the first group that is not whole: what comes later never changes what came before.
+    """
+    if group_size == 1:
+        return positions[:, None]
+    _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
+    in_turn = np.argsort(first[codes], kind="stable")
+    broken = np.bincount(codes)[codes[in_turn]] < group_size
+    until = int(np.argmax(broken)) if broken.any() else len(broken)
+    return positions[in_turn[:until]].reshape(-1, group_size)
 
-        The list ends before the first group that is not whole: what comes later never changes what came before.
-        """
-        if self.group_size == 1:
-            return positions[:, None]
-        _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
-        in_turn = np.argsort(first[codes], kind="stable")
-        partial = np.bincount(codes)[codes[in_turn]] < self.group_size
-        until = int(np.argmax(partial)) if partial.any() else len(partial)
-        return positions[in_turn[:until]].reshape(-1, self.group_size)
 
-    def _in_turn(self, columns: Columns, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        names, weights = columns.domain_names, self.settings.mixture
-        unknown = set(names) - set(weights)
-        if unknown:
-            raise InputError(
-                f"plan.mixture weighs {sorted(weights)}; domain {min(unknown)!r} has no weight: give it one"
-            )
-        if {name for name, weight in weights.items() if weight_at(weight, self.first_step) > 0} - set(names):
-            return np.empty(0, dtype=np.int64)  # a weighed domain has no sample at all yet
-        offsets = uniforms(len(names), self.key)
-        return take_mixed(columns.domains[units], names, weights, self.first_step, offsets)
+def _in_turn(
+    columns: Columns, units: NDArray[np.int64], weights: Mapping[str, Weight], step: int, key: int
+) -> NDArray[np.int64]:
+    """[m] places of the units in the order of the mixture at a step of the stage."""
+    names = columns.domain_names
+    unknown = set(names) - set(weights)
+    if unknown:
+        raise InputError(f"plan.mixture weighs {sorted(weights)}; domain {min(unknown)!r} has no weight: give it one")
+    if {name for name, weight in weights.items() if weight_at(weight, step) > 0} - set(names):
+        return np.empty(0, dtype=np.int64)  # a weighed domain has no sample at all yet
+    return take_mixed(columns.domains[units], names, weights, step, uniforms(len(names), key))
 
 
 def _staleness_wait(

@@ -113,14 +113,13 @@ def pack(
 @contextmanager
 def _no_collector() -> Iterator[None]:
     """No cyclic garbage collection: there are no cycles, and it would walk the ranges of packs again and again."""
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tuple[NDArray[np.int32], int]:

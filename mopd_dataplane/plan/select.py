@@ -40,7 +40,13 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
         stale = policy_version - columns.version_first > settings.max_staleness
     overlong = columns.total_len > settings.pack_tokens
     if settings.overlong == "error" and overlong.any():
-        raise InputError(_overlong_message(columns.take(overlong), settings.pack_tokens))
+        over = columns.take(overlong)
+        longest = int(over.total_len.max())
+        raise InputError(
+            f"sample row {int(over.sample_rows[0])} has {int(over.total_len[0]):,} tokens and pack_tokens is "
+            f"{settings.pack_tokens:,} ({len(over):,} samples are over it, the longest has {longest:,}); "
+            f'set plan.pack_tokens to at least {longest}, or plan.overlong = "drop" to leave them out on record'
+        )
     return {
         "abandoned": columns.abandoned,
         "no_loss_tokens": columns.loss_tokens < 1,
@@ -67,12 +73,3 @@ def whole_groups(groups: NDArray[np.int64], keep: NDArray[np.bool_], group_size:
     _, codes = np.unique(groups, return_inverse=True)
     whole: NDArray[np.bool_] = np.bincount(codes, weights=keep) >= group_size
     return whole[codes]
-
-
-def _overlong_message(over: Columns, cap: int) -> str:
-    longest = int(over.total_len.max())
-    return (
-        f"sample row {int(over.sample_rows[0])} has {int(over.total_len[0]):,} tokens and pack_tokens is {cap:,} "
-        f"({len(over):,} samples are over it, the longest has {longest:,}); "
-        f'set plan.pack_tokens to at least {longest}, or plan.overlong = "drop" to leave them out on record'
-    )
