@@ -25,16 +25,10 @@ _HEX = frozenset("0123456789abcdef")
 _CANDIDATES = 8
 _LISTING = 'list some with: mopd query STORE "select uid, domain from samples limit 10"'
 
-USES = pa.schema(
-    [
-        ("stage", pa.string()),
-        ("window", pa.int32()),
-        ("plan_digest", pa.string()),
-        ("pack", pa.int64()),
-        ("step", pa.int32()),
-        ("policy_version", pa.int32()),
-    ]
-)
+USES = pa.schema([
+    ("stage", pa.string()), ("window", pa.int32()), ("plan_digest", pa.string()), ("pack", pa.int64()),
+    ("step", pa.int32()), ("policy_version", pa.int32()),
+])  # fmt: skip
 """One row is a training step that a plan gave the sample to; `step` is null while it is planned but not trained."""
 
 
@@ -90,17 +84,16 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
 def sample_lineage(store: Store, uid: str) -> SampleLineage:
     """Lineage of one sample. Raises UnknownNameError (see find_sample)."""
     full, row = find_sample(store, uid)
-    sample = store.samples(filter=f"uid = '{full}'")
+    own = f"uid = '{full}'"
+    sample = store.samples(filter=own)
     prompt = store.table("prompts", filter=f"prompt_id = {literal(sample['prompt_id'][0].as_py())}")
     return SampleLineage(
         uid=full,
         sample_row=row,
         prompt=prompt,
         sample=sample,
-        scores=store.table("scores", filter=f"uid = '{full}'").sort_by(
-            [("teacher", "ascending"), ("kind", "ascending")]
-        ),
-        rewards=store.table("rewards", filter=f"uid = '{full}'").sort_by("verifier"),
+        scores=store.table("scores", filter=own).sort_by([("teacher", "ascending"), ("kind", "ascending")]),
+        rewards=store.table("rewards", filter=own).sort_by("verifier"),
         uses=uses_of(store, [row])[row],
     )
 

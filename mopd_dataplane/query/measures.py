@@ -221,7 +221,8 @@ def recovery(measures: Measures) -> Rows:
     """
     policy_of = teacher_policies(measures)
     rows: Rows = []
-    for stage, routes in grouped_routes(measures).items():
+    for stage in dict.fromkeys(route["stage"] for route in measures.routing):
+        routes = {route["domain"]: route["teacher"] for route in measures.routing if route["stage"] == stage}
         student, base_name = measures.held_out.newest(stage), measures.starts.get(stage, "")
         base = measures.held_out.newest(base_name)
         if student is None or base is None:
@@ -239,14 +240,6 @@ def recovery(measures: Measures) -> Rows:
             whole = {who: {d: part[who][d] for d, part in parts.items()} for who in ("base", "teacher", "student")}
             rows.append(_recovered(stage, "mean", ", ".join(routes[d] for d in parts), base_name, whole))
     return rows
-
-
-def grouped_routes(measures: Measures) -> dict[str, dict[str, str]]:
-    """Stage -> domain -> teacher."""
-    routes: dict[str, dict[str, str]] = {}
-    for route in measures.routing:
-        routes.setdefault(route["stage"], {})[route["domain"]] = route["teacher"]
-    return routes
 
 
 def _recovered(stage: str, domain: str, teacher: str, base: str, found: dict[str, dict[str, Values]]) -> dict[str, Any]:

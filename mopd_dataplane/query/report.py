@@ -41,21 +41,14 @@ _ANSWERS = f"""
 def write_report(store: Store, out: Place, *, measures: Measures | None = None, tokenizer: Path | None = None) -> Place:
     """Write the report of a store to one HTML file, a path or a URL, and return where it is.
 
+    It has the measures and, to read beside them, for each domain the newest scored sample on which teacher and student
+    differ most, and of its held-out answers one that is right and one that is wrong.
+
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
-    """
-    write_file(out, _page(store, measures or measure(store), tokenizer).encode())
-    return out
-
-
-def _page(store: Store, measures: Measures, tokenizer: Path | None) -> str:
-    """The page as HTML: the measures, and samples and answers to read beside them.
-
-    For each domain the newest scored sample on which teacher and student differ most, and of its held-out answers one
-    that is right and one that is wrong.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    decoder = find_decoder(store, tokenizer)
+    measures, decoder = measures or measure(store), find_decoder(store, tokenizer)
     chosen = store.sql(_MOST_DIFFERENT, snapshot=measures.snapshot)["uid"].to_pylist()
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -65,7 +58,7 @@ def _page(store: Store, measures: Measures, tokenizer: Path | None) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"visible": visible, "strength": strength, "number": number}
-    return environment.get_template("report.html.j2").render(
+    page = environment.get_template("report.html.j2").render(
         name=measures.name,
         measures=measures,
         cards=cards(measures),
@@ -75,3 +68,5 @@ def _page(store: Store, measures: Measures, tokenizer: Path | None) -> str:
         token_limit=EXCERPT_TOKENS,
         bins=BINS.items(),
     )
+    write_file(out, page.encode())
+    return out

@@ -79,11 +79,11 @@ def sections(measures: Measures) -> list[Section]:
 def cards(measures: Measures) -> list[tuple[str, str, str]]:
     """The figures on top: (name, value, remark)."""
     totals = measures.totals[0]
-    trained = sum(row["steps"] for row in measures.training)
+    trained, stages = sum(row["steps"] for row in measures.training), len(measures.training)
     shown = [
         ("samples", count(totals["samples"]), f"{count(totals['interrupted'])} interrupted and continued"),
         ("response tokens", count(totals["response_tokens"]), ""),
-        ("optimizer steps", count(trained), _plural(len(measures.training), "stage")),
+        ("optimizer steps", count(trained), f"{count(stages)} stage{'' if stages == 1 else 's'}"),
     ]
     recovered = [row for row in recovery(measures) if row["domain"] == "mean" and row["recovery"] is not None]
     if recovered:
@@ -275,16 +275,11 @@ def _rounding(rows: Rows) -> list[Grid]:
     if not rows:
         return []
     head = ["teacher", "weights", "KL, nat per token", "mean log-prob difference", "same first choice"]
-    body = [
-        [
-            Cell(text=row["teacher"]),
-            Cell(text=row["quantisation"]),
-            Cell(text=number(row["kl"]), note=f"{count(row['tokens'])} tokens"),
-            Cell(text=number(row["logprob_gap"])),
-            Cell(text=percent(row["top1_agreement"])),
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        kl = Cell(text=number(row["kl"]), note=f"{count(row['tokens'])} tokens")
+        others = _plain(number(row["logprob_gap"]), percent(row["top1_agreement"]))
+        body.append([*_plain(row["teacher"], row["quantisation"]), kl, *others])
     return [Grid(head=head, rows=body, caption="Teachers with quantised weights, against the same ones as stored.")]
 
 
@@ -412,7 +407,3 @@ def _over_versions(rows: Rows) -> dict[str, Rows]:
 
 def _plain(*texts: str) -> list[Cell]:
     return [Cell(text=text) for text in texts]
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{count(number)} {thing}" + ("" if number == 1 else "s")
