@@ -107,21 +107,17 @@ class OpenFiles:
                 fd = self._open(number)
         return fd
 
-    def read(self, number: int, position: int, memory: memoryview) -> None:
-        """Fill memory from a position on. Raises DamagedError when the file is gone, unreadable, or ends before."""
-        memory = memory.cast("B")
-        try:
-            whole = not memory or read_into(self.fd(number), position, memory)
-        except OSError as error:
-            raise self._damage(number, position, len(memory), error.strerror) from error
-        if not whole:
-            raise self._damage(number, position, len(memory), "the file ends before")
-
     def gather(self, number: int, pieces: Sequence[Piece], memory: memoryview) -> None:
-        """Fill memory with pieces of a file, one after the other. Raises DamagedError as `read`."""
+        """Fill memory with pieces of a file, one after the other. Raises DamagedError when the file is gone, cannot be
+        read, or does not hold as much."""
         memory, done = memory.cast("B"), 0
         for position, nbytes in pieces:
-            self.read(number, position, memory[done : done + nbytes])
+            try:
+                whole = not nbytes or read_into(self.fd(number), position, memory[done : done + nbytes])
+            except OSError as error:
+                raise self._damage(number, position, nbytes, error.strerror) from error
+            if not whole:
+                raise self._damage(number, position, nbytes, "the file ends before")
             done += nbytes
         if done != len(memory):
             raise self._damage(number, 0, len(memory), f"only {done:,} of them are in it")

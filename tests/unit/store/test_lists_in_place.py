@@ -297,13 +297,15 @@ def test_list_ends_of_other_rows_are_not_read(tmp_path: Path, monkeypatch: pytes
     rows, crcs = np.array(few), crcs_of(ROWS)[few]
     assert files.locate(rows, COLUMNS, crcs) is not None
     read: list[int] = []
-    whole = lists_module.OpenFiles.read
+    gather = lists_module.OpenFiles.gather
 
-    def spy(self: lists_module.OpenFiles, number: int, position: int, memory: memoryview) -> None:
+    def spy(
+        self: lists_module.OpenFiles, number: int, pieces: Sequence[lists_module.Piece], memory: memoryview
+    ) -> None:
         read.append(memory.nbytes)
-        whole(self, number, position, memory)
+        gather(self, number, pieces, memory)
 
-    monkeypatch.setattr(lists_module.OpenFiles, "read", spy)
+    monkeypatch.setattr(lists_module.OpenFiles, "gather", spy)
     files.locate(rows, COLUMNS, crcs)
     assert sum(read) <= len(COLUMNS) * len(few) * 16
 
