@@ -65,25 +65,20 @@ class Queue:
     def put(self, keys: Sequence[Key], values: Sequence[Value]) -> None:
         """Set values, durable and visible to every process on return. All of one call become visible together."""
         now = datetime.now(UTC)
-        rows = pa.table(
-            {
-                "sample": [sample for sample, _ in keys],
-                "field": [field for _, field in keys],
-                "kind": [value.kind for value in values],
-                "dtype": [value.dtype for value in values],
-                "shape": [list(value.shape) for value in values],
-                "value": [value.data for value in values],
-                "crc": [crc32c(value.data) for value in values],
-                "put_at": [now] * len(keys),
-            },
-            schema=self._table.schema,
-        )
+        records = [
+            {"sample": sample, "field": field, "kind": value.kind, "dtype": value.dtype, "shape": value.shape,
+             "value": value.data, "crc": crc32c(value.data), "put_at": now}
+            for (sample, field), value in zip(keys, values, strict=True)
+        ]  # fmt: skip
         with self._place.committing(self._table.name):
-            self._table.make_durable(self._appended(rows))
+            self._table.make_durable(self._appended(pa.Table.from_pylist(records, schema=self._table.schema)))
 
     def get(self, keys: Sequence[Key]) -> list[Value]:
         """Values in the asked order. Raises UnknownNameError naming the first key without one, DamagedError."""
-        found = self._last(self._table.open(), _VALUE, keys)
+        return self._values(self._table.open(), keys)
+
+    def _values(self, dataset: lance.LanceDataset, keys: Sequence[Key]) -> list[Value]:
+        found = self._last(dataset, _VALUE, keys)
         values = []
         for key in keys:
             kind, data, dtype, shape, crc = found.get(key, (CLEARED, b"", "", (), 0))
@@ -127,34 +122,30 @@ class Queue:
         before, now = self._held(self._table.open(name), what), self._held(self._table.open(), what)
         self.clear([key for key in now if key not in before])
         lost = [key for key, held in before.items() if now.get(key) != held]
-        found = self._last(self._table.open(name), _VALUE, lost)
         if lost:
-            values = (found[key] for key in lost)
-            self.put(lost, [Value(kind, data, dtype, tuple(shape)) for kind, data, dtype, shape, _ in values])
+            self.put(lost, self._values(self._table.open(name), lost))
 
     def sweep(self) -> int:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
         process writes at that moment. Their bytes leave the disk KEEP later."""
         with self._place.committing(self._table.name):
-            return self._sweep(self._table.open_to_write())
-
-    def _sweep(self, dataset: lance.LanceDataset) -> int:
-        moving, unneeded = _needs(dataset)
-        if moving:
-            with reading(dataset.uri):
-                rows = dataset.take(moving)
-            moved = self._table.append_on(dataset, rows)
-            if moved is None:
-                return 0
-            self._table.make_durable(moved)
-            dataset, unneeded = moved, _needs(moved)[1]
-        if unneeded:
-            operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
-            with writing(self._table.uri):
-                if not self._table.commit_at(dataset, operation):
+            dataset = self._table.open_to_write()
+            moving, unneeded = _needs(dataset)
+            if moving:
+                with reading(dataset.uri):
+                    rows = dataset.take(moving)
+                moved = self._table.append_on(dataset, rows)
+                if moved is None:
                     return 0
-        drop_versions(self._table.open(), older_than=KEEP)
-        return len(unneeded)
+                self._table.make_durable(moved)
+                dataset, unneeded = moved, _needs(moved)[1]
+            if unneeded:
+                operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
+                with writing(self._table.uri):
+                    if not self._table.commit_at(dataset, operation):
+                        return 0
+            drop_versions(self._table.open(), older_than=KEEP)
+            return len(unneeded)
 
     def _appended(self, rows: pa.Table) -> lance.LanceDataset:
         """An append is refused when files were moved at that moment; it is then repeated."""
