@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lance
 import numpy as np
@@ -258,25 +257,19 @@ class Table:
     def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
         """Raise MismatchError for a row whose key the table, or an earlier row, has with another value in one of the
         columns."""
-        first: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for new in rows.select([*dict.fromkeys((*self.spec.key, *columns))]).to_pylist():
-            old = first.setdefault(tuple(new[part] for part in self.spec.key), new)
-            self._refuse_other(old, new, columns, "before")
         found, dataset = self.find(rows)
-        known = np.flatnonzero(found >= 0)
-        stored = take_rows(dataset, found[known], columns).to_pylist()
-        given = rows.take(pa.array(known)).to_pylist()
-        for old, new in zip(stored, given, strict=True):
-            self._refuse_other(old, new, columns, "in the store")
-
-    def _refuse_other(self, old: dict[str, Any], new: dict[str, Any], columns: Sequence[str], where: str) -> None:
-        for column in columns:
-            if old[column] != new[column]:
-                key = {part: new[part] for part in self.spec.key}
-                raise MismatchError(
-                    f"{self.name} {key}: {column} is {old[column]!r:.80} {where}, {new[column]!r:.80} now; "
-                    "use another name or another store"
-                )
+        read = [*dict.fromkeys((*self.spec.key, *columns))]
+        stored = take_rows(dataset, found[found >= 0], read).to_pylist()
+        known = {tuple(row[part] for part in self.spec.key): (row, "in the store") for row in stored}
+        for new in rows.select(read).to_pylist():
+            key = {part: new[part] for part in self.spec.key}
+            old, where = known.setdefault(tuple(key.values()), (new, "before"))
+            for column in columns:
+                if old[column] != new[column]:
+                    raise MismatchError(
+                        f"{self.name} {key}: {column} is {old[column]!r:.80} {where}, {new[column]!r:.80} now; "
+                        "use another name or another store"
+                    )
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
         """Sync a version to the disk (an object store takes only what is durable), then acknowledge it for good."""
