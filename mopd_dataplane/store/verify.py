@@ -37,21 +37,27 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     read: dict[str, set[str]] = {}
+    deletions = Deletions(place)
+
+    def audit(name: str, needs: set[str], check: Callable[..., Iterator[Finding]], *given: object) -> None:
+        """Take a check unless one of the tables it needs cannot be opened."""
+        if needs <= opened.keys():
+            report.findings.extend(met(name, check, *given))
+
     for name, table in tables.items():
-        report.findings.extend(met(name, partial(_newest, table, opened, report.checked)))
-        if name in opened:
-            report.findings.extend(met(name, partial(_rows, table, opened[name], read)))
-            report.findings.extend(met(name, partial(_duplicates, name, opened[name], table.spec.key)))
-    for name, check in {"samples": _samples, "scores": _scores, "rewards": _rewards}.items():
-        report.findings.extend(met(name, partial(check, opened, deep)))
-    report.findings.extend(met("plans", partial(_plans, opened, Deletions(place))))
-    report.findings.extend(met("deletions", partial(_deletions, Deletions(place))))
-    if "teachers" in opened:
-        report.findings.extend(met("teachers", partial(_heads, place, opened["teachers"], deep)))
-    report.findings.extend(met("files", partial(_files, place, deep)))
+        audit(name, set(), _newest, table, opened, report.checked)
+        audit(name, {name}, _rows, table, opened, read)
+        audit(name, {name}, _duplicates, name, opened, table.spec.key)
+    audit("samples", {"samples", "tokens"}, _samples, opened, deep)
+    audit("scores", {"scores", "samples", "teachers"}, _scores, opened, deep)
+    audit("rewards", {"rewards", "samples"}, _rewards, opened)
+    audit("plans", {"plans", "samples"}, _plans, opened, deletions)
+    audit("deletions", set(), _deletions, deletions)
+    audit("teachers", {"teachers"}, _heads, place, opened, deep)
+    audit("files", set(), _files, place, deep)
     if deep:
-        report.findings.extend(met("snapshots", partial(_pins, place, tables, read)))
-    report.findings.extend(met("orphans", partial(_count_orphans, opened, report.orphans)))
+        audit("snapshots", set(), _pins, place, tables, read)
+    audit("orphans", set(), _count_orphans, opened, report.orphans)
     return report
 
 
@@ -64,8 +70,9 @@ def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[s
         yield Finding(table.name, -1, "", problem)
 
 
-def _rows(table: Table, dataset: lance.LanceDataset, read: dict[str, set[str]]) -> Iterator[Finding]:
+def _rows(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
     """Rows of metadata are what was committed; payload is read with the metadata that refers to it."""
+    dataset = opened[table.name]
     read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
     if not table.spec.heavy:
         yield from audit_rows(table.name, dataset, table.spec.key)
@@ -77,7 +84,7 @@ def _pins(place: Place, tables: Mapping[str, Table], read: dict[str, set[str]]) 
     read: data files of each table that were audited already, extended here.
     """
     for tag in tags_of(place):
-        yield from met(f"snapshots/{tag}.json", partial(_pin, place, tables, tag, read))
+        yield from met(f"snapshots/{tag}.json", _pin, place, tables, tag, read)
 
 
 def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]]) -> Iterator[Finding]:
@@ -85,34 +92,28 @@ def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, se
     opened: dict[str, lance.LanceDataset] = {}
     for name, version in pinned.get("versions", {}).items():
         known = pinned.get("manifests", {}).get(name)
-        yield from met(name, partial(_pinned, place, tables, name, int(version), known, tag, opened))
+        if name in tables:
+            yield from met(name, _pinned, place, tables[name], int(version), known, tag, opened)
+        else:
+            yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
     for name in opened:
-        yield from met(name, partial(_fresh, tables[name], opened, read))
+        yield from met(name, _fresh, tables[name], opened, read)
 
 
 def _pinned(
-    place: Place,
-    tables: Mapping[str, Table],
-    name: str,
-    version: int,
-    known: str | None,
-    tag: str,
-    opened: dict[str, lance.LanceDataset],
+    place: Place, table: Table, version: int, known: str | None, tag: str, opened: dict[str, lance.LanceDataset]
 ) -> Iterator[Finding]:
-    """The pinned version of a table is there, its manifest is the one that was pinned, and the tag that keeps clean-up
+    """The pinned version of a table opens, its manifest is the one that was pinned, and the tag that keeps clean-up
     away is where the snapshot says."""
-    if name not in tables:
-        yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
-        return
     if known is not None and place.root is not None:
-        found = f"{crc_of_manifest(place.root / name, version):08x}"
+        found = f"{crc_of_manifest(place.root / table.name, version):08x}"
         if found != known:
-            yield Finding(name, -1, "", f"manifest of version {version} has crc32c {found}, {known} was pinned")
-    opened[name] = tables[name].open(version)
-    at = tagged(opened[name]).get(tag)
+            yield Finding(table.name, -1, "", f"manifest of version {version} has crc32c {found}, {known} was pinned")
+    opened[table.name] = table.open(version)
+    at = tagged(opened[table.name]).get(tag)
     if at != version:
         said = "is gone" if at is None else f"is at version {at}"
-        yield Finding(name, -1, "", f"tag {tag!r} {said}, its snapshot pins version {version}")
+        yield Finding(table.name, -1, "", f"tag {tag!r} {said}, its snapshot pins version {version}")
 
 
 def _fresh(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
@@ -155,22 +156,19 @@ def _files(place: Place, deep: bool) -> Iterator[Finding]:
         yield Finding(name, -1, "", problem)
 
 
-def _duplicates(name: str, dataset: lance.LanceDataset, key: tuple[str, ...]) -> Iterator[Finding]:
+def _duplicates(name: str, opened: Mapping[str, lance.LanceDataset], key: tuple[str, ...]) -> Iterator[Finding]:
     """Keys that more than one row has; payload tables may hold orphans of equal uid."""
     if TABLES.get(name) is None or TABLES[name].heavy:
         return
-    rows = dataset.to_table(columns=list(key))
-    numbered = rows.append_column("row", pa.array(row_ids(dataset).ids()))
-    counted = numbered.group_by(list(key)).aggregate([("row", "count"), ("row", "max")])
-    for row in counted.filter(pa.compute.greater(counted["row_count"], 1)).to_pylist():
+    rows = opened[name].to_table(columns=list(key), with_row_id=True)
+    counted = rows.group_by(list(key)).aggregate([("_rowid", "count"), ("_rowid", "max")])
+    for row in counted.filter(pa.compute.greater(counted["_rowid_count"], 1)).to_pylist():
         shown = ", ".join(str(row[part]) for part in key)
-        yield Finding(name, row["row_max"], str(row[key[0]]), f"key ({shown}) is in {row['row_count']} rows")
+        yield Finding(name, row["_rowid_max"], str(row[key[0]]), f"key ({shown}) is in {row['_rowid_count']} rows")
 
 
 def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each sample's payload row holds that sample; deep: with the committed bytes and lengths."""
-    if not {"samples", "tokens"} <= opened.keys():
-        return
     columns = ["uid", "payload_row", "payload_crc", "prompt_len", "total_len", "response_len", "loss_tokens"]
     samples, numbers = opened["samples"].to_table(columns=columns), row_ids(opened["samples"]).ids()
     yield from _lengths(samples, numbers)
@@ -191,8 +189,6 @@ def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Iterator[Finding]
 
 def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each score names its sample, its teacher as it is in the store, and a payload row that holds its signal."""
-    if not {"scores", "samples", "teachers"} <= opened.keys():
-        return
     scores, numbers = opened["scores"].to_table(), row_ids(opened["scores"]).ids()
     yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
     teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
@@ -246,10 +242,9 @@ def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.
     return np.asarray(pa.compute.not_equal(codecs, FREED))
 
 
-def _rewards(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
-    if {"rewards", "samples"} <= opened.keys():
-        rewards, numbers = opened["rewards"].to_table(columns=["uid", "sample_row"]), row_ids(opened["rewards"]).ids()
-        yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row", numbers)
+def _rewards(opened: Mapping[str, lance.LanceDataset]) -> Iterator[Finding]:
+    rewards, numbers = opened["rewards"].to_table(columns=["uid", "sample_row"]), row_ids(opened["rewards"]).ids()
+    yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row", numbers)
 
 
 def _deletions(deletions: Deletions) -> Iterator[Finding]:
@@ -262,24 +257,22 @@ def _deletions(deletions: Deletions) -> Iterator[Finding]:
 
 def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> Iterator[Finding]:
     """Each planned sample is there, or was deleted."""
-    if not {"plans", "samples"} <= opened.keys():
-        return
     ids, gone = row_ids(opened["samples"]), deletions.rows()
-    plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"])
-    for row, plan in zip(row_ids(opened["plans"]).ids().tolist(), plans.to_pylist(), strict=True):
+    plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"], with_row_id=True)
+    for plan in plans.to_pylist():
         planned = np.asarray(plan["sample_rows"], np.int64)
         absent = planned[(ids.find(planned) < 0) & ~np.isin(planned, gone)]
         if len(absent):
             problem = f"window {plan['window']} plans sample row {absent[0]}, `samples` has {ids.total} rows"
-            yield Finding("plans", row, plan["stage"], problem)
+            yield Finding("plans", plan["_rowid"], plan["stage"], problem)
 
 
-def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[Finding]:
+def _heads(place: Place, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each teacher's LM head file is there; deep: with the recorded digest. One of whom only log-probs are known (an
     import) has none."""
-    recorded = teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()
-    for row, teacher in zip(row_ids(teachers).ids().tolist(), recorded, strict=True):
-        name = teacher["head_file"]
+    recorded = opened["teachers"].to_table(columns=["name", "head_file", "head_digest"], with_row_id=True)
+    for teacher in recorded.to_pylist():
+        name, row = teacher["head_file"], teacher["_rowid"]
         if not name:
             continue
         if not place.has(name):
@@ -303,12 +296,7 @@ def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, i
 
 
 def _echo(
-    name: str,
-    rows: pa.Table,
-    target_name: str,
-    target: lance.LanceDataset,
-    pointer: str,
-    numbers: NDArray[np.int64],
+    name: str, rows: pa.Table, target_name: str, target: lance.LanceDataset, pointer: str, numbers: NDArray[np.int64]
 ) -> Generator[Finding, None, NDArray[np.int64]]:
     """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound.
 

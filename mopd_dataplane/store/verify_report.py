@@ -53,14 +53,13 @@ def left_out(table: str, step: str, row: int = -1) -> str:
     return _watchers[0](table, step, row) if _watchers else ""
 
 
-def met(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Findings of a check, and one more if it could not be completed."""
-    step = getattr(getattr(check, "func", check), "__name__", "check")
-    if why := left_out(name, step):
+def met(name: str, check: Callable[..., Iterator[Finding]], *given: object) -> Iterator[Finding]:
+    """Findings of a check of what is given, and one more if it could not be completed."""
+    if why := left_out(name, check.__name__):
         yield Finding(name, -1, "", why)
         return
     try:
-        yield from check()
+        yield from check(*given)
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
