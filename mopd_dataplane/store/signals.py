@@ -59,10 +59,9 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
 
 def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
     """Rows of signals/<teacher>/<kind>."""
-    kind = table.spec.name.removeprefix(SIGNALS)
-    arrays = {field: [_typed(signal, field) for signal in signals] for field in of_signal(kind)}
     columns: dict[str, Any] = {}
-    for field, own in arrays.items():
+    for field in of_signal(table.spec.name.removeprefix(SIGNALS)):
+        own = [_typed(signal, field) for signal in signals]
         flat = [array.reshape(-1) for array in own]
         listed = table.spec.schema.field(field.column).type
         columns[field.column] = blob_column(flat) if field.blob else list_column(flat, listed)
