@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
+from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, suffix_of
 from mopd_dataplane.base.hf_datasets import dataset_rows
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, PromptError, UnknownNameError, nearest, require_known
+from mopd_dataplane.interchange.row_files import rows_in
 from mopd_dataplane.interchange.rows import Messages, read_messages
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.records import Prompt
@@ -18,8 +19,8 @@ from mopd_dataplane.records import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RATIO, _FREE_BYTES, _ROWS = 100, 64 << 20, 256
-"""A parquet file may unpack to this many times its size and this much more; looked at every so many rows."""
+_RATIO, _FREE_BYTES = 100, 64 << 20
+"""A file may unpack to this many times its size and this much more."""
 _SUFFIXES = (".jsonl", ".parquet")
 _ASKED = ("text", "prompt", "question", "messages")
 """Columns that may hold what is asked."""
@@ -252,35 +253,18 @@ def _conversation(value: list[Any], place: str) -> tuple[Messages, str]:
 
 
 def _rows(path: str) -> list[dict[str, Any]]:
-    if suffix_of(path) == ".parquet":
-        with open_file(path) as file:
-            return _parquet_rows(path, file)
-    parsed = []
-    for number, line in enumerate(read_file(path).decode().splitlines(), start=1):
-        if line.strip():
-            try:
-                parsed.append(json.loads(line))
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise PromptError(f"{path}: line {number} is not JSON: {error}") from None
-    return parsed
-
-
-def _parquet_rows(path: str, content: BinaryIO) -> list[dict[str, Any]]:
-    """Rows of a parquet file. Raises PromptError when it unpacks to far more than prompts ever do."""
-    import pyarrow.parquet as pq
-
+    """Rows of a file. Raises PromptError when it unpacks to far more than prompts ever do."""
     rows: list[dict[str, Any]] = []
-    size = content.seek(0, 2)
-    content.seek(0)
-    limit, unpacked = _FREE_BYTES + _RATIO * size, 0
-    with pq.ParquetFile(content) as file:
-        for batch in file.iter_batches(batch_size=_ROWS):
-            found = batch.to_pylist()
-            unpacked += sum(len(str(value)) for row in found for value in row.values())
+    with open_file(path) as content:
+        size = content.seek(0, 2)
+        content.seek(0)
+        limit, unpacked = _FREE_BYTES + _RATIO * size, 0
+        for _, row in rows_in(content, path):
+            unpacked += sum(len(str(value)) for value in row.values())
             if unpacked > limit:
                 raise PromptError(
                     f"{path}: {size:,} bytes unpack to more than {limit:,}; text does not compress like "
                     "that: look at the file, or give it as .jsonl"
                 )
-            rows += found
+            rows.append(row)
     return rows

@@ -24,37 +24,41 @@ def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
 
     Raises InputError with the place of a row that cannot be read.
     """
-    return _tabular(file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(file)
+    with open_file(file) as content:
+        yield from rows_in(content, file)
 
 
-def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
-    with open_file(file) as lines:
-        number = 0
-        while line := lines.readline(_LINE_BYTES + 1):
-            number += 1
-            place = f"{file}:{number}"
-            if len(line) > _LINE_BYTES:
-                raise InputError(f"{place}: longer than {_LINE_BYTES:,} bytes; is this one JSON object a line?")
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{place}: not JSON ({error})") from None
-            if not isinstance(fields, dict):
-                raise InputError(f"{place}: a {type(fields).__name__}; each line must be one JSON object")
-            yield place, fields
+def rows_in(content: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
+    """The rows of an open file, as read_rows gives them; its name says of which form it is."""
+    return _tabular(content, file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(content, file)
 
 
-def _tabular(file: Place) -> Iterator[tuple[str, Fields]]:
+def _jsonl(lines: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
+    number = 0
+    while line := lines.readline(_LINE_BYTES + 1):
+        number += 1
+        place = f"{file}:{number}"
+        if len(line) > _LINE_BYTES:
+            raise InputError(f"{place}: longer than {_LINE_BYTES:,} bytes; is this one JSON object a line?")
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{place}: not JSON ({error})") from None
+        if not isinstance(fields, dict):
+            raise InputError(f"{place}: a {type(fields).__name__}; each line must be one JSON object")
+        yield place, fields
+
+
+def _tabular(content: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
     number = 0
     try:
-        with open_file(file) as content:
-            for batch in _batches(content, suffix_of(file)):
-                for start in range(0, batch.num_rows, _ROWS):
-                    for fields in batch.slice(start, _ROWS).to_pylist():
-                        number += 1
-                        yield f"{file}:{number}", fields
+        for batch in _batches(content, suffix_of(file)):
+            for start in range(0, batch.num_rows, _ROWS):
+                for fields in batch.slice(start, _ROWS).to_pylist():
+                    number += 1
+                    yield f"{file}:{number}", fields
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
 
