@@ -30,8 +30,6 @@ SIGNALS = "signals/*/"
 """Tables of what teachers say; the kind of signal follows."""
 INT32 = (-(1 << 31), (1 << 31) - 1)
 IDS = (0, INT32[1])
-PACK_AXES: Mapping[str, Axis] = {"read": "token", "response": "token"}
-"""Axis in a pack, where it is another than in the store: a value for every token of the pack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ class Field:
     @property
     def pack_axis(self) -> Axis:
         """Axis in a pack: a value for every token of the pack where the store has one for some of them."""
-        return PACK_AXES.get(self.axis, self.axis)
+        return "token" if self.axis in ("read", "response") else self.axis
 
     @property
     def is_float(self) -> bool:
@@ -154,6 +152,8 @@ FIELDS: tuple[Field, ...] = (
 )  # fmt: skip
 """Every field. The stored ones of one table are in the order of its checksum."""
 
+SIGNAL_KINDS = tuple(dict.fromkeys(f.table.removeprefix(SIGNALS) for f in FIELDS if f.table.startswith(SIGNALS)))
+"""Kinds of signals that have fields here."""
 REFERENCE = "reference_logprobs"
 """The field that the log-prob signal of another teacher fills."""
 DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
@@ -186,19 +186,13 @@ def plugin_field(kind: str) -> Field:
     the package. Raises UnknownNameError for a name that no kind may have."""
     if not PLUGIN_KIND.fullmatch(kind) or kind in _TAKEN:
         raise UnknownNameError(
-            f"no signal {kind!r:.40}: {nearest(kind, signal_kinds())}; another package's is named with 1 to 24 of "
+            f"no signal {kind!r:.40}: {nearest(kind, SIGNAL_KINDS)}; another package's is named with 1 to 24 of "
             "a-z, 0-9 and '_', a letter first, and unlike every field of fields.py"
         )
     return Field(
         name=kind, column=PLUGIN_COLUMN, dtype="<f4", axis="response", table=SIGNALS + kind,
         doc="[R] value of another package's kind of signal for each response token; 0 where loss_mask is 0",
     )  # fmt: skip
-
-
-def signal_kinds() -> tuple[str, ...]:
-    """Kinds of signals that have fields here."""
-    tables = (field.table for field in FIELDS if field.table.startswith(SIGNALS))
-    return tuple(dict.fromkeys(table.removeprefix(SIGNALS) for table in tables))
 
 
 def in_record(record: Any) -> tuple[Field, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.base.extras import require
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, suffix_of
-from mopd_dataplane.base.hf_datasets import dataset_rows
 from mopd_dataplane.base.plugins import find_plugin
-from mopd_dataplane.errors import InputError, PromptError, UnknownNameError, nearest, require_known
+from mopd_dataplane.errors import InputError, PromptError, ResourceError, UnknownNameError, nearest, require_known
 from mopd_dataplane.interchange.row_files import rows_in
 from mopd_dataplane.interchange.rows import Messages, read_messages
 from mopd_dataplane.job.sections import Domain
@@ -24,6 +25,8 @@ _RATIO, _FREE_BYTES = 100, 64 << 20
 _SUFFIXES = (".jsonl", ".parquet")
 _ASKED = ("text", "prompt", "question", "messages")
 """Columns that may hold what is asked."""
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files by which a folder of `save_to_disk` is known."""
 _SUPPLY = 50
 """A generator that gives fewer than one new question in this many is exhausted."""
 
@@ -162,10 +165,45 @@ def _reasoning_gym(domain: Domain) -> Iterator[_Entry]:
 
 def _datasets(domain: Domain) -> Iterator[_Entry]:
     try:
-        rows = dataset_rows(domain.dataset, **domain.args)
+        rows = _dataset_rows(domain.dataset, **domain.args)
     except TypeError as error:
         raise InputError(f"args {domain.args} of a dataset: {error}") from None
     return _from_rows(domain.dataset, rows, domain)
+
+
+def _dataset_rows(
+    dataset: str, *, split: str = "train", name: str | None = None, revision: str | None = None
+) -> list[dict[str, Any]]:
+    """Every row of one split, in the dataset's order. No code of a dataset is run.
+
+    dataset: `owner/name` on the hub, a folder of files, or one that `save_to_disk` wrote. split: as `datasets` writes
+    it, so `train[:1000]` is one too (but for a folder of `save_to_disk`). name: configuration. revision: branch, tag or
+    commit on the hub.
+    """
+    if not dataset:
+        raise InputError('source = "datasets" needs `dataset`: a name on the Hugging Face hub, or a folder')
+    require(["datasets"])
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if any((Path(dataset) / file).is_file() for file in _SAVED):
+        found = datasets.load_from_disk(dataset)
+        if isinstance(found, datasets.DatasetDict):
+            require_known(split, found, f"dataset {dataset}: no split")
+            found = found[split]
+        elif split != "train":
+            raise UnknownNameError(f"dataset {dataset} was saved without splits; leave `split` out, not {split!r}")
+    else:
+        try:
+            found = datasets.load_dataset(dataset, name, split=split, revision=revision)
+        except (HfHubHTTPError, OfflineModeIsEnabled, ConnectionError) as error:
+            raise ResourceError(
+                f"dataset {dataset!r}: the hub does not answer ({error!s:.160}); run the same again"
+            ) from None
+        except (FileNotFoundError, ValueError) as error:
+            raise UnknownNameError(f"dataset {dataset!r}, split {split!r}: {error!s:.300}") from None
+    rows: list[dict[str, Any]] = found.to_list()
+    return rows
 
 
 def _verifiers(domain: Domain) -> Iterator[_Entry]:

@@ -19,11 +19,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.fields import signal_kinds
-
 FINISH_REASONS = ("stop", "length", "reference", "abandoned", "unknown")
 RESUME_KINDS = ("none", "exact", "statistical")
-SIGNAL_KINDS = signal_kinds()
 FORMAT_1_NAMES = {
     "run": "stage",
     "generation": "iteration",

@@ -2,7 +2,6 @@
 
 files.py           durable local files: written beside their place, synced, renamed
 file_urls.py       files by path or by URL: what a user names is read and written through it
-hf_datasets.py     rows of a Hugging Face dataset
 processes.py       children that end with their parent; scratch folders that the next run removes
 secrets.py         what must not be printed or kept
 plugins.py         what a name stands for: built in, installed, or importable

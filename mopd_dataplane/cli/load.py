@@ -12,7 +12,7 @@ from mopd_dataplane.cli.jobs import Keys, Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import EngineError, InputError, require_known
-from mopd_dataplane.fields import signal_kinds
+from mopd_dataplane.fields import SIGNAL_KINDS
 
 LOOK_S = 0.5
 """Pause between looks whether the loader still runs."""
@@ -80,7 +80,7 @@ def _check_signal(uri: str, kind: str) -> None:
     there = {name.rpartition("/")[2] for name in store.names() if name.startswith("signals/")}
     stages = (store.read_json("job.json") or {}).get("stages", [])
     named = {name for stage in stages for name in stage.get("score", {}).get("signals", {})}
-    known = sorted({*signal_kinds(), *there, *named, *entry_points(group="mopd.signals").names})
+    known = sorted({*SIGNAL_KINDS, *there, *named, *entry_points(group="mopd.signals").names})
     require_known(kind, known, "--signal")
 
 

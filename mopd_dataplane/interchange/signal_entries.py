@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest, require_known
-from mopd_dataplane.fields import PLUGIN_COLUMN, Field, arguments, of_signal, value
+from mopd_dataplane.fields import PLUGIN_COLUMN, SIGNAL_KINDS, Field, arguments, of_signal, value
 from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, stored, text
-from mopd_dataplane.records import SIGNAL_KINDS, Signal, Snapshot, Teacher
+from mopd_dataplane.records import Signal, Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED, check_teacher
 from mopd_dataplane.store.reading import header_columns, take_rows

@@ -13,7 +13,7 @@ from mopd_kernels.forms import Kind
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mopd_dataplane.base.plugins import find_plugin
-from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.errors import JobFileError, UnknownNameError, require_known
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.sections import Band, Fraction, Plan, Section, Train
 
@@ -262,8 +262,7 @@ class Objective(Section):
     def _known_keys(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         section: type[Section] = Plan if info.field_name == "plan" else Train
         for key in given:
-            if key not in section.model_fields:
-                raise ValueError(f"unknown key {key!r}: {nearest(key, section.model_fields)}")
+            require_known(key, section.model_fields, "unknown key", JobFileError)
         return given
 
     @field_validator("terms")

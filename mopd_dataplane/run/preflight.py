@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
+from mopd_dataplane.fields import SIGNAL_KINDS
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.adapter_files import is_adapter
@@ -25,7 +26,7 @@ from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, l
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.prompts import load_prompts
-from mopd_dataplane.records import SIGNAL_KINDS, Prompt
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems, check_adapter

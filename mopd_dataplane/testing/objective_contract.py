@@ -6,9 +6,9 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.fields import RECORDS, plugin_field
+from mopd_dataplane.fields import RECORDS, SIGNAL_KINDS, plugin_field
 from mopd_dataplane.job.objectives import Objective, Term
-from mopd_dataplane.records import SIGNAL_KINDS, Pack
+from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
 

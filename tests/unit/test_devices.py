@@ -17,11 +17,12 @@ from peft import LoraConfig, get_peft_model
 from stand_in_device.stand_in import NAME, StandInTensor, active
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.fields import SIGNAL_KINDS
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.records import SIGNAL_KINDS, Signal
+from mopd_dataplane.records import Signal
 from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.hf import HfEngine, MixedTeacher
 from mopd_dataplane.rollout.engines.philox import key_words

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import tables
-from mopd_dataplane.records import SIGNAL_KINDS
+from mopd_dataplane.fields import SIGNAL_KINDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
 ROWS = [line.split("|")[1:4] for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| word")]
