@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mopd_dataplane.errors import JobFileError, nearest, require_known
+from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING, engines_that
 
@@ -187,8 +187,7 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
         if domain not in stage.plan.mixture:
             raise JobFileError(f"{at}.plan.mixture: domain {domain!r} has no weight; give one (0 leaves it out)")
     for domain in stage.plan.mixture:
-        if domain not in domains:
-            raise JobFileError(f"{at}.plan.mixture: no domain {domain!r} in the stage: {nearest(domain, domains)}")
+        _require(domain, domains, f"{at}.plan.mixture: the stage has no domain")
     for teacher in job.objective(stage).teacher_weights:
         _require(teacher, job.teachers, f"{at}: objective {stage.objective!r} gives a weight to no known teacher,")
 
@@ -217,11 +216,9 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
     for sampler in sorted(samplers):
         if job.teachers[sampler].blend:
             raise JobFileError(f"{at}.rollout: teacher {sampler!r} is a blend and cannot answer; name a member")
-    gradient = job.objective(stage).policy_gradient
-    if gradient and gradient.reference:
-        key = f"objectives.{stage.objective}.policy_gradient.reference"
-        _require(gradient.reference, job.teachers, f"{key} names no teacher")
-        teachers.add(gradient.reference)
+    for reference in job.reference_of(stage):
+        _require(reference, job.teachers, f"objectives.{stage.objective}.policy_gradient.reference names no teacher")
+        teachers.add(reference)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         rounded = job.teachers[teacher].quantisation
         if rounded != "none" and not SCORING[stage.score.engine].quantises:

@@ -16,29 +16,13 @@ from pydantic import Field, ValidationError
 
 from mopd_dataplane.base.file_urls import Place, is_file, read_file, suffix_of
 from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.job import sections
 from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.parse import problem_text
 from mopd_dataplane.job.place import line_of
 from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
-from mopd_dataplane.job.sections import (
-    Discriminator,
-    Domain,
-    Engine,
-    Load,
-    Lora,
-    Name,
-    Plan,
-    Retain,
-    Rollout,
-    Scale,
-    Score,
-    Section,
-    Student,
-    Teacher,
-    Train,
-    Wal,
-)
+from mopd_dataplane.job.sections import Name, Section
 
 
 class Stage(Section):
@@ -60,18 +44,18 @@ class Stage(Section):
     """A table of `[objectives]`, or `cross-entropy`, which needs none."""
     routing: dict[str, str] = Field(default_factory=dict)
     """Teacher of each domain (or `domain/effort`); default: the job's [routing]."""
-    rollout: Rollout = Rollout()
+    rollout: sections.Rollout = sections.Rollout()
     """Keys of `[rollout]` that differ in this stage."""
-    score: Score = Score()
+    score: sections.Score = sections.Score()
     """Keys of `[score]` that differ in this stage."""
-    plan: Plan
+    plan: sections.Plan
     """Keys of `[plan]` that differ in this stage."""
-    train: Train = Train()
+    train: sections.Train = sections.Train()
     """Keys of `[train]` that differ in this stage."""
     concurrent: bool = False
     """Rollout, scoring and training run concurrently, each in a process of its own; `plan.max_staleness` bounds the
     staleness."""
-    discriminator: Discriminator | None = None
+    discriminator: sections.Discriminator | None = None
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
@@ -85,7 +69,7 @@ class Stage(Section):
         return "discriminator" if self.discriminator else ""
 
     @property
-    def adapter(self) -> Lora | None:
+    def adapter(self) -> sections.Lora | None:
         """The adapter that is trained; None where the weights themselves are."""
         return self.train.lora if self.train.lora.r else None
 
@@ -122,23 +106,23 @@ class Job(Section):
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
     seed: int = Field(default=0, ge=0)
     """Seed of everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
-    student: Student
+    student: sections.Student
     """The policy that is trained."""
-    domains: dict[Name, Domain]
+    domains: dict[Name, sections.Domain]
     """Prompts and verifiers, one table a domain."""
-    teachers: dict[Name, Teacher] = Field(default_factory=dict)
+    teachers: dict[Name, sections.Teacher] = Field(default_factory=dict)
     """The models that score the student's tokens, one table a teacher."""
     routing: dict[str, str] = Field(default_factory=dict)
     """Teacher of each domain, or of one effort mode of it (`domain/effort`)."""
-    engine: Engine = Engine()
+    engine: sections.Engine = sections.Engine()
     """The engine that samples."""
-    wal: Wal = Wal()
+    wal: sections.Wal = sections.Wal()
     """The token log."""
-    load: Load = Load()
+    load: sections.Load = sections.Load()
     """The shared-memory ring between disk and trainer."""
-    retain: Retain = Retain()
+    retain: sections.Retain = sections.Retain()
     """How long hidden states are kept."""
-    scale: Scale = Scale()
+    scale: sections.Scale = sections.Scale()
     """How many processes share the work."""
     objectives: dict[str, Objective] = Field(default_factory=dict)
     """The losses that stages can name, one table an objective."""
