@@ -4,10 +4,7 @@ tables and columns mean."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Argument, Option, Typer
@@ -73,16 +70,16 @@ def _arrow_without_pandas() -> None:
     """
     if "pandas" in sys.modules:
         return
-    finder = _NoPandas()
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(0, _NoPandas)
     try:
         import pyarrow.dataset  # noqa: F401
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path.remove(_NoPandas)
 
 
-class _NoPandas(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+class _NoPandas:
+    @staticmethod
+    def find_spec(fullname: str, path: object, target: object = None) -> None:
         """Nothing, and for pandas the end of the search."""
         if fullname == "pandas":
             raise ModuleNotFoundError("pandas is not needed here", name=fullname)

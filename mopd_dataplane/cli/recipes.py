@@ -34,9 +34,8 @@ def recipes(
     if as_json:
         print_json(found)
         return
-    print_fitting(
-        ("recipe", "shows", "follows"), [(item["name"], item["shows"], item["source"]) for item in found], tall=True
-    )
+    rows = [(item["name"], item["shows"], item["source"]) for item in found]
+    print_fitting(("recipe", "shows", "follows"), rows, tall=True)
     note(f"run one with: mopd run {f'{folder}/' if folder else ''}NAME")
 
 

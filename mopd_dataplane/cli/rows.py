@@ -122,15 +122,17 @@ def _wrapped(
     head: Sequence[str], rows: Sequence[Sequence[Any]], shown: list[list[str]], width: int, most_lines: int
 ) -> Table | None:
     """A table whose names break and whose texts wrap, None when a row would take more than `most_lines` lines."""
-    columns = [[row[place] for row in shown] for place in range(len(head))]
+    if not rows:
+        return None
+    columns = list(zip(*shown, strict=True))
     room = width - (len(head) - 1)
-    wide = [max(_longest([name]), _longest(column)) for name, column in zip(head, columns, strict=True)]
+    wide = [_longest([name, *column]) for name, column in zip(head, columns, strict=True)]
     prose = {place for place, column in enumerate(columns) if any(" " in text for text in column)}
     least = [
         max(_longest([name]), min(full, NARROWEST) if place in prose else _least(column))
         for place, (name, column, full) in enumerate(zip(head, columns, wide, strict=True))
     ]
-    if not rows or sum(least) > room:
+    if sum(least) > room:
         return None
     found = []
     for longest_name in (max(wide), NARROWEST, 0):

@@ -22,7 +22,6 @@ AUDIT_FAILED = 1
 MOST_REASONS = 3
 """Reasons that `compact` gives for the bytes that a table keeps, the heaviest first."""
 LEFT_BEHIND = "plans, snapshots, checkpoints and the token log"
-INFO_COLUMNS = ("rows", "bytes", "freeable_bytes", "files", "version")
 
 
 def info(store: StoreUri, as_json: AsJson = False) -> None:
@@ -37,13 +36,12 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
     # Names end in the iteration: one line says which stages are pinned how often, --json every name.
     pinned = Counter(name.rpartition("-")[0] or name for name in snapshots)
     print_facts({**facts, "snapshots": ", ".join(f"{count} of {stage}" for stage, count in pinned.items()) or "none"})
-    shown = [[name, *(_counted(column, row[column]) for column in INFO_COLUMNS)] for name, row in tables.items()]
+    shown = [
+        [name, row["rows"], size(row["bytes"]), size(row["freeable_bytes"]), row["files"], row["version"]]
+        for name, row in tables.items()
+    ]
     print_fitting(("table", "rows", "size", "freeable", "files", "version"), shown)
     note(f"{size(sum(row['bytes'] for row in tables.values()))} in all; --json says bytes")
-
-
-def _counted(column: str, value: int) -> int | str:
-    return size(value) if column.endswith("bytes") else value
 
 
 def verify(
@@ -66,9 +64,8 @@ def verify(
         checked = [[name, rows, audit.orphans.get(name, 0)] for name, rows in audit.checked.items()]
         print_fitting(("table", "rows checked", "left over"), checked)
         if audit.findings:
-            print_fitting(
-                ("table", "row", "uid", "problem"), [[f.table, f.row, f.uid, f.problem] for f in audit.findings]
-            )
+            found = [[f.table, f.row, f.uid, f.problem] for f in audit.findings]
+            print_fitting(("table", "row", "uid", "problem"), found)
         note("sound" if audit.ok else f"{len(audit.findings)} wrong; restore them from a copy, or score them again")
     if not audit.ok:
         raise Exit(AUDIT_FAILED)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, part, text
 from mopd_dataplane.interchange.rows import Row, as_response, drawn, finish_reason, read_messages, read_prompt
 from mopd_dataplane.interchange.traces import read_traces
 
@@ -66,9 +66,7 @@ def _capture(fields: Fields, place: str) -> Iterator[Row]:
     kind = text(fields, "kind", place)
     if kind != "sample" or fields.get("status") not in (None, "ok"):
         return
-    scope, sampling = fields.get("scope") or {}, fields.get("sampling_params") or {}
-    if not isinstance(scope, dict) or not isinstance(sampling, dict):
-        raise InputError(f"{place}: scope and sampling_params are {scope!r:.40} and {sampling!r:.40}, expected objects")
+    scope, sampling = part(fields, "scope", place), part(fields, "sampling_params", place)
     if fields.get("prompt_tokens") is None:
         raise InputError(f"{place}: the call has no prompt_tokens; prompts with images cannot be imported")
     given = drawn(sampling, place)
