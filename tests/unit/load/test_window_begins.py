@@ -97,7 +97,7 @@ def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
     rows_of_all = PayloadReader.look_up
 
     def look_up(reader: PayloadReader, rows):
-        assert (reader._rows[np.searchsorted(reader._sample_rows, rows)] >= 0).all()
+        assert (reader._rows[np.searchsorted(reader.sample_rows, rows)] >= 0).all()
         return rows_of_all(reader, rows)
 
     monkeypatch.setattr(PayloadReader, "look_up", look_up)
