@@ -91,7 +91,7 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
 
 
 def _heeding_signals(connection: duckdb.DuckDBPyConnection, ask: Callable[[], pa.Table]) -> pa.Table:
-    """The answer, asked for in a thread of its own: DuckDB looks for signals between its tasks, and one can take hours."""
+    """The answer, asked for in a thread of its own: DuckDB looks for signals between tasks, and one can take hours."""
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask)
         try:
