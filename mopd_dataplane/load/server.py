@@ -154,15 +154,7 @@ class _Conversation:
             return
         source, step, packs, lent = found
         loss_tokens, sequences = source.totals(step)
-        entries = [
-            {
-                "pack": pack,
-                "teacher": source.teacher(pack),
-                "codec": source.codec(pack),
-                "lengths": source.sample_lengths(pack),
-            }
-            for pack in packs
-        ]
+        entries = [source.entry(pack) for pack in packs]
         answer = {"step": step, "packs": entries, "loss_tokens": loss_tokens, "sequences": sequences}
         self._send_lent(answer, lent)
 
@@ -226,12 +218,20 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _serve(uri: str, path: Path, spec: str) -> int:
-    parent = os.getppid()
+def _serve(uri: str, path: Path, settings: str) -> int:
+    parent = os.getppid()  # before anything slow, during which it may end
+    from mopd_dataplane.store.cache import open_cache
+    from mopd_dataplane.store.dataset import Store
+
     gc.set_threshold(YOUNG_OBJECTS)
     _allow_open_files()
     try:
-        server = _start(uri, path, parse_section(LoadSpec, spec, "loader spec"))
+        spec, store = parse_section(LoadSpec, settings, "loader spec"), Store.open(uri)
+        if store.root is None:
+            store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
+        most = spec.ring_bytes or available_memory() // 2
+        ring = Ring(max_bytes=most, slot_bytes=spec.slot_bytes, poison=spec.poison)
+        server = Server(Loader(store, spec, ring), spec, path)
     except MopdError as error:
         print(json.dumps(error_message(error)), flush=True)
         return error.exit_code
@@ -248,17 +248,6 @@ def _allow_open_files() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # as many as there were then
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _start(uri: str, path: Path, spec: LoadSpec) -> Server:
-    from mopd_dataplane.store.cache import open_cache
-    from mopd_dataplane.store.dataset import Store
-
-    store = Store.open(uri)
-    if store.root is None:
-        store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
-    ring = Ring(max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison)
-    return Server(Loader(store, spec, ring), spec, path)
 
 
 if __name__ == "__main__":

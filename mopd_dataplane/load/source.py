@@ -6,7 +6,7 @@ come next, at the plan's snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.reading import PayloadReader
 
 
 LOOKED_UP_FIRST = 1024
@@ -75,7 +74,11 @@ class WindowSource:
             for teacher, scored in (self._rows_by_teacher() if "hidden" in spec.signals else {}).items()
         }
         """By teacher."""
-        self._signals = self._signal_readers()
+        self._signals = {
+            key: store.signal_reader(*key, scored, plan.snapshot)
+            for key, scored in self._listed_signals(self._rows_by_teacher().items()).items()
+        }
+        """Readers of the signals in lists."""
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._carried = self._carried_fields()
         """Fields of the packs, in the order of their slots."""
@@ -108,10 +111,10 @@ class WindowSource:
         code = int(self.plan.pack_teachers[pack])
         return self.plan.teachers[code] if code >= 0 else ""
 
-    def sample_lengths(self, pack: int) -> list[int]:
-        """Tokens of each sample of a pack."""
-        lengths: list[int] = self.lengths[self._span(pack)].tolist()
-        return lengths
+    def entry(self, pack: int) -> dict[str, Any]:
+        """What a trainer is told of a pack: {"pack", "teacher", "codec", "lengths"}, tokens of each sample."""
+        lengths = self.lengths[self._span(pack)].tolist()
+        return {"pack": pack, "teacher": self.teacher(pack), "codec": self.codec(pack), "lengths": lengths}
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Layout of the pack's arrays in a slot, and its size in bytes."""
@@ -212,11 +215,8 @@ class WindowSource:
     def _read(self, packs: Sequence[int]) -> Payload:
         """Everything these packs need, looked up in the order it is stored."""
         self._locate(packs, open_files=False)
-        wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
-        for pack in packs:
-            for key in self._signals_of(self.teacher(pack)):
-                wanted.setdefault(key, []).append(self._rows(pack))
-        signals = {key: (self._signals[key], np.unique(np.concatenate(spans))) for key, spans in wanted.items()}
+        wanted = self._listed_signals((self.teacher(pack), self._rows(pack)) for pack in packs)
+        signals = {key: (self._signals[key], np.unique(rows)) for key, rows in wanted.items()}
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
         placed = Placed(
             self.plan.sample_rows[places], self._firsts[places], self.lengths[places], self._version_spans[places]
@@ -224,20 +224,16 @@ class WindowSource:
         recorded = [*(VERSIONS if self._changes else ()), *per_token.column_names(self._recorded)]
         return Payload(self._tokens, placed, signals, recorded=recorded, verify=self._spec.verify)
 
-    def _signals_of(self, teacher: str) -> list[tuple[str, str]]:
-        """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""
-        own = [(teacher, kind) for kind in self._listed]
-        reference = (self._spec.reference, "logprob")
-        return [*own, reference] if self._spec.reference and reference not in own else own
-
-    def _signal_readers(self) -> dict[tuple[str, str], PayloadReader]:
-        """A reader of each signal in lists, for the samples that need it."""
+    def _listed_signals(
+        self, parts: Iterable[tuple[str, NDArray[np.int64]]]
+    ) -> dict[tuple[str, str], NDArray[np.int64]]:
+        """(teacher, kind) of each signal in lists → the samples that need it. parts: (teacher, its sample rows)."""
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
-        for teacher, rows in self._rows_by_teacher().items():
-            for key in self._signals_of(teacher):
+        reference = [(self._spec.reference, "logprob")] if self._spec.reference else []
+        for teacher, rows in parts:
+            for key in dict.fromkeys([*((teacher, kind) for kind in self._listed), *reference]):
                 wanted.setdefault(key, []).append(rows)
-        snapshot = self.plan.snapshot
-        return {key: self._store.signal_reader(*key, np.concatenate(rows), snapshot) for key, rows in wanted.items()}
+        return {key: np.concatenate(rows) for key, rows in wanted.items()}
 
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
         span, part, teacher = self._span(pack), self._parts[pack], self.teacher(pack)
