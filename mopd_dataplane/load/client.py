@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -71,8 +71,8 @@ class LoaderClient:
         self._slots: dict[int, _MappedSlot] = {}
         self._position = {"window": 0, "step": 0}
         self._batch: LoadedBatch | None = None
-        self._released: list[tuple[int, int]] = []
-        """(slot, generation) that the loader has not been told of yet."""
+        self._released: list[_Lease] = []
+        """Those given back that the loader has not been told of yet."""
         self._used_at: list[float] = []
         """When each pack that was lent unasked was first looked at, since the loader was last told."""
         self._asked_next = False
@@ -223,7 +223,7 @@ class LoaderClient:
 
     def _release(self, leases: list[_Lease], *, tell: bool) -> None:
         """Give leases back. The loader is told now, or with the last pack of those it lent together."""
-        self._released += [(lease.slot, lease.generation) for lease in leases]
+        self._released += leases
         if tell and self._released:
             message = {"op": "release", "leases": self._released}
             self._released = []
@@ -298,8 +298,7 @@ class LoadedBatch(Batch):
         self.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
+class _Lease(NamedTuple):
     """A slot that the loader has lent, and what it must hold."""
 
     slot: int

@@ -44,8 +44,14 @@ class PrefetchDepth:
 
     def taken(self, moments: Sequence[float]) -> None:
         """The trainer came to packs at these moments, or waits for one since then."""
-        for moment in moments:
-            self._need(moment)
+        for now in moments:  # one more pack is needed, and worked on from now on if it is here already
+            if self._lent_at is not None:
+                self._worked += max(now - self._lent_at, 0.0)
+                self._lent_at = max(now, self._lent_at)
+            self._asked.append(self._worked)
+            del self._asked[:-REMEMBERED], self._within[: 1 - REMEMBERED]
+            first = bisect_left(self._asked, self._worked - self.longest_read_s)
+            self._within.append(len(self._asked) - first)
         self.depth = max(self._least, 1 + max(self._within, default=0))
 
     def lent(self, now: float) -> None:
@@ -56,13 +62,3 @@ class PrefetchDepth:
         """A pack is ready that could be read since then, or since the one before it was ready."""
         self.longest_read_s = max(now - max(since, self._ready_at), self.longest_read_s * FORGET)
         self._ready_at = now
-
-    def _need(self, now: float) -> None:
-        """The trainer needs one more pack, and works on it from now on if it has it already."""
-        if self._lent_at is not None:
-            self._worked += max(now - self._lent_at, 0.0)
-            self._lent_at = max(now, self._lent_at)
-        self._asked.append(self._worked)
-        del self._asked[:-REMEMBERED], self._within[: 1 - REMEMBERED]
-        first = bisect_left(self._asked, self._worked - self.longest_read_s)
-        self._within.append(len(self._asked) - first)

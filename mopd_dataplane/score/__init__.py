@@ -14,8 +14,7 @@ vllm_logprobs.py        teachers in vLLM as generating models: log-probs
 vllm_adapted_base.py    teachers that are adapters on one base in a vLLM started here
 vllm_batch.py           vLLM that reads texts, started here or behind a server
 quantise.py             quantised teachers, through torchao
-quantisation_effect.py  the effect of quantisation on a teacher's log-probs
 reward.py               outcome rewards: (prompt, response) -> a number
 discriminator.py        a discriminator that rewards text like the teacher's (GAD)
-teacher_comparison.py   figures by which teachers of a domain are compared
+teacher_comparison.py   figures by which teachers of a domain are compared, and a teacher with itself as quantised
 """

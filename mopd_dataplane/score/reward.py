@@ -106,26 +106,22 @@ def is_reference(prompt: Prompt, response: str) -> bool:
 
 
 def _reasoning_gym(prompt: Prompt, response: str) -> tuple[float, bool]:
-    data = _verifier_data(prompt)
-    verifier = _verifier(data["dataset"])
-    try:
-        value = float(verifier(response.strip(), data["entry"]))
-    except Exception as error:
-        # The response is hostile text: some verifiers parse it and raise. What cannot be parsed is a wrong answer.
-        _log.warning("verifier %s refused a response to %s: %r", data["dataset"], prompt.prompt_id, error)
-        value = 0.0
-    return value, value >= 1
-
-
-def _verifier_data(prompt: Prompt) -> dict[str, Any]:
     try:
         data = json.loads(prompt.verifier_data)
-        return {"dataset": str(data["dataset"]), "entry": dict(data["entry"])}
+        dataset, entry = str(data["dataset"]), dict(data["entry"])
     except (ValueError, KeyError, TypeError):
         raise PromptError(
             f"prompt {prompt.prompt_id!r} has no reasoning-gym entry to verify against; "
             "give its domain source 'reasoning-gym', or another reward"
         ) from None
+    verifier = _verifier(dataset)
+    try:
+        value = float(verifier(response.strip(), entry))
+    except Exception as error:
+        # The response is hostile text: some verifiers parse it and raise. What cannot be parsed is a wrong answer.
+        _log.warning("verifier %s refused a response to %s: %r", dataset, prompt.prompt_id, error)
+        value = 0.0
+    return value, value >= 1
 
 
 @cache

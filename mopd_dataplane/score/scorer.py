@@ -17,7 +17,7 @@ from mopd_dataplane.score.model_input import ModelInput, Scorable
 from mopd_dataplane.score.signal_kinds import SignalKind, TeacherOutput, check_finite, signal_kind
 from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.topk_source import StudentTopk
-from mopd_dataplane.score.vllm_logprobs import LogprobReader
+from mopd_dataplane.score.vllm_logprobs import LogprobReader, SequenceLogprobs
 
 PromptRenderer = Callable[[Scorable], Sequence[int]]
 """Token ids of the prompt as the teacher reads it (privileged context); the response tokens follow unchanged."""
@@ -96,9 +96,10 @@ def _said_of_text(
         _check_vocabulary(teacher, batch, reader.vocab_size)
         for item, said in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
             rows = item.masked - 1
-            check_finite(teacher, [item], torch.from_numpy(said.own[rows]))
+            trained = SequenceLogprobs(said.own[rows], said.ids[rows], said.logprobs[rows])
+            check_finite(teacher, [item], torch.from_numpy(trained.own))
             for kind in kinds:
-                yield kind.from_logprobs(item, said.own[rows], said.ids[rows], said.logprobs[rows])
+                yield kind.from_logprobs(item, trained)
 
 
 def _check_vocabulary(teacher: str, batch: list[ModelInput], rows: int) -> None:

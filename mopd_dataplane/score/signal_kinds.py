@@ -27,6 +27,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.model_input import ModelInput
 from mopd_dataplane.score.topk_source import StudentTopk
+from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,8 @@ class SignalKind(ABC):
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """One Signal for each sample of the batch, in its order. Raises EngineError for NaN or infinity."""
 
-    def from_logprobs(
-        self, item: ModelInput, own: NDArray[np.float32], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
-    ) -> Signal:
-        """A sample's signal from log-probs of its tokens [M], and of the K likeliest [M, K] (K is 0 if not ranked)."""
+    def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
+        """A sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 if not ranked)."""
         raise NotImplementedError(self.name)
 
 
@@ -120,11 +119,9 @@ class Logprob(SignalKind):
         ):
             yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
 
-    def from_logprobs(
-        self, item: ModelInput, own: NDArray[np.float32], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
-    ) -> Signal:
+    def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
         """See SignalKind."""
-        return _logprob_signal(item, own)
+        return _logprob_signal(item, said.own)
 
 
 class Topk(SignalKind):
@@ -142,11 +139,9 @@ class Topk(SignalKind):
                 topk_source=output.settings.topk_source,
             )  # fmt: skip
 
-    def from_logprobs(
-        self, item: ModelInput, own: NDArray[np.float32], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
-    ) -> Signal:
+    def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
         """See SignalKind."""
-        return _signal(item, self.name, topk_ids=ids, topk_logprobs=logprobs, topk_source="teacher")
+        return _signal(item, self.name, topk_ids=said.ids, topk_logprobs=said.logprobs, topk_source="teacher")
 
     def _rows(self, output: TeacherOutput) -> tuple[Tensor, Tensor]:
         """Ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""

@@ -1,22 +1,26 @@
-"""Compares the teachers of a domain: all of them score one set of answers, and their log-probs are related to rewards.
+"""Compares the teachers of a domain, and a teacher with itself as quantised.
 
-A useful teacher differs from the student, is informative on the student's own answers, and pushes the student in the
-direction of the verifier. No single number measures that, so these are reported side by side (arXiv 2604.13016 argues
-that a better benchmark score alone does not predict success).
+All teachers of a domain score one set of answers, and their log-probs are related to rewards. A useful teacher differs
+from the student, is informative on the student's own answers, and pushes the student in the direction of the verifier.
+No single number measures that, so these are reported side by side (arXiv 2604.13016 argues that a better benchmark
+score alone does not predict success).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from mopd_kernels import divergence, token_logprob, topk_logprobs
+from mopd_kernels import Head, divergence, token_logprob, topk_logprobs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.score.model_input import ModelInput
-from mopd_dataplane.score.readers import TeacherForward
+from mopd_dataplane.job import sections
+from mopd_dataplane.score.model_input import ModelInput, Scorable
+from mopd_dataplane.score.readers import Reader, TeacherForward
+from mopd_dataplane.score.scorer import PromptRenderer, batches, model_input
+from mopd_dataplane.score.teacher_pool import TeacherPool
 
 BINS = 10
 """Bins of the calibration error."""
@@ -126,12 +130,13 @@ def _columns(
 
     loss, stats = divergence(states, student.head, scored, teacher.head, return_stats=True)
     (pull,) = torch.autograd.grad(loss.sum(), states)
-    (push,) = torch.autograd.grad(-((rewards - baseline).float() * _logprob(states, student, targets)).sum(), states)
+    advantage = (rewards - baseline).float()
+    (push,) = torch.autograd.grad(-(advantage * _logprob(states, student.head, targets)).sum(), states)
     pull, push = pull.double(), push.double()
 
     k = min(k, len(student.head.weight), len(teacher.head.weight))
     with torch.no_grad():
-        support = _logprob(scored, teacher, targets)
+        support = _logprob(scored, teacher.head, targets)
         ids, logprobs = topk_logprobs(scored, teacher.head, k)
         own = topk_logprobs(states, student.head, k)[0]
     return {
@@ -150,7 +155,56 @@ def _columns(
     }
 
 
-def _logprob(states: Tensor, forward: TeacherForward, targets: Tensor) -> Tensor:
-    found = token_logprob(states, forward.head, targets)
+def _logprob(states: Tensor, head: Head, targets: Tensor) -> Tensor:
+    found = token_logprob(states, head, targets)
     assert isinstance(found, Tensor)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisationEffect:
+    """A teacher with quantised weights against the same one as stored. Means are over trained tokens; natural logs."""
+
+    tokens: int
+    kl: float
+    """KL(as stored | quantised), over the whole vocabulary, in nat per token."""
+    logprob_gap: float
+    """Mean |log-prob as stored - log-prob quantised| of the sampled tokens."""
+    top1_agreement: float
+    """How often both have the same likeliest token."""
+
+
+def quantisation_effect(
+    pool: TeacherPool,
+    teacher: str,
+    samples: Sequence[Scorable],
+    settings: sections.Score,
+    *,
+    render_prompt: PromptRenderer | None = None,
+) -> QuantisationEffect:
+    """Let a teacher of the pool read samples with its stored weights, then with its quantised ones; never both in
+    memory.
+
+    samples: at least one with a trained token. Log-probs at temperature 1. Raises what TeacherPool.reader raises.
+    """
+    inputs = [model_input(sample, render_prompt) for sample in samples]
+    parts = [batch for _, batch in batches(inputs, settings.batch_tokens)]
+    exact = list(_states(pool.as_stored(teacher), parts))
+    rounded = pool.reader(teacher)
+    head = rounded.head
+    kl, gap, agreed = 0.0, 0.0, 0.0
+    with torch.no_grad():
+        for batch, stored, states in zip(parts, exact, _states(rounded, parts), strict=True):
+            targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
+            stats = divergence(stored, head, states, head, return_stats=True)[1]
+            kl += float(stats.reverse_kl.double().sum())  # of the first argument to the second
+            agreed += float(stats.top1_agreement.double().sum())
+            gap += float((_logprob(stored, head, targets) - _logprob(states, head, targets)).double().abs().sum())
+    tokens = sum(len(item.masked) for item in inputs)
+    return QuantisationEffect(tokens=tokens, kl=kl / tokens, logprob_gap=gap / tokens, top1_agreement=agreed / tokens)
+
+
+def _states(reader: Reader, parts: Sequence[Sequence[ModelInput]]) -> Iterator[Tensor]:
+    """[sum of M, D] states of each part."""
+    for batch in parts:
+        yield reader.predicting_states([item.tokens for item in batch], [item.masked for item in batch])

@@ -258,13 +258,9 @@ class TeacherPool:
 
     def head_file(self, name: str) -> str:
         """Path of a teacher's head in the store; adapters that do not change their base's head share one file."""
-        settings = self._spec(name).settings
-        shared = self._shares_head(name)
-        return (
-            f"heads/base-{self._head_owner(name)[:16]}-{settings.dtype}.safetensors"
-            if shared
-            else f"heads/{name}.safetensors"
-        )
+        dtype = self._spec(name).settings.dtype
+        head = f"base-{self._head_owner(name)[:16]}-{dtype}" if self._shares_head(name) else name
+        return f"heads/{head}.safetensors"
 
     def _shares_head(self, name: str) -> bool:
         folder = self._spec(name).folder

@@ -6,9 +6,8 @@ vLLM takes them from the plain softmax, so they are those of temperature 1, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +18,15 @@ from mopd_dataplane.score.model_input import IntArrays
 from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceLogprobs:
-    """A teacher's log-probs of one sequence of T tokens; row t belongs to token t + 1."""
+class SequenceLogprobs(NamedTuple):
+    """A teacher's log-probs of N tokens of a sequence."""
 
     own: NDArray[np.float32]
-    """[T - 1] log-prob of the token"""
+    """[N] log-prob of the token"""
     ids: NDArray[np.int32]
-    """[T - 1, k] the likeliest tokens, likeliest first"""
+    """[N, k] the likeliest tokens, likeliest first"""
     logprobs: NDArray[np.float32]
-    """[T - 1, k]"""
+    """[N, k]"""
 
 
 class LogprobReader(Protocol):
@@ -37,7 +35,7 @@ class LogprobReader(Protocol):
     vocab_size: int
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
-        """Its log-probs of each sequence, with its k likeliest tokens at every position."""
+        """Its log-probs of each token but the first of each sequence, with its k likeliest tokens there."""
 
     def close(self) -> None:
         """Free what the teacher holds."""

@@ -17,8 +17,6 @@ seed, step, rank), so the step is all that is kept of them.
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +81,9 @@ class Checkpoints:
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
         """Write a checkpoint: write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the
         disk is full."""
+        # In which torch reports what went wrong on each rank; it is no Exception.
+        from torch.distributed.checkpoint.api import CheckpointException
+
         name = f"step-{position.step:08d}"
         staging = self.folder / f".{name}.tmp"
         there = self._ranks.leads and newest_checkpoint(self.folder) == name
@@ -92,11 +93,17 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._ranks.barrier()
-        with self._full_disk_named(staging):
+        try:
             self._write_shard(staging, module, optimizer)
             self._ranks.barrier()
             if self._ranks.leads:
                 self._publish(staging, self.folder / name, position, identity)
+        except (OSError, SafetensorError, CheckpointException) as error:
+            if not is_disk_full(error):
+                raise
+            # A finished stage, which needs no other checkpoint, would leave half a one there for good.
+            shutil.rmtree(staging, ignore_errors=True)
+            raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
         self._ranks.barrier()
 
     def restore(self, module: nn.Module, optimizer: Optimizer) -> None:
@@ -166,21 +173,6 @@ class Checkpoints:
                 damage = f"{place / name} {problem}" if problem else ""
         if self._ranks.max(int(bool(damage))):
             raise DamagedError(f"{damage or f'{place}: another rank found damage'}; use an older checkpoint")
-
-    @contextmanager
-    def _full_disk_named(self, staging: Path) -> Iterator[None]:
-        """A full disk ends with its name, and with the room back that half a checkpoint took: a finished stage, which
-        needs no other, would leave it there for good."""
-        # CheckpointException, in which torch reports what went wrong on each rank, is no Exception.
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        try:
-            yield
-        except (OSError, SafetensorError, CheckpointException) as error:
-            if is_disk_full(error):
-                shutil.rmtree(staging, ignore_errors=True)
-                raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
-            raise
 
 
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:

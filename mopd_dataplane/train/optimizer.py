@@ -11,7 +11,7 @@ time.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,9 +38,11 @@ class MasterAdamW(Optimizer):
         """groups: {"params", "weight_decay"} of the parameters of a module, where they will stay."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._on_host = on_host
-        self._masters = {parameter: self._copied(parameter) for parameter in self._parameters()}
-        if on_host:
-            for parameter in self._parameters():
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            place = torch.device("cpu") if on_host else parameter.device
+            self._masters[parameter] = parameter.detach().to(place, torch.float32, copy=True)
+            if on_host:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
@@ -95,13 +97,6 @@ class MasterAdamW(Optimizer):
         master.grad = arrived if master.grad is None else master.grad.add_(arrived)
         parameter.grad = None
 
-    def _copied(self, parameter: nn.Parameter) -> Tensor:
-        place = torch.device("cpu") if self._on_host else parameter.device
-        return parameter.detach().to(place, torch.float32, copy=True)
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
 
 def make_optimizer(module: nn.Module, settings: Train) -> AdamW | MasterAdamW:
     """AdamW over the trained parameters; weight decay on matrices only."""
@@ -111,17 +106,11 @@ def make_optimizer(module: nn.Module, settings: Train) -> AdamW | MasterAdamW:
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    how: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     if settings.master_weights or settings.offload:
-        return MasterAdamW(
-            groups, on_host=settings.offload, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps
-        )
-    return AdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,  # one pass over each tensor: on a CPU a sixth of the time of one operation after another
-    )
+        return MasterAdamW(groups, on_host=settings.offload, **how)
+    # fused: one pass over each tensor, on a CPU in a sixth of the time of one operation after another.
+    return AdamW(groups, fused=True, **how)
 
 
 def clip_gradients(module: nn.Module, optimizer: Optimizer, most: float) -> float:

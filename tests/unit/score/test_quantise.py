@@ -19,9 +19,9 @@ from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.model_input import Scorable
-from mopd_dataplane.score.quantisation_effect import quantisation_effect
 from mopd_dataplane.score.quantise import quantise
 from mopd_dataplane.score.scorer import score_samples
+from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 pytestmark = pytest.mark.quantise
