@@ -74,7 +74,7 @@ class Channel:
     def receive(self, *, deadline_s: float) -> tuple[Message, list[int]]:
         """One message and its descriptors. Raises PeerGone at the end of the stream, DeadlineError after a silence."""
         try:
-            message = self._parse(self._next(time.monotonic() + deadline_s))
+            message = self._next(time.monotonic() + deadline_s)
             announced = message.pop("fds", 0)
             if not isinstance(announced, int) or not 0 <= announced <= len(self._fds):
                 raise DamagedError(f"a message announces {announced!r} descriptors, {len(self._fds)} came with it")
@@ -90,8 +90,8 @@ class Channel:
         self._socket.close()
         self._drop_fds()
 
-    def _next(self, until: float) -> bytes:
-        """Body of the next message."""
+    def _next(self, until: float) -> Message:
+        """The next message."""
         self._read(_LENGTH.size, until)
         (size,) = _LENGTH.unpack_from(self._read_ahead)
         if size > MAX_MESSAGE:
@@ -100,9 +100,6 @@ class Channel:
         self._read(end, until)
         body = bytes(self._read_ahead[_LENGTH.size : end])
         del self._read_ahead[:end]
-        return body
-
-    def _parse(self, body: bytes) -> Message:
         try:
             message = json.loads(body.decode())  # bytes would have their encoding guessed first
         except (ValueError, RecursionError) as error:

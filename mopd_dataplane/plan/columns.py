@@ -111,7 +111,6 @@ def collect_columns(
     held = _Numbers(limit)
     for rows, part in samples:
         held.add(rows, part)
-    held.close()
     domain_names = held.route_to(route, list(teachers))
     rows = held.put_in_order()
     teacher_codes = held["teacher"]
@@ -217,11 +216,6 @@ class _Numbers:
             column = part[GROUP_COLUMN]
             self._group_names += column.chunks if isinstance(column, pa.ChunkedArray) else [column]
 
-    def close(self) -> None:
-        """All samples were seen."""
-        for name in [name for name in self._columns if name != "row"]:
-            self._arrays[name] = self._columns.pop(name).numbers()
-
     def codes(self, name: str) -> tuple[NDArray[Any], list[str]]:
         """Codes of a string column and its names in order, so that codes do not depend on the order of rows."""
         rank, names = _sorted_names(self._names[name])
@@ -230,7 +224,10 @@ class _Numbers:
         return rank.astype(_KINDS[name])[self[name]], names
 
     def route_to(self, route: Callable[[str, str], str] | None, teachers: list[str]) -> list[str]:
-        """Names of the domains. The teacher of each sample becomes known; its effort was needed for that alone."""
+        """Names of the domains, once all samples were seen. The teacher of each sample becomes known; its effort was
+        needed for that alone."""
+        for name in [name for name in self._columns if name != "row"]:
+            self._arrays[name] = self._columns.pop(name).numbers()
         self._arrays["domain"], names = self.codes("domain")
         effort, effort_names = self.codes(EFFORT_COLUMN)
         if not effort_names:  # not read
@@ -367,8 +364,6 @@ def _has_kind(
     teacher_of_row[rows] = teacher_codes
     code_of_name = np.array([teachers.index(name) if name in teachers else -2 for name in code_of[1]], dtype=np.int16)
     is_kind = np.array([name == kind for name in kinds[1]], dtype=bool)
-    if not len(scored):
-        return np.zeros(len(rows), dtype=bool)
     own = is_kind[kinds[0]] & (teacher_of_row[scored] == code_of_name[code_of[0]])
     return _among(rows, scored[own])
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -82,18 +84,14 @@ class Discriminator:
         """[N] score of each prompt with its response."""
         scores = np.zeros(len(texts), np.float32)
         ordered = sorted(range(len(texts)), key=lambda place: (-len(texts[place]), place))
-        start = 0
-        while start < len(ordered):
-            rows = max(1, SCORE_TOKENS // len(texts[ordered[start]]))
-            places = ordered[start : start + rows]
+        while ordered:
+            rows = max(1, SCORE_TOKENS // len(texts[ordered[0]]))
+            places, ordered = ordered[:rows], ordered[rows:]
             scores[places] = self._critic([texts[place] for place in places]).cpu().numpy()
-            start += rows
         return scores
 
     def save(self, folder: Path) -> None:
         """Write a version durably: a temporary folder, then one rename. One that exists is kept."""
-        from safetensors.torch import save_file
-
         critic = {name: tensor.detach().cpu().contiguous() for name, tensor in self._critic.named_parameters()}
         state = {
             f"{key}/{name}": torch.as_tensor(value).cpu().contiguous()
@@ -112,9 +110,6 @@ class Discriminator:
 
     def load(self, folder: Path) -> None:
         """Continue from a saved version. Raises DamagedError when its files are not as written, or do not fit."""
-        from safetensors import SafetensorError, safe_open
-        from safetensors.torch import load_file
-
         check_folder(folder)
         try:
             weights, state = load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER)

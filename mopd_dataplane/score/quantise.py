@@ -19,13 +19,14 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
 from mopd_dataplane.errors import InputError, MismatchError
+from mopd_dataplane.job.sections import Quantisation
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
     from transformers import PreTrainedModel
-
-    from mopd_dataplane.job.sections import Quantisation
 
 MX_BLOCK = 32
 """Weights under one scale of mxfp4."""
@@ -39,8 +40,6 @@ def quantise(model: PreTrainedModel, form: Quantisation) -> None:
     """
     if form == "none":
         return
-    from torch import nn
-
     if find_spec("torchao") is None:
         raise InputError(f'quantisation = "{form}" needs torchao; run: pip install "mopd-dataplane[quantise]"')
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -82,7 +81,6 @@ def _check(form: str, path: str, width: int) -> None:
 
 def _round_linear(layer: nn.Linear, form: str) -> None:
     """Replace a layer's weight [out, in]: packed where torchao can multiply with it, else rounded."""
-    from torch import nn
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     if form == "mxfp4":
@@ -93,8 +91,6 @@ def _round_linear(layer: nn.Linear, form: str) -> None:
 
 def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
     """Round a tensor of experts in place, expert by expert."""
-    from torch import nn
-
     for expert in weight:
         rows = expert.T if transposed else expert
         layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
@@ -105,7 +101,6 @@ def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
 
 
 def _mxfp4(weight: Tensor) -> Tensor:
-    import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
     rounded: Tensor = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, MX_BLOCK).dequantize(weight.dtype)

@@ -11,24 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mopd_kernels import Head
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
 from mopd_dataplane.base.files import file_digest, fsync
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
-from mopd_dataplane.models.vllm_adapters import check_for_scoring
+from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
+from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader
 from mopd_dataplane.score.engines import SCORING, engines_that
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader, TeacherForward, blended_head
+from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
+from mopd_dataplane.score.vllm_logprobs import LogprobReader, ServerLogprobs, VllmLogprobs
+from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
 
 if TYPE_CHECKING:
-    from mopd_kernels import Head
     from transformers import PreTrainedModel
-
-    from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
-    from mopd_dataplane.score.vllm_logprobs import LogprobReader
 
 
 @dataclass(frozen=True)
@@ -177,10 +181,6 @@ class TeacherPool:
         """A base for every adapter in the pool that has its place there."""
         if self._engine.here:
             return AdaptedBase(hf.load_model(base, dtype=dtype, device=self._device))
-        from mopd_dataplane.models.vllm_adapters import room_for
-        from mopd_dataplane.models.vllm_local import require_vllm
-        from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
-
         require_vllm()
         adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._place(name) == place]
         room = room_for(base, adapters, dtype=dtype)
@@ -199,12 +199,8 @@ class TeacherPool:
     ) -> Reader | LogprobReader:
         """vLLM on this machine, or a running server."""
         if self._reads == "prompt_logprobs":
-            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, VllmLogprobs
-
             return ServerLogprobs(folder, url=url) if url else VllmLogprobs(folder, dtype=dtype, options=options)
         head = hf.load_head(folder, dtype="float32", device=self._device)
-        from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
-
         if url:
             return ServerReader(folder, head, url=url)
         made = ExtractingReader if self._reads == "extract_hidden_states" else VllmReader
@@ -312,8 +308,6 @@ def write_head(file: Path, head: Head, weights: str) -> None:
     Tensors `weight` [V, D] and `bias` [V] if any, in the head's dtype; what the architecture does to its logits is
     in the file's metadata, so the file alone says how to turn stored hidden states into logits.
     """
-    from safetensors.torch import save_file
-
     tensors = {"weight": head.weight.detach().cpu().contiguous()}
     if head.bias is not None:
         tensors["bias"] = head.bias.detach().cpu().contiguous()
@@ -333,8 +327,6 @@ def write_head(file: Path, head: Head, weights: str) -> None:
 
 def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
     """[V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as stored:
             rows, width = stored.get_slice("weight").get_shape()

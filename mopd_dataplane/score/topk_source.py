@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.models import hf
+from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.readers import HfReader
-
-if TYPE_CHECKING:
-    from mopd_dataplane.score.model_input import Scorable
 
 
 class StudentTopk:

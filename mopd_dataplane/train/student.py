@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
+from mopd_dataplane.models.adapters import continued_adapter, new_adapter
 from mopd_dataplane.models.hf import (
     embedding_weight,
     head_weight,
@@ -141,8 +142,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrainedModel:
     """The frozen base of a policy with the adapter that is trained."""
-    from mopd_dataplane.models.adapters import continued_adapter, new_adapter
-
     model = load_model(weights_folder(folder), dtype=dtype, device=device)
     if is_adapter(folder):
         weights_digest(folder)  # refuses another base than the one it was trained on
