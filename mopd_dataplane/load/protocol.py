@@ -147,9 +147,10 @@ def raise_error(message: Message) -> None:
         raise kind(str(message["message"]))
 
 
-def check_same_user(connection: socket.socket) -> None:
-    """Raises ResourceError unless the peer runs as this user."""
+def check_same_user(connection: socket.socket) -> int:
+    """Process id of the peer. Raises ResourceError unless it runs as this user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
         raise ResourceError(f"process {pid} of user {uid} may not use the loader of user {os.getuid()}")
+    return int(pid)
