@@ -4,14 +4,13 @@ scorer.py               samples and a teacher in, signals out: one forward pass 
 model_input.py          a sample as a teacher reads it
 signal_kinds.py         the kinds of signals, and how each follows from hidden states
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
-adapted_base.py         teachers that are adapters on one base, which is loaded once
+adapted_base.py         teachers that are adapters on one base, which is loaded once, here or in vLLM
 engines.py              what runs teachers, and what each can do
 readers.py              what turns token ids into the states behind them; several blended into one teacher
 topk_source.py          the student's likeliest tokens, for signals with topk_source = "student"
 vllm_states.py          teachers in vLLM as pooling or as generating models: states
 vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs
-vllm_adapted_base.py    teachers that are adapters on one base in a vLLM started here
 vllm_batch.py           vLLM that reads texts, started here or behind a server
 quantise.py             quantised teachers, through torchao
 reward.py               outcome rewards: (prompt, response) -> a number

@@ -23,11 +23,10 @@ from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adap
 from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
 from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.records import Teacher
-from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader
+from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader, VllmAdaptedBase
 from mopd_dataplane.score.engines import SCORING, engines_that
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader, TeacherForward, blended_head
-from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, ServerLogprobs, VllmLogprobs
 from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
 
