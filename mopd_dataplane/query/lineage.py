@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.store.lance_errors import reading
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -66,19 +66,18 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
     prefix = uid.strip().lower()
     if not prefix or not _HEX.issuperset(prefix) or len(prefix) > 32:
         raise UnknownNameError(f"{uid!r} is not a sample uid (1 to 32 hex digits); {_LISTING}")
-    found: list[tuple[str, int]] = []
-    total = 0
-    for rows, batch in store.scan_samples(["uid"]):
-        total += len(rows)
-        for place in np.flatnonzero(pc.starts_with(batch["uid"], prefix).to_numpy(zero_copy_only=False)).tolist():
-            found.append((batch["uid"][place].as_py(), int(rows[place])))
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    samples = store.dataset("samples")
+    with reading(samples.uri):
+        found = samples.to_table(columns=["uid"], filter=f"uid LIKE '{prefix}%'", with_row_id=True).sort_by("_rowid")
+    uids = found["uid"].to_pylist()
+    if len(uids) == 1:
+        return uids[0], found["_rowid"][0].as_py()
+    if not uids:
+        total = samples.count_rows()
         raise UnknownNameError(f"no sample starts with {uid!r} among the {total:,} of {store.uri}; {_LISTING}")
-    shown = ", ".join(full[: len(prefix) + 6] for full, _ in found[:_CANDIDATES])
-    more = f" and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
-    raise UnknownNameError(f"{uid!r} is the start of {len(found)} samples: {shown}{more}; give more digits")
+    shown = ", ".join(full[: len(prefix) + 6] for full in uids[:_CANDIDATES])
+    more = f" and {len(uids) - _CANDIDATES} more" if len(uids) > _CANDIDATES else ""
+    raise UnknownNameError(f"{uid!r} is the start of {len(uids)} samples: {shown}{more}; give more digits")
 
 
 def sample_lineage(store: Store, uid: str) -> SampleLineage:
