@@ -69,20 +69,18 @@ class RangeCache:
     def read(self, key: str, target: memoryview) -> bool:
         """Fill `target` with the range of that key; False when it is not here, or is damaged or of another length."""
         try:
-            found = self._read(key, target)
+            outcome = "hits" if self._read(key, target) else "damaged"
         except FileNotFoundError:
-            self._counts["misses"] += 1
-            return False
+            outcome = "misses"
         except OSError:
-            found = False
-        if not found:
-            self._counts["damaged"] += 1
+            outcome = "damaged"
+        self._counts[outcome] += 1
+        if outcome == "hits":
+            self._counts["read_bytes"] += len(target)
+        elif outcome == "damaged":
             with suppress(OSError):
                 self._path(key).unlink(missing_ok=True)
-            return False
-        self._counts["hits"] += 1
-        self._counts["read_bytes"] += len(target)
-        return True
+        return outcome == "hits"
 
     def keep(self, key: str, content: memoryview) -> None:
         """Store a range if there is room for it, making room where needed. A full disk is reported once and ends

@@ -23,13 +23,11 @@ from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
 from mopd_dataplane.store.deletions import Deletions
-from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.hidden import HiddenReader, ObjectSidecars
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import PayloadReader, take_rows
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.row_ids import in_row_order
-from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify_report import VerifyReport
 from mopd_dataplane.tables import LATER, TABLES, signal_table
@@ -53,6 +51,8 @@ class Store:
         self.uri = place.uri
         self.root = place.root
         """Local folder; None on an object store."""
+        self.files = place.files
+        """Files beside the datasets on an object store; None for a folder, where `path` names them."""
         self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
         """Handles of the last snapshots without a tag: `compact` with now leaves their versions alone."""
         self.deletions = Deletions(place)
@@ -125,11 +125,6 @@ class Store:
     def uuid(self) -> str:
         """Random id of this store, which no other store at the same place ever has."""
         return str((self._place.read_json(MARK) or {}).get("uuid", ""))
-
-    @property
-    def files(self) -> ObjectFiles | None:
-        """Files beside the datasets on an object store; None for a folder, where `path` names them."""
-        return self._place.files
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A small JSON file of the store, None when there is none."""
@@ -343,8 +338,7 @@ class Store:
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
         name = signal_table(teacher, "hidden")
-        files = self._place.files
-        sidecars = ObjectSidecars(files, f"{name}/data", self.cache) if files is not None else None
+        sidecars = ObjectSidecars(self.files, f"{name}/data", self.cache) if self.files is not None else None
         return HiddenReader(self.dataset(name, snapshot), sidecars)
 
     def read_signal(

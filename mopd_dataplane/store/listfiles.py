@@ -97,9 +97,8 @@ class ListFiles:
 
     def __init__(self, dataset: lance.LanceDataset, columns: Sequence[str], checksum: Checksum) -> None:
         """columns: list columns of the table, those that `checksum` is over."""
-        folder = Path(dataset.uri) / "data"
-        self._folder = folder
-        self._fragments = dataset.get_fragments() if folder.is_dir() else []
+        self._folder = Path(dataset.uri) / "data"
+        self._fragments = dataset.get_fragments() if self._folder.is_dir() else []
         self._plain = bool(self._fragments) and all(f.metadata.deletion_file is None for f in self._fragments)
         self._first_rows = np.cumsum([0, *(fragment.metadata.physical_rows for fragment in self._fragments)])
         fields = {field.name(): field for field in dataset.lance_schema.fields()}
