@@ -3,14 +3,11 @@
 engine.py             Engine, the protocol between the runner and any engine
 kinds.py              which engines there are, what each can do, and how it is opened
 hf.py                 the Hugging Face engine: batched decoding with continuous refill
-decoder.py            one model that decodes rows side by side
-kv_cache.py           keys and values, one row per live sequence
+decoder.py            one model that decodes rows side by side, with its keys and values
 kv_file.py            keys and values in one safetensors file, from a graceful stop to the next start
 vllm.py               vLLM on this machine
-vllm_server.py        a running vLLM server, by its URL
-streaming.py          common base of the engines that run in another process
-token_streams.py      their tokens, kept as they arrive and handed to the loop one a slot
-completions.py        many streaming completions of one server at a time
+vllm_server.py        a running vLLM server, by its URL: a streaming completion for every live slot
+streaming.py          common base of the engines that run in another process, and their tokens as they arrive
 sampling.py           a token as a pure function of (logits, sample key, position); the samplers by name
 grouped_gumbel.py     the sampler of new samples
 device_sampling.py    the same draws where the logits are, on a GPU

@@ -26,8 +26,7 @@ from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_adapters import VllmAdapters, room_for
 from mopd_dataplane.models.vllm_local import answering, can_sleep, require_vllm, start
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine
-from mopd_dataplane.rollout.engines.token_streams import Stream
+from mopd_dataplane.rollout.engines.streaming import Noise, Stream, StreamingEngine
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.sections import Lora

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from mopd_dataplane.rollout.engines.completions import Completions
+from mopd_dataplane.rollout.engines.vllm_server import Completions
 
 
 class Says(BaseHTTPRequestHandler):

@@ -16,8 +16,7 @@ from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, STOP, Request, StepOutput, check_answered
 from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
-from mopd_dataplane.rollout.engines.streaming import native_seed
-from mopd_dataplane.rollout.engines.token_streams import Streams
+from mopd_dataplane.rollout.engines.streaming import Streams, native_seed
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
 
 EOS = 2
