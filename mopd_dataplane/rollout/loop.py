@@ -182,8 +182,7 @@ class RolloutLoop:
 
     def _live(self) -> list[int]:
         """Slots at work."""
-        found: list[int] = np.flatnonzero(self._due != _FREE).tolist()
-        return found
+        return np.flatnonzero(self._due != _FREE).tolist()
 
     def _admissible(self) -> bool:
         """Whether the next sample may be admitted: a new one not, while others finish on a policy that is replaced."""
@@ -281,12 +280,12 @@ class RolloutLoop:
     def _say_kept(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
         """Record the sampling masks of the step's tokens, for the samples that ask."""
         asked = self._asks[output.slots]
-        check_kept(output, asked)
-        if output.masks is None or not asked.any():
+        if not asked.any():
             return
+        masks = check_kept(output, asked)
         ordinals = [self.ledger.partials[handle].masks.drawn for handle in handles[asked].tolist()]
-        masks = SamplingMasks(output.masks.sizes[asked], output.masks.ids)
-        for message in log_records.SamplingMask.records(handles[asked], np.array(ordinals, np.uint32), masks):
+        own = SamplingMasks(masks.sizes[asked], masks.ids)
+        for message in log_records.SamplingMask.records(handles[asked], np.array(ordinals, np.uint32), own):
             self._say(message)
 
     def _say_routes(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:

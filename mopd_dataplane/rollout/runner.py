@@ -8,7 +8,7 @@ every sample is cut at the same point of the log, whatever its content and lengt
 
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def run_rollout(
     (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to continue.
     """
     _check_names(task.stage, task.writer)
-    specs = _sample_specs(engine, prompts, task)
+    specs = list(_sample_specs(engine, prompts, task))
     report = RolloutReport(stage=task.stage, iteration=task.iteration)
     began = time.monotonic()
 
@@ -147,7 +147,7 @@ def _check_ledger(engine: Engine, ledger: Ledger) -> None:
             )
 
 
-def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) -> list[SampleSpec]:
+def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) -> Iterator[SampleSpec]:
     """The samples of the iteration, or a share of them, numbered in its admission order. Raises PromptError."""
     rollout = task.rollout
     if not prompts:
@@ -156,7 +156,6 @@ def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) 
         raise PromptError(
             f"stage {task.stage!r}: a prompt comes twice; use rollout.group_size to sample it several times"
         )
-    specs: list[SampleSpec] = []
     for place, prompt in enumerate(prompts):
         uids = [
             sample_uid(task.seed, task.stage, prompt.prompt_id, index, task.iteration)
@@ -168,32 +167,29 @@ def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) 
         ids = tuple(task.render(prompt))
         _check_budget(prompt, len(ids), engine, rollout)
         for index in mine:
-            specs.append(
-                SampleSpec(
-                    uid=uids[index],
-                    prompt_id=prompt.prompt_id,
-                    group_id=f"{prompt.prompt_id}#{task.iteration}",
-                    group_index=index,
-                    iteration=task.iteration,
-                    domain=prompt.domain,
-                    effort=prompt.effort,
-                    stage=task.stage,
-                    writer=task.writer,
-                    writer_seq=place * rollout.group_size + index,
-                    policy=task.stage if rollout.policy == "self" else rollout.policy,
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                    top_k=rollout.top_k,
-                    max_new_tokens=rollout.max_new_tokens,
-                    stop=rollout.stop,
-                    sampler=engine.samplers[0] if engine.samplers else OWN_NOISE,
-                    tokenizer=engine.tokenizer_digest,
-                    prompt_ids=ids,
-                    sampling_mask="sampling_mask" in rollout.record,
-                    experts="experts" in rollout.record,
-                )
+            yield SampleSpec(
+                uid=uids[index],
+                prompt_id=prompt.prompt_id,
+                group_id=f"{prompt.prompt_id}#{task.iteration}",
+                group_index=index,
+                iteration=task.iteration,
+                domain=prompt.domain,
+                effort=prompt.effort,
+                stage=task.stage,
+                writer=task.writer,
+                writer_seq=place * rollout.group_size + index,
+                policy=task.stage if rollout.policy == "self" else rollout.policy,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                max_new_tokens=rollout.max_new_tokens,
+                stop=rollout.stop,
+                sampler=engine.samplers[0] if engine.samplers else OWN_NOISE,
+                tokenizer=engine.tokenizer_digest,
+                prompt_ids=ids,
+                sampling_mask="sampling_mask" in rollout.record,
+                experts="experts" in rollout.record,
             )
-    return specs
 
 
 def _check_budget(prompt: Prompt, length: int, engine: Engine, rollout: sections.Rollout) -> None:

@@ -80,8 +80,7 @@ class Decoder:
             raise MismatchError(
                 f'{type(self.model).__name__} has no router that can be read; take "experts" out of rollout.record'
             )
-        ids: NDArray[np.int16] = self._routing.chosen().cpu().numpy()
-        return ids
+        return self._routing.chosen().cpu().numpy()
 
     def prefill(self, rows: Sequence[int], block: NDArray[np.int64]) -> Tensor:
         """Read right-padded sequences [N, T] into rows; their states [N, T, D]."""

@@ -88,21 +88,18 @@ class DeviceDistribution:
 
     def log_q(self) -> Floats:
         """See sampling.Distribution.log_q."""
-        found: Floats = self._log_q().double().cpu().numpy()
-        return found
+        return self._log_q().double().cpu().numpy()
 
     def logprobs(self, tokens: NDArray[np.integer]) -> Singles:
         """See sampling.Distribution.logprobs."""
         ids = torch.from_numpy(tokens.astype(np.int64))[:, None].to(self.logits.device)
         scores = self._scores(ids)
         own = torch.where(_inside(scores, ids, self.floor, self.last), scores - self._log_total()[:, None], -torch.inf)
-        found: Singles = own[:, 0].clamp(max=0.0).float().cpu().numpy()
-        return found
+        return own[:, 0].clamp(max=0.0).float().cpu().numpy()
 
     def kept(self) -> NDArray[np.bool_]:
         """See sampling.Distribution.kept."""
-        found: NDArray[np.bool_] = (self._log_q() > -torch.inf).cpu().numpy()
-        return found
+        return (self._log_q() > -torch.inf).cpu().numpy()
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
         """See sampling.Distribution.draw."""

@@ -171,10 +171,8 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
         )
 
 
-def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
-    """Refuse a step without a sampling mask for every token asked for it [B], or with one that lacks its token."""
-    if not asked.any():
-        return
+def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> SamplingMasks:
+    """The step's masks. Refuse a step without one for every token asked [B], or with one that lacks its token."""
     if output.masks is None or not output.masks.fits(asked):
         raise EngineError(
             "the engine gives no sampling masks, which rollout.record asks for; nothing of this step was written; "
@@ -187,6 +185,7 @@ def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
             "which its sampling mask does not hold; nothing of this step was written; run again to continue with a new "
             "engine"
         )
+    return output.masks
 
 
 def check_routes(output: StepOutput, asked: NDArray[np.bool_], lacking: NDArray[np.int64]) -> Routes:

@@ -79,16 +79,14 @@ class Distribution:
         """See sampling.Distribution.log_q."""
         scores = self._scores(self.logits)
         kept = self._inside(scores, np.arange(scores.shape[1])[None])
-        found: Floats = np.where(kept, scores - self._log_total()[:, None], -np.inf)
-        return found
+        return np.where(kept, scores - self._log_total()[:, None], -np.inf)
 
     def logprobs(self, tokens: NDArray[np.integer]) -> Singles:
         """See sampling.Distribution.logprobs."""
         ids = tokens[:, None]
         scores = self._scores(np.take_along_axis(self.logits, ids, 1))
         own = np.where(self._inside(scores, ids), scores - self._log_total()[:, None], -np.inf)
-        found: Singles = np.minimum(own[:, 0], 0.0).astype(np.float32)
-        return found
+        return np.minimum(own[:, 0], 0.0).astype(np.float32)
 
     def kept(self) -> NDArray[np.bool_]:
         """See sampling.Distribution.kept."""
@@ -110,8 +108,7 @@ class Distribution:
 
     def _scores(self, logits: Singles) -> Singles:
         """[B, n] from logits [B, n] of the rows; the same bits as in _masses, which floors are compared in."""
-        scores: Singles = (logits - self.peak[:, None]) * self.scale[:, None]
-        return scores
+        return (logits - self.peak[:, None]) * self.scale[:, None]
 
     def _inside(self, scores: Singles, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """[B, n] whether the cut left tokens with these scores [B, n] and ids."""
@@ -130,8 +127,7 @@ def group_noise(keys: Words, positions: NDArray[np.integer], vocab: int) -> Floa
     """[B, G + size] Gumbel noise of the groups, behind it that of the places in one; both made even in number."""
     size = group_size(vocab)
     groups = -(-vocab // size)
-    noise: Floats = -np.log(-np.log(uniforms(keys, positions, groups + groups % 2 + size + size % 2)))
-    return noise
+    return -np.log(-np.log(uniforms(keys, positions, groups + groups % 2 + size + size % 2)))
 
 
 def pick_group(log_masses: Floats, noise: Floats) -> NDArray[np.int64]:

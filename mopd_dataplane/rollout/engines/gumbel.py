@@ -87,12 +87,7 @@ def uniforms(key: int, position: int, count: int, vocab: int) -> Floats:
 
 def gumbel(key: int, position: int, count: int, vocab: int) -> Floats:
     """[count, vocab] standard Gumbel noise."""
-    noise = uniforms(key, position, count, vocab)
-    np.log(noise, out=noise)
-    np.negative(noise, out=noise)
-    np.log(noise, out=noise)
-    np.negative(noise, out=noise)
-    return noise
+    return -np.log(-np.log(uniforms(key, position, count, vocab)))
 
 
 def _keep_top_k(row: Floats, k: int) -> None:

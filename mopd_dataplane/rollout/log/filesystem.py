@@ -38,12 +38,8 @@ def mount_of(path: Path) -> Mount:
     best = Mount("/", "unknown", "")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        point = Path(_unescaped(before.split()[4]))
+        # Space, tab, newline and backslash are written as octal.
+        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4]))
         if target.is_relative_to(point) and len(point.parts) >= len(Path(best.point).parts):
             best = Mount(str(point), after.split()[0], before.split()[5])
     return best
-
-
-def _unescaped(text: str) -> str:
-    """mountinfo writes space, tab, newline and backslash as octal."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -38,7 +38,8 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
     make_folder(claims)
     claimed = [int(file.stem) for file in claims.glob("*.json") if file.stem.isdigit()]
     epoch = max([above, *claimed, *epoch_folders(folder)]) + 1
-    owner = json.dumps({"pid": os.getpid(), "boot": _boot_id()}).encode()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    owner = json.dumps({"pid": os.getpid(), "boot": boot}).encode()
     while True:
         path = claim_file(folder, epoch)
         try:
@@ -63,7 +64,3 @@ def make_folder(folder: Path) -> None:
     """Make a private folder and sync its name into its parent."""
     folder.mkdir(exist_ok=True, mode=0o700)
     fsync(folder.parent)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
