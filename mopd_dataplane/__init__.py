@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput
     from mopd_dataplane.rollout.engines.kinds import EngineKind
     from mopd_dataplane.rollout.tools.environments import Conversation, Environment
-    from mopd_dataplane.run.light_stages import plan_stage, reward_stage
     from mopd_dataplane.run.pipeline import rollout_stage, run_job, score_stage, train_stage
+    from mopd_dataplane.run.steps.plan import plan_stage
+    from mopd_dataplane.run.steps.reward import reward_stage
     from mopd_dataplane.score.signal_kinds import TokenSignal
     from mopd_dataplane.store.dataset import Store
 
@@ -69,7 +70,7 @@ _RECORDS = ("Batch", "Pack", "PlanWindow", "Prompt", "Sample", "Signal", "Snapsh
 _HOMES = {
     **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.job",
     **dict.fromkeys(("run_job", "rollout_stage", "score_stage", "train_stage"), "run.pipeline"),
-    **dict.fromkeys(("reward_stage", "plan_stage"), "run.light_stages"),
+    "reward_stage": "run.steps.reward", "plan_stage": "run.steps.plan",
     "LoadSpec": "load.spec", "BatchStream": "load.stream",
     **dict.fromkeys(("Engine", "Request", "StepOutput"), "rollout.engines.engine"),
     "EngineKind": "rollout.engines.kinds", **dict.fromkeys(("Divergence", "Term"), "job.objectives"),

@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option, Typer
 from typer.core import TyperCommand
 
+import mopd_dataplane
 from mopd_dataplane.base.extras import EXTRAS, require
 from mopd_dataplane.cli.output import note, plain, print_facts, print_grid, print_json, stderr
 from mopd_dataplane.cli.register import register
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
 
 PANEL = "Jobs"
-HOMES = dict.fromkeys(("reward_stage", "plan_stage"), "light_stages")
-"""Modules of functions that are not in the pipeline, which needs torch."""
 
 
 class RayAnywhere(TyperCommand):
@@ -294,7 +292,7 @@ def one_stage(function: str, of: OneStage, given: Given, **options: Any) -> None
     job = load(of.job, given)
     stage = choose_stage(job, of.stage, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
 
-    work: Callable[..., Any] = getattr(import_module(f"mopd_dataplane.run.{HOMES.get(function, 'pipeline')}"), function)
+    work: Callable[..., Any] = getattr(mopd_dataplane, function)
     summary = plain(work(job, stage, console=stderr(), **options))
     print_json(summary) if given.as_json else print_facts(summary)
 

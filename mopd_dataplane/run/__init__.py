@@ -5,7 +5,6 @@ estimate.py           upper bounds of a job's tokens, memory and disk
 preflight.py          checks of everything that a job names, before anything is made
 rehearsal.py          a small version of a job with tiny models, to run before the real one
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate
-light_stages.py       the steps that run no model: reward, plan
 context.py            what every step needs: job, store, policies, tokenizer, progress
 steps/                one file a step: rollout, score, plan, train, evaluate …
 follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
@@ -14,8 +13,7 @@ iteration.py          prompts of an iteration, and who answers each: student, te
 environments.py       what answers the policy at the end of its turn
 open_engine.py        the engine that a job samples with
 stage_rows.py         the samples of one stage
-policies.py           which folder holds which policy version
-work_folder.py        the local folder, and its copy on an object store
+work_folder.py        the local folder: which policy version is where, and the copy on an object store
 token_log_copy.py     the token log's copy there
 upgrade.py            copies a whole store of format 1 into format 2
 whole_copy.py         a store, whole, at another place

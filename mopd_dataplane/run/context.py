@@ -17,28 +17,27 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer_folder
 from mopd_dataplane.models.hub import commit_of, is_hub_name
-from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.prompts import load_prompts, render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
-from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.preflight import preflight, refuse
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
-from mopd_dataplane.run.work_folder import Work, open_work
+from mopd_dataplane.run.work_folder import Policies, Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.decode import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mopd_dataplane.run.ray.workers import RayFleet
+    from mopd_dataplane.run.ray.cluster import RayFleet
 
 Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"
 """The job as the store remembers it."""
 PROVENANCE = "provenance.json"
-"""Commit, versions, machine and date of the runs that wrote the store."""
+"""Commit, versions, machine and date of every call that wrote the store with others than those before."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,10 @@ class Run:
     def _decoder(self) -> Decoder | None:
         file = tokenizer_folder(self.policies.initial()) / "tokenizer.json"
         return Decoder(file.read_text()) if file.is_file() else None
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt as the student reads it."""
+        return render(prompt.asked, self.tokenizer, template=self.job.student.prompt_template)
 
     def decode(self, ids: list[int]) -> str:
         """Response text without special tokens: what a verifier reads."""
@@ -132,7 +135,9 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     store.write_json(JOB, _check_same_job(run))
-    _remember_machine(run)
+    calls, this = (store.read_json(PROVENANCE) or {}).get("runs", []), provenance(job)
+    if this not in calls:
+        store.write_json(PROVENANCE, {"runs": [*calls, this]})
     _ensure_prompts(job, store, prompts)
     return run
 
@@ -156,14 +161,6 @@ def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) 
                 f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; prompts are fixed once a store "
                 "exists: use another store"
             )
-
-
-def _remember_machine(run: Run) -> None:
-    """Keep commit, versions, machine and date of every call that differs from those before."""
-    before = (run.store.read_json(PROVENANCE) or {}).get("runs", [])
-    now = provenance(run.job)
-    if now not in before:
-        run.store.write_json(PROVENANCE, {"runs": [*before, now]})
 
 
 def open_existing(job: Job, progress: Progress) -> Run:
@@ -201,27 +198,24 @@ def _check_same_job(run: Run) -> dict[str, Any]:
     """Compare with the job that the store remembers; what has not run yet may change. Returns the job to remember."""
     current = run.job.model_dump(mode="json")
     before = run.store.read_json(JOB)
-    if before is not None:
-        known = _known_job(before, f"{run.store.uri}/{JOB}")
-        for key in ("seed", "student"):
-            _refuse_change(run, key, known[key], current[key])
-        for name in known["domains"].keys() & current["domains"].keys():
-            _refuse_change(run, f"domains.{name}", known["domains"][name], current["domains"][name])
-        stages = {stage["name"]: stage for stage in known["stages"]}
-        for stage in current["stages"]:
-            if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):
-                _refuse_change(run, f"stages.{stage['name']}", stages[stage["name"]], stage)
-    return current
-
-
-def _known_job(content: dict[str, Any], where: str) -> dict[str, Any]:
+    if before is None:
+        return current
     try:
-        return Job.model_validate(content).model_dump(mode="json")
+        known = Job.model_validate(before).model_dump(mode="json")
     except ValidationError as error:
         raise MismatchError(
-            f"{where} holds a job that this version cannot read ({problems_text(error, most=3)}); continue with the "
-            "version that made the store, or give another store (--store runs/NAME)"
+            f"{run.store.uri}/{JOB} holds a job that this version cannot read ({problems_text(error, most=3)}); "
+            "continue with the version that made the store, or give another store (--store runs/NAME)"
         ) from None
+    for key in ("seed", "student"):
+        _refuse_change(run, key, known[key], current[key])
+    for name in known["domains"].keys() & current["domains"].keys():
+        _refuse_change(run, f"domains.{name}", known["domains"][name], current["domains"][name])
+    stages = {stage["name"]: stage for stage in known["stages"]}
+    for stage in current["stages"]:
+        if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):
+            _refuse_change(run, f"stages.{stage['name']}", stages[stage["name"]], stage)
+    return current
 
 
 def _refuse_change(run: Run, key: str, before: Any, now: Any) -> None:

@@ -58,11 +58,15 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
 
 
 def run_stage(run: Run, stage: Stage) -> None:
-    """One stage to its end."""
+    """One stage to its end: first the policy that it starts from is evaluated, then it is run and evaluated."""
     if run.is_done(stage):
         run.progress.say(f"{stage.name:<16} done")
         return
-    _evaluate_start(run, stage)
+    if stage.start != "init":  # evaluated again on domains that were added after it was trained
+        start = run.job.stage(stage.start)
+        evaluate(run, start, run.policies.latest(start))
+    elif stage.data == "rollout":
+        evaluate(run, stage, 0)
     if stage.concurrent:
         run_concurrent(run, stage)
         for version in range(1, run.policies.latest(stage) + 1):
@@ -71,15 +75,6 @@ def run_stage(run: Run, stage: Stage) -> None:
     else:
         run_in_turn(run, stage)
     run.mark_done(stage)
-
-
-def _evaluate_start(run: Run, stage: Stage) -> None:
-    """Evaluate the policy that a stage starts from, also on domains that were added after it was trained."""
-    if stage.start != "init":
-        start = run.job.stage(stage.start)
-        evaluate(run, start, run.policies.latest(start))
-    elif stage.data == "rollout":
-        evaluate(run, stage, 0)
 
 
 def run_in_turn(run: Run, stage: Stage) -> None:

@@ -173,15 +173,10 @@ def _carry_heads(old: Path, root: Path) -> None:
         link_file(file, root / "heads" / file.name)
 
 
-def _carry_log(old: Path, root: Path) -> None:
-    """Copy the token log byte by byte: it has checksums of its own, and its readers know the names of format 1."""
-    copy_log_folder(old / "wal", root / "wal")
-
-
 _FILES: dict[str, Callable[[Path, Path], None]] = {
     "heads": _carry_heads,
     "policies": _carry_weights,
     "checkpoints": _carry_checkpoints,
     "job": _carry_job,
-    "log": _carry_log,
+    "log": lambda old, root: copy_log_folder(old / "wal", root / "wal"),  # its readers know the names of format 1
 }

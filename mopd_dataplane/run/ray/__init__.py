@@ -1,8 +1,7 @@
 """Rollout and scoring on a Ray cluster; everything else of a job stays in the process that runs it.
 
-cluster.py  connect, or start a cluster on this machine
+cluster.py  connect, or start a cluster on this machine; its engine replicas and teachers
 pool.py     tasks over workers that may join, die and be replaced
-workers.py  engine replicas, a share of an iteration each, and teachers
 
-Only pool.py and cluster.py import Ray.
+Ray is imported once a cluster is asked for.
 """

@@ -6,23 +6,47 @@
 
 A cluster started here listens on the loopback interface only, and ends with the job. Several nodes must see the store's
 folder at the same path.
+
+Engine replicas sample a share of an iteration each; teachers, one each, are placed where their resources are free and
+ended when their samples are scored. A share is a set of uids and the name of the token log it goes through. Unfinished
+samples of a log belong to that log, so their uids are assigned first and under its name, whichever worker or run
+continues it.
 """
+
+from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import count
+from pathlib import Path
 
 from mopd_dataplane.base.extras import require
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.ray.workers import RayFleet
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.rollout_report import RolloutReport
+from mopd_dataplane.run.context import Run, open_existing
+from mopd_dataplane.run.iteration import Sampler, sampler_of
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.ray.pool import Group, Task, drive
+from mopd_dataplane.run.stage_rows import stage_samples
+from mopd_dataplane.run.steps.rollout import Part, open_engine, prompts_of, roll_out, uids_of
+from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, score_task, student_topk, teacher_pool
+from mopd_dataplane.run.token_log_copy import StoredLog
 
 ON_THIS_MACHINE = "local"
 REACH_S = 10.0
 """How long a cluster may take to accept a connection."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for a cluster whose address is 127.0.0.1; read when Ray is imported."""
+STEPS_OF_SLOTS = 2
+"""A share fills an engine's slots this often, at most: how much a replica that joins late can still take over."""
 
 
 @contextmanager
@@ -65,3 +89,169 @@ def _reach(address: str) -> None:
 
 def _listed(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)
+
+
+@dataclass(frozen=True)
+class RayFleet:
+    """A run's engine replicas and teachers, in processes of their own; each call starts the workers it needs and ends
+    them."""
+
+    run: Run
+
+    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
+        """Sample what is missing of a part as steps.rollout.roll_out does, on `scale.engines` replicas."""
+        run, scale = self.run, self.run.job.scale
+        shares = _shares(run, part, already)
+        busy: set[str] = set()
+        owners = {writer for writer, _ in shares if writer}
+
+        def take(group: Group) -> Task | None:
+            """The next share; a fresh one goes through a log that nobody uses."""
+            if not group.tasks:
+                return None
+            task = group.tasks.popleft()
+            writer, *rest = task.arguments
+            if not writer:
+                names = (f"{part.sampler.writers}{number}" for number in count())
+                writer = next(name for name in names if name not in busy | owners)
+                task.arguments = (writer, *rest)
+            busy.add(writer)
+            return task
+
+        total = RolloutReport(stage=part.stage.name, iteration=part.iteration)
+
+        def done(group: Group, task: Task, report: RolloutReport) -> None:
+            busy.discard(task.arguments[0])
+            owners.discard(task.arguments[0])
+            _add(total, report)
+
+        def tick() -> None:
+            rows, _ = stage_samples(run.store, part.stage, part.iteration, ["uid"])
+            show(max(len(rows) - len(already), 0))
+
+        group = Group(
+            name=f"{part.stage.name} rollout",
+            worker=EngineReplica,
+            settings=(run.job.model_dump_json(), part.stage.name, part.iteration, part.sampler, part.version),
+            resources={"num_cpus": scale.engine_cpus, "num_gpus": scale.engine_gpus},
+            size=scale.engines,
+            tasks=deque(Task((writer, sorted(uids))) for writer, uids in shares),
+            take=take,
+        )
+        drive([group], done=done, tick=tick, say=lambda text: show(0, notice=text))
+        return total
+
+    def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
+        """Score every task (steps.score.score_task), teachers in parallel as far as the cluster has room; `done` is
+        called with each result."""
+        run, scale = self.run, self.run.job.scale
+        groups = [
+            Group(
+                name=f"{stage.name} teacher {teacher}",
+                worker=TeacherWorker,
+                settings=(run.job.model_dump_json(), stage.name),
+                resources={"num_cpus": scale.teacher_cpus, "num_gpus": scale.teacher_gpus},
+                size=1,
+                tasks=deque(Task((task,)) for task in tasks if task.teacher == teacher),
+            )
+            for teacher in dict.fromkeys(task.teacher for task in tasks)
+        ]
+
+        def say(text: str) -> None:
+            run.progress.say(f"{stage.name:<16} score    {text}")
+
+        drive(groups, done=lambda group, task, scored: done(scored), say=say)
+
+
+class _Worker:
+    """One stage of a job in a process of the cluster."""
+
+    def __init__(self, job: str, stage: str) -> None:
+        self._run = open_existing(Job.model_validate_json(job), Progress(quiet=True))
+        self._stage = self._run.job.stage(stage)
+
+    def ready(self) -> bool:
+        """Answers once the worker is placed."""
+        return True
+
+
+class EngineReplica(_Worker):
+    """A worker that holds one policy."""
+
+    def __init__(self, job: str, stage: str, iteration: int, sampler: Sampler, version: int) -> None:
+        super().__init__(job, stage)
+        prompts = prompts_of(self._run, self._stage, iteration)
+        own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, iteration) == sampler]
+        self._part = Part(self._stage, iteration, sampler, version, own)
+        self._engine: Engine | None = None
+
+    def work(self, writer: str, uids: list[str]) -> RolloutReport:
+        """Sample a share through the log of `writer`, and finish what that log holds."""
+        if self._engine is None:
+            self._engine = open_engine(self._run, self._part)
+        _, stored = stage_samples(self._run.store, self._stage, self._part.iteration, ["uid"])
+
+        def show(done: int, **facts: str) -> None:
+            if "notice" in facts:
+                print(f"{self._stage.name} rollout {writer}: {facts['notice']}", file=sys.stderr, flush=True)
+
+        already = set(stored["uid"].to_pylist())
+        return roll_out(self._run, self._engine, self._part, writer, already, show, share=set(uids))
+
+
+class TeacherWorker(_Worker):
+    """A worker that holds one teacher."""
+
+    def __init__(self, job: str, stage: str) -> None:
+        super().__init__(job, stage)
+        self._pool = teacher_pool(self._run, self._stage)
+        self._student = student_topk(self._run, self._stage)
+
+    def work(self, task: ScoreTask) -> ScoredTask:
+        """Score and commit one task."""
+        return score_task(self._run, self._stage, self._pool, self._student, task)
+
+
+def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]]]:
+    """(writer, uids): what logs hold first, then the rest in admission order, under no name yet."""
+    every = (set(uids_of(run, part.stage, part.iteration, [prompt])) for prompt in part.prompts)
+    missing = [left for uids in every if (left := uids - already)]
+    open_uids = set().union(*missing)
+    owned: list[tuple[str, set[str]]] = []
+    for folder in _logs(run, part.stage):
+        held = {partial.spec.uid for partial in recover(folder).ledger.partials.values()} & open_uids
+        if held:
+            owned.append((folder.name, held))
+            open_uids -= held
+    group_size = part.stage.rollout.group_size
+    even = -(-len(missing) // (2 * run.job.scale.engines))
+    size = max(1, min(even, STEPS_OF_SLOTS * run.job.engine.slots // group_size))
+    free = [uids & open_uids for uids in missing if uids & open_uids]
+    return [*owned, *(("", set().union(*free[at : at + size])) for at in range(0, len(free), size))]
+
+
+def _logs(run: Run, stage: Stage) -> list[Path]:
+    """Folders of the stage's logs, with those that other nodes have shipped to the object store."""
+    logs, files = run.root / "wal" / stage.name, run.work.files
+    logs.mkdir(parents=True, exist_ok=True)
+    if files is not None:
+        for writer in files.children(f"wal/{stage.name}"):
+            (logs / writer).mkdir(exist_ok=True)
+            StoredLog(files, f"wal/{stage.name}/{writer}").fetch(logs / writer)
+    return sorted(logs.iterdir())
+
+
+def _add(total: RolloutReport, one: RolloutReport) -> None:
+    """Counts of replicas add up; the weakest log's level and the longest replica's time stand for all."""
+    for entry in fields(RolloutReport):
+        before, more = getattr(total, entry.name), getattr(one, entry.name)
+        if entry.name == "level":
+            total.level = more if more != "durable" else before
+        elif entry.name == "filesystem":
+            total.filesystem = more
+        elif entry.name == "max_drift":
+            total.max_drift = max(before, more)
+        elif isinstance(before, dict):
+            setattr(total, entry.name, {k: before.get(k, 0) + more.get(k, 0) for k in {*before, *more}})
+        elif entry.name not in ("stage", "iteration"):
+            setattr(total, entry.name, before + more)

@@ -3,11 +3,10 @@
 rollout.py           the policy samples one iteration into the store
 reward.py            rewards of stored samples; only missing ones are computed
 score.py             teachers' signals of stored samples; only missing ones are computed
-plan.py              metadata of a pinned snapshot -> recorded windows
+plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 train.py             planned windows -> a new policy version
 evaluate.py          held-out prompts
 discriminate.py      the discriminator of a stage
 retain.py            frees hidden states at the end of their lifetime
-explain_plan.py      what a recorded plan holds and will cost
 compare_teachers.py  every teacher of a job on the same answers
 """

@@ -16,7 +16,6 @@ from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
-from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, stage_samples
@@ -108,8 +107,7 @@ def _teacher_texts(run: Run, stage: Stage, source: str) -> dict[str, NDArray[np.
     found = {}
     for prompt in run.store.prompts(split="train", domains=run.job.domains_of(stage)):
         answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
-        ids = [*render(prompt.asked, tokenizer, template=run.job.student.prompt_template), *answer]
-        found[prompt.prompt_id] = np.array([*ids, tokenizer.eos_token_id], np.int64)
+        found[prompt.prompt_id] = np.array([*run.prompt_ids(prompt), *answer, tokenizer.eos_token_id], np.int64)
     return found
 
 

@@ -90,11 +90,10 @@ def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence
     requests = []
     for prompt in prompts:
         uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
-        ids = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
         requests.append(
             Request(
                 uid=uid,
-                prompt_ids=np.array(ids, np.int32),
+                prompt_ids=np.array(run.prompt_ids(prompt), np.int32),
                 key=sample_key(uid),
                 temperature=settings.temperature,
                 max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
@@ -182,11 +181,10 @@ def _reverse_kl(
         template = run.job.teachers[name].prompt_template or run.job.student.prompt_template
         for place in places:
             prompt, response = prompts[place], answers[place].ids
-            seen = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
             told = render(prompt.asked, run.tokenizer, template=template, context=prompt.teacher_context)
             with torch.no_grad():
                 rows = divergence(
-                    _response_states(student, seen, response),
+                    _response_states(student, run.prompt_ids(prompt), response),
                     student.head,
                     _response_states(teacher, told, response),
                     teacher.head,

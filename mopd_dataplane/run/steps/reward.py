@@ -1,14 +1,17 @@
-"""Rewards of stored samples, by verifiers. Only missing ones are computed; no model runs."""
+"""Rewards of stored samples, by verifiers. Only missing ones are computed; nothing here needs torch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.tools.replies import turn_texts, whose_turns
-from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.environments import reply_form_of
+from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
 
@@ -77,3 +80,14 @@ def _responses(run: Run, rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
     payload = run.store.read_tokens(rows, columns=["tokens", "loss_mask"])
     for prompt_len, ids, mask in zip(prompt_lens, payload["tokens"], payload["loss_mask"], strict=True):
         yield ids.as_py()[prompt_len:], mask.as_py()
+
+
+def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> dict[str, Any]:
+    """Verify every answer of a stage that has no reward."""
+    run = open_run(job, Progress(console), make=False)
+    found = {"stage": stage.name, **reward(run, stage)}
+    if not stage.discriminator:
+        return found
+    from mopd_dataplane.run.steps.discriminate import discriminate  # a model after all
+
+    return {**found, "discriminator": discriminate(run, stage, run.policies.latest(stage))}

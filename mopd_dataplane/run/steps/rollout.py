@@ -11,7 +11,6 @@ import numpy as np
 from mopd_dataplane.errors import PromptError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Lora
-from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.hf import MixedTeacher
@@ -125,23 +124,20 @@ def roll_out(
     """Sample a part, or a share of it, into the store through the token log of `writer`, and finish the samples in that
     log."""
     stage, sampler = part.stage, part.sampler.policy
-
     dropped = 0
 
     def commit(samples: list[Sample]) -> object:
         nonlocal dropped
         record_abandoned(run.store, samples)
         receipt = run.store.commit_samples(samples, keep_first=True)
-        record_dropped(run.store, part, receipt.dropped)
+        for uid in receipt.dropped:
+            run.store.add_event(f"dropped/{uid}", stage.name, "dropped", part.iteration, None, {"uid": uid})
         dropped += len(receipt.dropped)
         return receipt
 
     def newest() -> tuple[int, Path]:
         latest = run.policies.latest(stage)
         return latest, sampling_policy(run, stage, sampler, latest)
-
-    def as_the_student_reads_it(prompt: Prompt) -> list[int]:
-        return render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
 
     environment = environments_of(run.job, run.job.domains_of(stage), run.tokenizer, run.decode)
     sandbox = run.root / "sandbox" / stage.name / writer
@@ -155,7 +151,7 @@ def roll_out(
             rollout=stage.rollout.model_copy(update={"policy": sampler}),
             wal=run.job.wal,
             wal_dir=run.root / "wal",
-            render=as_the_student_reads_it,
+            render=run.prompt_ids,
             share=share,
             writer=writer,
             copy=StoredLog(run.work.files, f"wal/{stage.name}/{writer}") if run.work.files is not None else None,
@@ -187,11 +183,7 @@ def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     return iteration_prompts(
-        prompts,
-        count=stage.rollout.prompts_per_iteration,
-        iteration=iteration,
-        seed=run.job.seed,
-        stage=stage.name,
+        prompts, count=stage.rollout.prompts_per_iteration, iteration=iteration, seed=run.job.seed, stage=stage.name
     )
 
 
@@ -215,12 +207,6 @@ def record_abandoned(store: Store, samples: list[Sample]) -> None:
         if sample.abandoned:
             name, detail = f"abandon/{sample.uid}", {"reason": sample.abandoned, "uid": sample.uid}
             store.add_event(name, sample.stage, "abandon", sample.iteration, float(sample.response_len), detail)
-
-
-def record_dropped(store: Store, part: Part, uids: Sequence[str]) -> None:
-    """Record each sample that was dropped because the store has another content under its uid."""
-    for uid in uids:
-        store.add_event(f"dropped/{uid}", part.stage.name, "dropped", part.iteration, None, {"uid": uid})
 
 
 def _facts(done: RolloutReport) -> dict[str, str]:
@@ -270,7 +256,7 @@ def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt], iterat
         taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
         if per_domain and taken[prompt.domain] > per_domain:
             continue
-        prompt_ids = render(prompt.asked, tokenizer, template=job.student.prompt_template)
+        prompt_ids = run.prompt_ids(prompt)
         answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
         response = [*answer, tokenizer.eos_token_id]
         yield Sample(

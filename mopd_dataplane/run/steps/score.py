@@ -1,6 +1,6 @@
 """Teachers' signals of stored samples. Only missing ones are computed, and no two precisions under one name."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
     tokenizer, weights or quantisation do not fit.
     """
-    check_precision(run, run.job.scorers_of(stage))
+    check_precision(run, stage)
     work = _missing(run, stage, iteration)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
@@ -72,7 +72,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
         for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
         for chunk in chunks(rows)
     ]
-    record_rounding(run, stage, pool, ((task.teacher, task.rows) for task in tasks))
+    record_rounding(run, stage, pool, tasks)
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with closing(pool), step as (advance, report):
 
@@ -119,10 +119,10 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     return pool
 
 
-def check_precision(run: Run, teachers: Iterable[str]) -> None:
+def check_precision(run: Run, stage: Stage) -> None:
     """Refuse stored signals of another precision than the job now says. Raises MismatchError."""
     known = run.store.teachers()
-    for teacher in teachers:
+    for teacher in run.job.scorers_of(stage):
         now = quantisation_of(run.job.teachers[member].quantisation for member in run.job.members_of(teacher))
         if teacher in known and known[teacher].quantisation != now:
             raise MismatchError(
@@ -131,22 +131,19 @@ def check_precision(run: Run, teachers: Iterable[str]) -> None:
             )
 
 
-def record_rounding(run: Run, stage: Stage, pool: TeacherPool, work: Iterable[tuple[str, Rows]]) -> None:
-    """Measure the effect of quantisation on each quantised teacher, once, before its first signal is stored.
-
-    work: teachers and the rows of `samples` that they will score.
-    """
+def record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[ScoreTask]) -> None:
+    """Measure the effect of quantisation on each quantised teacher, once, before its first signal is stored."""
     measured = run.store.table("events", ["event_id"], filter="kind = 'quantisation'")["event_id"].to_pylist()
-    for teacher, rows in work:
-        for member in run.job.members_of(teacher):
+    for task in tasks:
+        for member in run.job.members_of(task.teacher):
             form = run.job.teachers[member].quantisation
             if form == "none" or f"quantisation/{member}/kl" in measured:
                 continue
-            samples = [one for one in stored_samples(run, rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
+            samples = [one for one in stored_samples(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
             if not samples:
                 continue
             effect = quantisation_effect(
-                pool, member, samples, stage.score, render_prompt=prompt_renderer(run, teacher, samples)
+                pool, member, samples, stage.score, render_prompt=prompt_renderer(run, task.teacher, samples)
             )
             facts = asdict(effect)
             detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}

@@ -194,9 +194,9 @@ class Training:
         teachers, student = run.job.teachers_of(stage), run.job.student
         from_hub = stage.start == "init" and is_hub_name(student.path)
         known = run.store.teachers()
-        for name in teachers:
-            if name in known and known[name].head_file:
-                run.work.fetch_file(known[name].head_file)
+        heads = {name: known[name] for name in teachers if name in known and known[name].head_file}
+        for record in heads.values():
+            run.work.fetch_file(record.head_file)
         return TrainSpec(
             stage=stage.name,
             start=str(run.policies.start(stage)),
@@ -208,9 +208,8 @@ class Training:
             train=stage.train,
             objective=run.job.objective(stage),
             heads={
-                name: HeadFile(path=str(run.root / known[name].head_file), digest=known[name].head_digest)
-                for name in teachers
-                if name in known and known[name].head_file
+                name: HeadFile(path=str(run.root / record.head_file), digest=record.head_digest)
+                for name, record in heads.items()
             },
             teachers=teachers,
             total_steps=self._steps_expected(),

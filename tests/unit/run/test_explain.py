@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mopd_dataplane.run.steps.explain_plan import train_flops
+from mopd_dataplane.run.steps.plan import train_flops
 
 
 @pytest.mark.parametrize(("tied", "multiplying"), [(False, 4 * 4 + 10 * 4), (True, 4 * 4 + 10 * 4)])
