@@ -127,10 +127,7 @@ class RolloutLoop:
         self._work.clear()  # sample() lists what is unfinished, these included
 
     def _run(self, work: Iterable[int | SampleSpec]) -> None:
-        """Decode samples of the ledger (by handle) and new ones, admitted in this order.
-
-        A sample that is in a slot already stays there.
-        """
+        """Decode samples of the ledger (by handle) and new ones, admitted in this order; one in a slot stays there."""
         in_slots = {int(self._handle[slot]) for slot in self._live()}
         self._work.extend(item for item in work if item not in in_slots)
         refill = max(1, self.engine.slots // _REFILL)

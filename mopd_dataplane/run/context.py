@@ -143,11 +143,8 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
 
 
 def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -> None:
-    """Write the prompts of every domain once; a domain already in the store is left as it is.
-
-    loaded: prompts of domains whose source was read already.
-    Raises PromptError when a source is empty or too small.
-    """
+    """Write the prompts of every domain that the store has none of: those already loaded, else those of its source.
+    Raises PromptError."""
     for name, domain in job.domains.items():
         if domain.source == "store":
             continue

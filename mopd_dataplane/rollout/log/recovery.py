@@ -38,7 +38,9 @@ def recover(home: Path) -> Recovered:
     epochs = epoch_folders(home)
     unbased: list[Segment] = []
     for epoch in sorted(epochs, reverse=True):
-        segments = _segments(epochs[epoch], _fence_on(epoch, unbased))
+        # An epoch that died before its own checkpoint was complete has put a fence on this one; the first one rules.
+        fence = next((fence for fence in map(_fence, unbased) if fence.epoch == epoch), None)
+        segments = _segments(epochs[epoch], fence)
         for index in reversed(range(len(segments))):
             if any(record.kind == log_records.Base.kind for record in segments[index].records):
                 return _replayed(segments[index], segments[index + 1 :], unbased)
@@ -70,14 +72,11 @@ def _segments(folder: Path, fence: log_records.Fence | None) -> list[Segment]:
     return read
 
 
-def _fence_on(epoch: int, later: list[Segment]) -> log_records.Fence | None:
-    """The fence on an epoch, set by an epoch that died before its own checkpoint was complete; the first one rules."""
-    for segment in later:
-        if segment.records and segment.records[0].kind == log_records.Fence.kind:
-            fence = log_records.Fence.decode(segment.records[0].body)
-            if fence.epoch == epoch:
-                return fence
-    return None
+def _fence(segment: Segment) -> log_records.Fence:
+    """The fence that a segment begins with; of epoch 0 where it begins with none."""
+    if segment.records and segment.records[0].kind == log_records.Fence.kind:
+        return log_records.Fence.decode(segment.records[0].body)
+    return log_records.Fence(0, 0, 0)
 
 
 def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Recovered:
@@ -89,7 +88,7 @@ def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Re
         except (ValueError, KeyError, OverflowError) as error:
             where = f"{base.path}: record {record.lsn} at byte {record.offset}"
             raise DamagedError(f"{where} does not follow from those before it ({error!r}); {_BY_HAND}") from None
-    _check_tail(base)
+    _check_tail(base, base.next_lsn)
     for segment in after:
         closed = base.records[-1].kind == log_records.Close.kind and base.valid_end == base.size
         if not closed or segment.header.previous != base.records[-1].crc or segment.header.first_lsn != base.next_lsn:
@@ -98,7 +97,7 @@ def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Re
                 f"{segment.path.name} follows; {_BY_HAND}"
             )
     for segment in [*after, *unbased]:
-        _check_tail(segment, promised_from=segment.header.first_lsn)
+        _check_tail(segment, segment.header.first_lsn)
     return Recovered(
         ledger=ledger,
         next_lsn=base.next_lsn,
@@ -110,9 +109,8 @@ def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Re
 _BY_HAND = "nothing was changed; keep the folder and see docs/durability.md, 'Recovering by hand'"
 
 
-def _check_tail(segment: Segment, *, promised_from: int | None = None) -> None:
-    """Raise when a record at or above `promised_from` (default: the first missing one) was promised as durable."""
-    first = segment.next_lsn if promised_from is None else promised_from
+def _check_tail(segment: Segment, first: int) -> None:
+    """Raise when a record at or above lsn `first` was promised as durable."""
     if segment.watermark >= first:
         raise DamagedError(
             f"{segment.path}: record {segment.next_lsn} at byte {segment.valid_end} of {segment.size} cannot be read, "
@@ -123,7 +121,6 @@ def _check_tail(segment: Segment, *, promised_from: int | None = None) -> None:
 def _check_never_based(segments: list[Segment]) -> None:
     """Raise DamagedError unless a log without any checkpoint is one whose very first record was interrupted."""
     for segment in segments:
-        _check_tail(segment, promised_from=segment.header.first_lsn)
-        fence = log_records.Fence.decode(segment.records[0].body) if segment.records else log_records.Fence(0, 0, 0)
-        if segment.header.segment > 0 or fence.epoch > 0:
+        _check_tail(segment, segment.header.first_lsn)
+        if segment.header.segment > 0 or _fence(segment).epoch > 0:
             raise DamagedError(f"{segment.path}: the log before this segment is missing; {_BY_HAND}")

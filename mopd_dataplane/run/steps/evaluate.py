@@ -29,44 +29,41 @@ if TYPE_CHECKING:
     import torch
 
 
-def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
-    """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once.
-
-    Returns accuracy by domain; empty when the job holds out no prompts, or no reward says what is right.
-    """
+def evaluate(run: Run, stage: Stage, version: int) -> None:
+    """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once."""
     prompts = run.store.prompts(split=run.job.eval.split, domains=list(run.job.domains))
     label = stage.name if version else stage.start  # version 0 belongs to where the stage starts
     stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
     known = set(stored["prompt_id"].to_pylist())
     todo = [prompt for prompt in prompts if prompt.prompt_id not in known]
-    if todo:
-        folder = run.policies.folder(stage, version)
-        with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
-            answers = answer(run, stage, folder, version, todo)
-            distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
-            rows = [
-                {
-                    "policy": label,
-                    "policy_version": version,
-                    "prompt_id": prompt.prompt_id,
-                    "domain": prompt.domain,
-                    **verify(run, prompt, found.ids, found.mask)._asdict(),
-                    "reverse_kl": distances.get(prompt.prompt_id),
-                    "response": run.decode(found.ids),
-                    "response_len": len(found.ids),
-                    "finish_reason": found.finish_reason,
-                }
-                for prompt, found in zip(todo, answers, strict=True)
-            ]
-            run.store.add_evals(rows)
-            advance(len(todo))
-            report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
-            report.facts["reward"] = f"{np.mean([row['reward'] for row in rows]):.3f}"
-            if distances:
-                report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
-        name = f"time/{label}/{version}/evaluate"
-        run.store.add_event(name, stage.name, "stage_time", version, report.seconds, {"action": "evaluate"})
-    return accuracy(run, label, version)
+    if not todo:
+        return
+    folder = run.policies.folder(stage, version)
+    with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
+        answers = answer(run, stage, folder, version, todo)
+        distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
+        rows = [
+            {
+                "policy": label,
+                "policy_version": version,
+                "prompt_id": prompt.prompt_id,
+                "domain": prompt.domain,
+                **verify(run, prompt, found.ids, found.mask)._asdict(),
+                "reverse_kl": distances.get(prompt.prompt_id),
+                "response": run.decode(found.ids),
+                "response_len": len(found.ids),
+                "finish_reason": found.finish_reason,
+            }
+            for prompt, found in zip(todo, answers, strict=True)
+        ]
+        run.store.add_evals(rows)
+        advance(len(todo))
+        report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
+        report.facts["reward"] = f"{np.mean([row['reward'] for row in rows]):.3f}"
+        if distances:
+            report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
+    name = f"time/{label}/{version}/evaluate"
+    run.store.add_event(name, stage.name, "stage_time", version, report.seconds, {"action": "evaluate"})
 
 
 def accuracy(run: Run, label: str, version: int) -> dict[str, float]:

@@ -126,14 +126,13 @@ def roll_out(
     stage, sampler = part.stage, part.sampler.policy
     dropped = 0
 
-    def commit(samples: list[Sample]) -> object:
+    def commit(samples: list[Sample]) -> None:
         nonlocal dropped
         record_abandoned(run.store, samples)
         receipt = run.store.commit_samples(samples, keep_first=True)
         for uid in receipt.dropped:
             run.store.add_event(f"dropped/{uid}", stage.name, "dropped", part.iteration, None, {"uid": uid})
         dropped += len(receipt.dropped)
-        return receipt
 
     def newest() -> tuple[int, Path]:
         latest = run.policies.latest(stage)

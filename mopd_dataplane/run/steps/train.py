@@ -60,7 +60,7 @@ class Training:
     """The training of one stage. Processes start with the first window that has to be trained, and end with the block.
 
     with Training(run, stage) as training:
-        version = training.train(plan)
+        training.train(plan)
     """
 
     def __init__(self, run: Run, stage: Stage, *, samples: int = 0) -> None:
@@ -74,8 +74,8 @@ class Training:
         self._trainer: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
 
-    def train(self, plan: PlanWindow) -> int:
-        """Train a recorded window unless its policy version exists; returns that version.
+    def train(self, plan: PlanWindow) -> None:
+        """Train a recorded window unless its policy version exists.
 
         Continues from the last checkpoint. The one behind this window is still being written when the version is
         there: `settle` waits for it. Raises the trainer's error under its own exit code, EngineError when it died
@@ -101,7 +101,6 @@ class Training:
                 self._trainer = None
             run.record_time(stage, plan.window, "train", report.seconds)
         self._record_steps()
-        return version
 
     def settle(self) -> None:
         """Wait until the newest policy's checkpoint is written and in the store; free what no window reads again.
