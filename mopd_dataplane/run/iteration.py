@@ -72,14 +72,9 @@ class Sampler:
 def sampler_of(job: Job, stage: Stage, prompt: Prompt, iteration: int) -> Sampler:
     """The sampler of a prompt in an iteration."""
     rollout = stage.rollout
-    answered = _fraction(job.seed, stage.name, prompt.prompt_id, iteration) < rollout.student_share
+    name = f"{job.seed}\0{stage.name}\0{prompt.prompt_id}\0{iteration}".encode()
+    digest = hashlib.blake2b(name, digest_size=8, person=b"mopd-share").digest()
+    answered = int.from_bytes(digest, "little") / 2**64 < rollout.student_share
     policy = job.sampler_of(stage, rollout.policy if answered else rollout.rest, prompt.domain, prompt.effort)
     mixed = answered and rollout.teacher_mix > 0
     return Sampler(policy, job.teacher_of(stage, prompt.domain, prompt.effort) if mixed else "")
-
-
-def _fraction(seed: int, stage: str, prompt_id: str, iteration: int) -> float:
-    """Uniform in [0, 1)."""
-    name = f"{seed}\0{stage}\0{prompt_id}\0{iteration}".encode()
-    digest = hashlib.blake2b(name, digest_size=8, person=b"mopd-share").digest()
-    return int.from_bytes(digest, "little") / 2**64

@@ -70,7 +70,9 @@ def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
     try:
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         where = "on this machine" if address == ON_THIS_MACHINE else f"at {address}"
-        run.progress.say(f"ray {ray.__version__} {where}: {nodes} node(s), {_listed(ray.cluster_resources())}")
+        room = ray.cluster_resources()
+        resources = ", ".join(f"{room[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in room)
+        run.progress.say(f"ray {ray.__version__} {where}: {nodes} node(s), {resources}")
         yield RayFleet(run)
     finally:
         ray.shutdown()
@@ -85,10 +87,6 @@ def _reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
     except (OSError, OverflowError) as error:
         raise ResourceError(f"no Ray cluster answers at {address} ({error}); start one, or leave ADDRESS out") from None
-
-
-def _listed(resources: dict[str, float]) -> str:
-    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,7 @@ def _logs(run: Run, stage: Stage) -> list[Path]:
 
 
 def _add(total: RolloutReport, one: RolloutReport) -> None:
-    """Counts of replicas add up; the weakest log's level and the longest replica's time stand for all."""
+    """Counts and seconds of replicas add up; the weakest log's level stands for all."""
     for entry in fields(RolloutReport):
         before, more = getattr(total, entry.name), getattr(one, entry.name)
         if entry.name == "level":

@@ -31,61 +31,6 @@ REFERENCE_BATCH = 4096
 """Reference samples committed together."""
 
 
-def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
-    """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
-
-    The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
-    published in the middle.
-    """
-    prompts = prompts_of(run, stage, iteration)
-    _, stored = stage_samples(run.store, stage, iteration, ["uid"])
-    already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
-    samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
-    reports = []
-    for sampler in dict.fromkeys(samplers):
-        own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
-        if sampler.policy == "reference":
-            store_reference(run, stage, own, iteration=iteration)
-        elif not already.issuperset(uids_of(run, stage, iteration, own)):
-            reports.append(_sample(run, stage, iteration, sampler, own, already, follow=follow))
-    if not reports:
-        return []
-    seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
-    run.record_time(stage, iteration, "rollout", seconds, log="/".join(sorted(levels)))
-    return reports
-
-
-def _sample(
-    run: Run, stage: Stage, iteration: int, sampler: Sampler, prompts: list[Prompt], already: set[str], *, follow: bool
-) -> RolloutReport:
-    """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
-    version = run.policies.latest(stage) if follow else iteration
-    before = len(already.intersection(uids_of(run, stage, iteration, prompts)))
-    total = len(prompts) * stage.rollout.group_size
-    with run.progress.step(stage.name, "rollout", total=total, unit="samples") as (advance, report):
-
-        def show(done: int, **facts: str) -> None:
-            if "notice" in facts:
-                run.progress.say(f"{stage.name:<16} rollout  {facts['notice']}")
-            else:
-                advance(before + done, **facts)
-
-        part = Part(stage, iteration, sampler, version, prompts)
-        if run.fleet is not None:
-            done = run.fleet.roll_out(part, already, show)
-        else:
-            folder = sampling_policy(run, stage, sampler.policy, version)
-            starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
-            what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
-            advance(before, now=run.progress.waits_for(stage.name, what, [folder], slow=starts))
-            with run.engines.use(
-                folder, version, mixed_teacher=_mixed_teacher(run, part), adapter=part.adapter
-            ) as engine:
-                done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
-        report.facts = _facts(done)
-    return done
-
-
 @dataclass(frozen=True)
 class Part:
     """The prompts that one policy answers in one iteration of a stage."""
@@ -102,6 +47,58 @@ class Part:
     def adapter(self) -> Lora | None:
         """LoRA settings of the sampler's later policies, where they are adapters; a teacher stays as it is."""
         return self.stage.adapter if self.sampler.policy == "self" else None
+
+
+def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
+    """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
+
+    The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
+    published in the middle.
+    """
+    prompts = prompts_of(run, stage, iteration)
+    _, stored = stage_samples(run.store, stage, iteration, ["uid"])
+    already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
+    samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
+    reports = []
+    for sampler in dict.fromkeys(samplers):
+        own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
+        if sampler.policy == "reference":
+            store_reference(run, stage, own, iteration=iteration)
+        elif not already.issuperset(uids_of(run, stage, iteration, own)):
+            version = run.policies.latest(stage) if follow else iteration
+            reports.append(_sample(run, Part(stage, iteration, sampler, version, own), already, follow=follow))
+    if not reports:
+        return []
+    seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
+    run.record_time(stage, iteration, "rollout", seconds, log="/".join(sorted(levels)))
+    return reports
+
+
+def _sample(run: Run, part: Part, already: set[str], *, follow: bool) -> RolloutReport:
+    """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
+    stage, sampler = part.stage, part.sampler
+    uids = uids_of(run, stage, part.iteration, part.prompts)
+    before = len(already.intersection(uids))
+    with run.progress.step(stage.name, "rollout", total=len(uids), unit="samples") as (advance, report):
+
+        def show(done: int, **facts: str) -> None:
+            if "notice" in facts:
+                run.progress.say(f"{stage.name:<16} rollout  {facts['notice']}")
+            else:
+                advance(before + done, **facts)
+
+        if run.fleet is not None:
+            done = run.fleet.roll_out(part, already, show)
+        else:
+            folder = sampling_policy(run, stage, sampler.policy, part.version)
+            starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
+            what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
+            advance(before, now=run.progress.waits_for(stage.name, what, [folder], slow=starts))
+            mixed = _mixed_teacher(run, part)
+            with run.engines.use(folder, part.version, mixed_teacher=mixed, adapter=part.adapter) as engine:
+                done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
+        report.facts = _facts(done)
+    return done
 
 
 def open_engine(run: Run, part: Part) -> Engine:
