@@ -87,12 +87,8 @@ class ConsumerGroup:
         for item in self.items:
             if item.place < place:
                 continue
-            if (
-                item.slot is None
-                or not item.ready
-                or item.place != (*place[:2], place[2] + len(found))
-                or consumer not in item.waiting
-            ):
+            following = (*place[:2], place[2] + len(found))
+            if item.slot is None or not item.ready or item.place != following or consumer not in item.waiting:
                 break
             left -= item.slot.capacity
             if left < 0:

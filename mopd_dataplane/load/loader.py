@@ -111,11 +111,7 @@ class Loader:
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
         """Steps (0 closes the log) and digests of a window, waiting until it is planned."""
         plan = self._windows.wait_for(window, beat).plan
-        return {
-            "steps": len(plan.step_starts) - 1,
-            "plan_digest": plan.digest,
-            "snapshot_digest": plan.snapshot.digest,
-        }
+        return {"steps": len(plan.step_starts) - 1, "plan_digest": plan.digest, "snapshot_digest": plan.snapshot.digest}
 
     def advance(self, consumer: Consumer, used: Sequence[float]) -> tuple[WindowSource, int, list[int], Lent] | None:
         """The consumer's next step: (window, step, its packs, those of its first packs that are small and ready, lent

@@ -132,9 +132,8 @@ class _Conversation:
             lent = self._loader.claim(self._consumer, *place, self._beat, _ages(message["used"]))
             self._send_lent({}, lent)
         elif operation == "release":
-            self._loader.release(
-                self._consumer, [(int(slot), int(generation)) for slot, generation in message["leases"]]
-            )
+            leases = [(int(slot), int(generation)) for slot, generation in message["leases"]]
+            self._loader.release(self._consumer, leases)
         else:
             raise InputError(f"unknown request {operation!r}")
 

@@ -144,13 +144,7 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
 
 
 def _choose(
-    columns: Columns,
-    settings: sections.Plan,
-    training: Training,
-    key: int,
-    usable: NDArray[np.bool_],
-    *,
-    whole: bool,
+    columns: Columns, settings: sections.Plan, training: Training, key: int, usable: NDArray[np.bool_], *, whole: bool
 ) -> NDArray[np.bool_]:
     """[n] the first batch of usable samples in admission order, or in the mixture's.
 

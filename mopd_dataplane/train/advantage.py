@@ -33,10 +33,7 @@ class TokenAdvantage:
 
 
 def token_advantage(
-    term: PolicyGradientTerm,
-    batch: MicroBatch,
-    current: Tensor | None = None,
-    reverse_kl: Tensor | None = None,
+    term: PolicyGradientTerm, batch: MicroBatch, current: Tensor | None = None, reverse_kl: Tensor | None = None
 ) -> TokenAdvantage:
     """Advantage of every trained token.
 

@@ -215,12 +215,7 @@ class ObjectiveLoss:
         return topk_divergence(given.hidden, given.head, *given.topk, mode="tail", temperature=self._temperature)
 
     def _policy(
-        self,
-        term: PolicyGradientTerm,
-        given: _Inputs,
-        weights: Tensor,
-        proximal: Tensor | None,
-        sums: TermSums,
+        self, term: PolicyGradientTerm, given: _Inputs, weights: Tensor, proximal: Tensor | None, sums: TermSums
     ) -> Tensor:
         hidden, head, batch = given.hidden, given.head, given.batch
         current = None
