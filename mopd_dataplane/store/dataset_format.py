@@ -112,11 +112,8 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
     check_format(int(metadata[FORMAT_KEY]), where)
     wanted = lance_schema(spec, spec.name)
     problems = [text for field in wanted if (text := _column_problem(field, found))]
-    problems += [
-        f"column {field.name!r} is not known and not nullable"
-        for field in found
-        if field.name not in wanted.names and not field.nullable
-    ]
+    unknown = (field.name for field in found if field.name not in wanted.names and not field.nullable)
+    problems += [f"column {name!r} is not known and not nullable" for name in unknown]
     if problems:
         raise MismatchError(f"{where} does not have the columns of {spec.name!r}: " + "; ".join(problems))
     if not dataset.has_stable_row_ids:
