@@ -128,11 +128,10 @@ class VllmAdaptedBase:
         """A teacher; its adapter is given to vLLM when it first reads."""
         if teacher not in self._readers:
             act = partial(self._act, teacher, folder)
-            self._readers[teacher] = (
-                VllmAdapterLogprobs(self.shared, act)
-                if isinstance(self.shared, VllmLogprobs)
-                else VllmAdapterReader(self.shared, act, folder)
-            )
+            if isinstance(self.shared, VllmLogprobs):
+                self._readers[teacher] = VllmAdapterLogprobs(self.shared, act)
+            else:
+                self._readers[teacher] = VllmAdapterReader(self.shared, act, folder)
         return self._readers[teacher]
 
     def _act(self, teacher: str, folder: Path) -> None:
@@ -154,10 +153,9 @@ class VllmAdapterReader:
         """act: gives vLLM the teacher's adapter."""
         self._shared = shared
         self._act = act
-        head = shared.head
-        self.head: Head = (
-            hf.load_head(folder, dtype="float32", device=str(head.weight.device)) if touches_head(folder) else head
-        )
+        self.head: Head = shared.head
+        if touches_head(folder):
+            self.head = hf.load_head(folder, dtype="float32", device=str(self.head.weight.device))
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""

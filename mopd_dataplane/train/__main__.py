@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with full_disk_named():
             return _train(load_spec(parser.parse_args(arguments).spec), stop)
+    except Interrupted:
+        return EXIT_CODE
     except MopdError as error:
         rank = os.environ.get("RANK")
         print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
@@ -52,22 +54,18 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
         )
         stack.callback(ranks.leave)
         stack.enter_context(peers_lost_named(ranks.rank))
-        try:
-            with stop.interrupting():  # a loader that Ctrl-C ended too never answers
-                source = stack.enter_context(
-                    LoaderClient(
-                        spec.socket,
-                        rank=ranks.data_rank,
-                        world_size=ranks.data_world,
-                        member=ranks.member,
-                        members=ranks.members,
-                        deadline_s=spec.deadline_s,
-                        window_deadline_s=spec.window_deadline_s,
-                        pin=ranks.device.type == "cuda",
-                    )
-                )
-        except Interrupted:
-            return EXIT_CODE
+        with stop.interrupting():  # a loader that Ctrl-C ended too never answers
+            source = LoaderClient(
+                spec.socket,
+                rank=ranks.data_rank,
+                world_size=ranks.data_world,
+                member=ranks.member,
+                members=ranks.members,
+                deadline_s=spec.deadline_s,
+                window_deadline_s=spec.window_deadline_s,
+                pin=ranks.device.type == "cuda",
+            )
+        stack.enter_context(source)
         # After connecting: an orphan whose loader never came must not keep the next trainer out.
         if ranks.leads:
             stack.enter_context(only_writer(Path(spec.checkpoint_dir)))
