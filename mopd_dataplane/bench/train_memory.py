@@ -54,8 +54,7 @@ def measured(model: str, dtype: str, rank: int, option: str) -> dict[str, Any]:
     """The row of one of KINDS, measured in this process."""
     from mopd_dataplane.job.sections import Lora, Train
     from mopd_dataplane.models.adapters import trained_tensors
-    from mopd_dataplane.models.families import FAMILIES
-    from mopd_dataplane.models.tiny import of_family
+    from mopd_dataplane.models.tiny import FAMILIES, of_family
 
     keys: dict[str, Any] = {option: True} if option else {}
     train = Train(lora=Lora(r=rank), **keys)

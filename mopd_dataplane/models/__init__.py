@@ -3,12 +3,11 @@
 adapter_files.py    adapter folders, and the base that each belongs on
 adapters.py         LoRA adapters in a transformers model: put in, switched, written, merged
 devices.py          which device a model goes to, and freeing its memory
-families.py         chat formats and sizes of common model families, known without their files
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 hub.py              models by their Hugging Face name
 initial_weights.py  the model a job starts from, made once
 router_replay.py    which experts each token was sent to: recorded while decoding, replayed in training
-tiny.py             tiny random models with another model's architecture and tokenizer
+tiny.py             tiny random models with the architecture and tokenizer of another model, or of a model family
 vllm_adapters.py    adapters in a vLLM that was started here, as LoRA requests
 vllm_local.py       vLLM on this machine, its core in a process of its own
 vllm_server.py      a running vLLM server by its URL

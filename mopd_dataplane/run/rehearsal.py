@@ -23,9 +23,9 @@ from mopd_dataplane.job.job import Job, check_job
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.models import tiny
 from mopd_dataplane.models.devices import resolve_device
-from mopd_dataplane.models.families import FAMILIES, USUAL, family_of
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
+from mopd_dataplane.models.tiny import FAMILIES, USUAL, family_of
 from mopd_dataplane.prompts import find_prompts, source_package
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.score.engines import SCORING

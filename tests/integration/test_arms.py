@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from mopd_dataplane.models.families import FAMILIES
-from mopd_dataplane.models.tiny import of_family
+from mopd_dataplane.models.tiny import FAMILIES, of_family
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SPECIALISTS = ("date", "larger", "json")

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from mopd_dataplane.bench import train_memory
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.job.sections import Student
-from mopd_dataplane.models.families import FAMILIES, family_of
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.models.tiny import of_family
+from mopd_dataplane.models.tiny import FAMILIES, family_of, of_family
 
 
 def figures(*words: str) -> dict[str, Any]:
