@@ -154,10 +154,8 @@ def _carried(handle: int, partial: PartialSample) -> Iterator[log_records.LogRec
     tokens, logprobs = partial.response, np.array(partial.logprobs, np.float32)
     mask = np.array(partial.loss_mask, np.uint8)
     if sets := len(partial.masks):
-        handles = np.full(sets, handle, np.uint32)
-        yield from log_records.SamplingMask.records(
-            handles, np.arange(sets, dtype=np.uint32), partial.masks.first(sets)
-        )
+        handles, ordinals = np.full(sets, handle, np.uint32), np.arange(sets, dtype=np.uint32)
+        yield from log_records.SamplingMask.records(handles, ordinals, partial.masks.first(sets))
     if partial.routed:
         routes = np.frombuffer(bytes(partial.routes), np.int16).reshape(partial.routed, -1)
         positions = np.arange(len(routes), dtype=np.uint32)

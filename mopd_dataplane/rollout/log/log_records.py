@@ -151,9 +151,8 @@ class SamplingMask:
         for part in np.unique(parts):
             rows = np.flatnonzero(parts == part)
             begin = ends[rows[0]] - masks.sizes[rows[0]]
-            yield cls(
-                handles[rows], ordinals[rows], SamplingMasks(masks.sizes[rows], masks.ids[begin : ends[rows[-1]]])
-            )
+            own = SamplingMasks(masks.sizes[rows], masks.ids[begin : ends[rows[-1]]])
+            yield cls(handles[rows], ordinals[rows], own)
 
     def encode(self) -> bytes:
         columns = (self.handles, self.ordinals, self.masks.sizes, self.masks.ids)

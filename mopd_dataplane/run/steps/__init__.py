@@ -1,6 +1,6 @@
 """The steps of a stage, named after the flow.
 
-rollout.py           the policy samples one iteration into the store
+rollout.py           the policy samples one iteration into the store; reference answers as samples
 reward.py            rewards of stored samples; only missing ones are computed
 score.py             teachers' signals of stored samples; only missing ones are computed
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost

@@ -36,9 +36,8 @@ def compare_teachers(
     answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
     if not any(answers.values()):
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
-    student = TeacherForward(
-        (HfReader(load_model(run.policies.folder(stage, 0), device=resolve_device(stage.score.device))),)
-    )
+    device = resolve_device(stage.score.device)
+    student = TeacherForward((HfReader(load_model(run.policies.folder(stage, 0), device=device)),))
     names = [name for name in job.teachers if _is_there(run, name)]
     pool = teacher_pool(run, stage, names, engine="hf")
     rows = []

@@ -148,7 +148,7 @@ def _check_sampler_logprobs(run: Run, stage: Stage, iteration: int | None, snaps
 
 
 def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explain: bool = False) -> dict[str, Any]:
-    """Record the plan of the stage's next window."""
+    """Record the plan of the stage's next window; with `explain`, what it holds and will cost is returned too."""
     run = open_run(job, Progress(console), make=False)
     window = run.policies.latest(stage)
     plan = plan_window(run, stage, window, iteration=stage.iteration_of(window))
