@@ -94,18 +94,17 @@ class OpenFiles:
 
     def fd(self, number: int) -> int:
         """Descriptor of a file, good until another one is asked for. Raises OSError."""
-        fd = self.fds.get(number)
-        if fd is None:
+        if number not in self.fds:
             if len(self.fds) >= OPEN_FILES:
                 self._close()
             try:
-                fd = self._open(number)
+                self.fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.fds:
                     raise
                 self._close()
-                fd = self._open(number)
-        return fd
+                return self.fd(number)
+        return self.fds[number]
 
     def gather(self, number: int, pieces: Sequence[Piece], memory: memoryview) -> None:
         """Fill memory with pieces of a file, one after the other. Raises DamagedError when the file is gone, cannot be
@@ -140,10 +139,6 @@ class OpenFiles:
     def _damage(self, number: int, position: int, nbytes: int, why: str | None) -> DamagedError:
         place = f"{self._paths[number]}, {nbytes:,} bytes from byte {position:,}"
         return DamagedError(f"{place}: {why}; run `mopd store verify`")
-
-    def _open(self, number: int) -> int:
-        fd = self.fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
-        return fd
 
     def _close(self) -> None:
         while self.fds:
