@@ -1,12 +1,11 @@
 """One TOML file is one whole run.
 
 sections.py     the tables of a job file: every key with its default and its meaning
-parse.py        what pydantic found wrong, in words; a section that another process wrote as JSON
+parse.py        what pydantic found wrong, in words, and in which line; a section that another process wrote as JSON
 objectives.py   what a stage minimises, as a sum of terms; the classes that other packages' terms derive from
 schedules.py    weights that are fixed, or change over the optimizer steps of a stage
 read.py         from files, `extends` and overrides to one plain table
 job.py          the table as a Job, or an error that names the nearest valid key
-place.py        where a key stands in its file
 recipes.py      jobs that come with the package, and copies of them
 reference.py    every key with type, default, unit, meaning and example: docs/job.md, JSON Schema
 examples.py     those examples and units

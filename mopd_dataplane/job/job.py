@@ -19,8 +19,7 @@ from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
-from mopd_dataplane.job.parse import problem_text
-from mopd_dataplane.job.place import line_of
+from mopd_dataplane.job.parse import line_of, problem_text
 from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
 from mopd_dataplane.job.sections import Name, Section
 
