@@ -43,8 +43,8 @@ class Objective(Section):
             term = objective.bits
             _, entropy = token_logprob(hidden, head, batch.targets, return_entropy=True)
             entropy = entropy / math.log(term.base)
-            sums.add("bits", entropy)
-            loss = loss - term.weight * (entropy * self._weights(term.normaliser, batch, totals)).sum()
+            sums.add(bits=entropy)
+            loss = loss - term.weight * (entropy * self._weights(term, batch, totals)).sum()
         for other in self._plugins:
 """,
         ),
