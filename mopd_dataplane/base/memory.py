@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_LIBC = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Parameters of glibc's mallopt."""
 RETURNED_BYTES = 1 << 20
@@ -21,20 +22,19 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
     planner's time. Without glibc nothing changes.
     return_it: False keeps up to KEPT_BYTES at the end, for the next block.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
+    if not hasattr(_LIBC, "mallopt"):
         yield
         return
-    libc.mallopt(MMAP_MAX, 0)
-    libc.mallopt(TRIM_THRESHOLD, -1)
+    _LIBC.mallopt(MMAP_MAX, 0)
+    _LIBC.mallopt(TRIM_THRESHOLD, -1)
     try:
         yield
     finally:
-        libc.mallopt(MMAP_MAX, USUAL_MAPPINGS)
+        _LIBC.mallopt(MMAP_MAX, USUAL_MAPPINGS)
         if return_it:
             trim_heap()
         else:
-            libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+            _LIBC.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def freed_memory_returned() -> None:
@@ -43,9 +43,8 @@ def freed_memory_returned() -> None:
     Else glibc keeps blocks as large as the largest that was ever freed, in pieces between those that are in use. For
     processes that make much out of more and then stay. Without glibc nothing changes.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(MMAP_THRESHOLD, RETURNED_BYTES)
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def trim_heap() -> None:
@@ -54,7 +53,6 @@ def trim_heap() -> None:
     glibc keeps as much there, for each thread, as twice the largest block that was ever freed, and trimming leaves it
     alone in all heaps but the first. Without glibc nothing happens.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.mallopt(TRIM_THRESHOLD, RETURNED_BYTES)
-        libc.malloc_trim(0)
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.mallopt(TRIM_THRESHOLD, RETURNED_BYTES)
+        _LIBC.malloc_trim(0)
