@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation("call every torn tail damage", "rollout/log/recovery.py", "    if segment.watermark >= first:",
              "    if segment.valid_end < segment.size:", "5"),
     Mutation("ignore the fence", "rollout/log/recovery.py",
-             "if fence.epoch == epoch), None)", "if False), None)",
+             "fence.epoch == epoch), None)", "False), None)",
              UNIT + "test_wal_log.py -k zombie"),
     Mutation("a writer that lost its lock goes on", "rollout/log/wal.py",
              "        if next_one.exists() or not mine.exists():",

@@ -39,7 +39,7 @@ def recover(home: Path) -> Recovered:
     unbased: list[Segment] = []
     for epoch in sorted(epochs, reverse=True):
         # An epoch that died before its own checkpoint was complete has put a fence on this one; the first one rules.
-        fence = next((fence for fence in map(_fence, unbased) if fence.epoch == epoch), None)
+        fence = next((fence for fence in map(_fence, unbased) if fence is not None and fence.epoch == epoch), None)
         segments = _segments(epochs[epoch], fence)
         for index in reversed(range(len(segments))):
             if any(record.kind == log_records.Base.kind for record in segments[index].records):
@@ -72,11 +72,11 @@ def _segments(folder: Path, fence: log_records.Fence | None) -> list[Segment]:
     return read
 
 
-def _fence(segment: Segment) -> log_records.Fence:
-    """The fence that a segment begins with; of epoch 0 where it begins with none."""
+def _fence(segment: Segment) -> log_records.Fence | None:
+    """The fence that a segment begins with."""
     if segment.records and segment.records[0].kind == log_records.Fence.kind:
         return log_records.Fence.decode(segment.records[0].body)
-    return log_records.Fence(0, 0, 0)
+    return None
 
 
 def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Recovered:
@@ -122,5 +122,6 @@ def _check_never_based(segments: list[Segment]) -> None:
     """Raise DamagedError unless a log without any checkpoint is one whose very first record was interrupted."""
     for segment in segments:
         _check_tail(segment, segment.header.first_lsn)
-        if segment.header.segment > 0 or _fence(segment).epoch > 0:
+        begins = not segment.records or _fence(segment) == log_records.Fence(0, 0, 0)
+        if segment.header.segment > 0 or not begins:
             raise DamagedError(f"{segment.path}: the log before this segment is missing; {_BY_HAND}")

@@ -41,14 +41,33 @@ BODIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BODIES)
-def test_a_record_no_writer_wrote_is_damage(tmp_path: Path, what: str) -> None:
+def log_of(home: Path, bodies: list[tuple[int, bytes]]) -> None:
+    """Write a segment with these records, none of them promised as durable."""
     header = SegmentHeader(1, bytes(16), 0, 1, 0)
-    said = [log_records.Fence(0, 0, 0), log_records.Base(0, 0), log_records.Open(0, OPENING)]
-    bodies = [*((message.kind, message.encode()) for message in said), BODIES[what]]
     framed = [pack_record(header.salt, lsn, 0, 1, kind, body) for lsn, (kind, body) in enumerate(bodies, start=1)]
-    place = tmp_path / "00000001" / f"{0:016x}.wal"
+    place = home / "00000001" / f"{0:016x}.wal"
     place.parent.mkdir()
     place.write_bytes(header.pack() + b"".join(framed))
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_a_record_no_writer_wrote_is_damage(tmp_path: Path, what: str) -> None:
+    said = [log_records.Fence(0, 0, 0), log_records.Base(0, 0), log_records.Open(0, OPENING)]
+    log_of(tmp_path, [*((message.kind, message.encode()) for message in said), BODIES[what]])
     with pytest.raises(DamagedError, match="record 4 at byte"):
         recover(tmp_path)
+
+
+@pytest.mark.parametrize("first", [log_records.Open(0, OPENING), log_records.Fence(1, 0, 0)])
+def test_a_log_without_checkpoint_that_begins_with_something_else_is_damage(
+    tmp_path: Path, first: log_records.LogRecord
+) -> None:
+    log_of(tmp_path, [(first.kind, first.encode())])
+    with pytest.raises(DamagedError, match="the log before this segment is missing"):
+        recover(tmp_path)
+
+
+def test_a_log_whose_first_checkpoint_was_interrupted_is_empty(tmp_path: Path) -> None:
+    first = log_records.Fence(0, 0, 0)
+    log_of(tmp_path, [(first.kind, first.encode())])
+    assert recover(tmp_path).next_lsn == 1
