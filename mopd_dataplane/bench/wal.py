@@ -44,7 +44,8 @@ def measure(folder: Path | None = None, *, sequences: int = 64, seconds: float =
     """
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
         home = Path(scratch)
-        raw, step = _raw_write(home / "raw", _RAW_BYTES), _step(sequences)
+        raw = _raw_write(home / "raw", _RAW_BYTES)
+        step = _step(sequences)
         with _log(home / "speed") as log:
             tokens_per_s = _unthrottled(log, step, seconds)
             mount, level = log.mount, log.level

@@ -19,6 +19,7 @@ TASK_HEAD = {
     "stderr": "standard error",
     "documents": "questions",
 }
+"""Fields of a task's answer that are shown, and what stands above each."""
 TEACHER_HEAD = {
     "teacher": "teacher",
     "accuracy": "acc.",
@@ -30,7 +31,7 @@ TEACHER_HEAD = {
     "calibration_error": "calib. error",
     "gradient_agreement": "push",
 }
-"""Fields that are shown, and what stands above each."""
+"""Fields of a comparison of teachers that are shown, and what stands above each."""
 
 
 def teachers(

@@ -148,9 +148,13 @@ def _check(
     Returns the prompts by name: a question that came by another format before stays as that brought it.
     """
     known = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
-    found: list[tuple[str, str, int]] = []
+    places: list[str] = []
+    uids: list[str] = []
+    crcs: list[int] = []
     for row, prompt, sample in converted:
-        found.append((row.place, sample.uid, sample_crc(sample)))
+        places.append(row.place)
+        uids.append(sample.uid)
+        crcs.append(sample_crc(sample))
         for said in row.signals:
             teachers.check(said, row.place, sample.response_len, sample.loss_tokens)
         before = known.setdefault(prompt.prompt_id, prompt)
@@ -159,9 +163,8 @@ def _check(
                 f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
                 "row before; rename it, or leave prompt_id out"
             )
-    if not found:
+    if not places:
         raise InputError(f"{path}: no rows")
-    places, uids, crcs = zip(*found, strict=True)
     for other in other_content(store.dataset("samples") if store is not None else None, uids, crcs)[:1]:
         raise InputError(
             f"{places[other]}: uid {uids[other]} is the name of a sample with other tokens, log-probs or masks, in the "

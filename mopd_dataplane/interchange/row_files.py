@@ -30,7 +30,10 @@ def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
 
 def rows_in(content: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
     """The rows of an open file, as read_rows gives them; its name says of which form it is."""
-    return _tabular(content, file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(content, file)
+    try:
+        yield from _tabular(content, file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(content, file)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read to its end ({error})") from None
 
 
 def _jsonl(lines: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:

@@ -148,7 +148,8 @@ def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row
             if row is not None:
                 yield row
             row, before = begin(), prompt
-            row.prompt_ids, row.response_ids, row.loss_mask, row.logprobs, row.turns = prompt, [], [], [], 0
+            row.prompt_ids, row.response_ids, row.loss_mask, row.turns = prompt, [], [], 0
+            row.logprobs = []  # None from the first turn on that has none
         heard = prompt[len(before) :]
         row.response_ids = [*(row.response_ids or []), *heard, *said]
         row.loss_mask = [*(row.loss_mask or []), *([0] * len(heard)), *mask]

@@ -224,8 +224,8 @@ class _Numbers:
         return rank.astype(_KINDS[name])[self[name]], names
 
     def route_to(self, route: Callable[[str, str], str] | None, teachers: list[str]) -> list[str]:
-        """Names of the domains, once all samples were seen. The teacher of each sample becomes known; its effort was
-        needed for that alone."""
+        """Close the columns, once all samples were seen, and name the domains. The teacher of each sample becomes
+        known; its effort was needed for that alone."""
         for name in [name for name in self._columns if name != "row"]:
             self._arrays[name] = self._columns.pop(name).numbers()
         self._arrays["domain"], names = self.codes("domain")

@@ -69,11 +69,11 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
     samples = store.dataset("samples")
     with reading(samples.uri):
         found = samples.to_table(columns=["uid"], filter=f"uid LIKE '{prefix}%'", with_row_id=True).sort_by("_rowid")
+        total = samples.count_rows()
     uids = found["uid"].to_pylist()
     if len(uids) == 1:
         return uids[0], found["_rowid"][0].as_py()
     if not uids:
-        total = samples.count_rows()
         raise UnknownNameError(f"no sample starts with {uid!r} among the {total:,} of {store.uri}; {_LISTING}")
     shown = ", ".join(full[: len(prefix) + 6] for full in uids[:_CANDIDATES])
     more = f" and {len(uids) - _CANDIDATES} more" if len(uids) > _CANDIDATES else ""

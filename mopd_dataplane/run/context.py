@@ -37,7 +37,7 @@ Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"
 """The job as the store remembers it."""
 PROVENANCE = "provenance.json"
-"""Commit, versions, machine and date of every call that wrote the store with others than those before."""
+"""Commit, versions, machine and date of the calls that wrote the store, of each that differs from those before."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     store.write_json(JOB, _check_same_job(run))
-    calls, this = (store.read_json(PROVENANCE) or {}).get("runs", []), provenance(job)
+    calls = (store.read_json(PROVENANCE) or {}).get("runs", [])
+    this = provenance(job)
     if this not in calls:
         store.write_json(PROVENANCE, {"runs": [*calls, this]})
     _ensure_prompts(job, store, prompts)

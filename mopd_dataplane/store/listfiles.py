@@ -279,12 +279,12 @@ def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
     if any(flat_bits(page.encoding) != 8 * dtype.itemsize for page in held):
         raise NotPlain(f"elements of {path} of another size than {dtype.name}")
     said = [list_counts(page.encoding) for page in lists]
-    column = _Column(
+    there, claimed = sum(page.rows for page in held), sum(page.items for page in said)
+    if there != claimed:
+        raise NotPlain(f"{there} elements of {claimed} in {path}")
+    return _Column(
         ends=_Pages.of(lists, _END),
         null_shifts=np.array([page.null_shift for page in said], np.uint64),
         first_elements=np.cumsum([0, *(page.items for page in said)]),
         elements=_Pages.of(held, dtype),
     )
-    if column.elements.starts[-1] != column.first_elements[-1]:
-        raise NotPlain(f"{column.elements.starts[-1]} elements of {column.first_elements[-1]} in {path}")
-    return column

@@ -115,15 +115,17 @@ class Queue:
         self._table.make_durable(dataset)
 
     def restore(self, name: str) -> None:
-        """Restore the values of a pin, and no others. Raises UnknownNameError when the pin is not kept any more."""
+        """Restore the values of a pin, and no others. Raises UnknownNameError when the pin is not kept any more, and
+        DamagedError, with every value as it was, when one of its own is damaged."""
         if name not in tagged(self._table.open()):
             raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
         what = ["kind", "dtype", "shape", "crc"]  # tells values apart without reading them
         before, now = self._held(self._table.open(name), what), self._held(self._table.open(), what)
-        self.clear([key for key in now if key not in before])
         lost = [key for key, held in before.items() if now.get(key) != held]
+        values = self._values(self._table.open(name), lost)
+        self.clear([key for key in now if key not in before])
         if lost:
-            self.put(lost, self._values(self._table.open(name), lost))
+            self.put(lost, values)
 
     def sweep(self) -> int:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,14 +92,30 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
 
 def _heeding_signals(connection: duckdb.DuckDBPyConnection, ask: Callable[[], pa.Table]) -> pa.Table:
     """The answer, asked for in a thread of its own: DuckDB looks for signals between tasks, and one can take hours."""
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask)
-        try:
-            return asked.result(threading.TIMEOUT_MAX)
-        finally:
-            while not asked.done():  # again: what is interrupted before it begins goes on
-                connection.interrupt()
-                wait([asked], timeout=0.1)
+    asked: Future[pa.Table] = Future()
+
+    def answer() -> None:
+        if asked.set_running_or_notify_cancel():
+            try:
+                asked.set_result(ask())
+            except BaseException as error:
+                asked.set_exception(error)
+
+    try:
+        threading.Thread(target=answer, daemon=True, name="query").start()
+        return asked.result(threading.TIMEOUT_MAX)
+    finally:
+        _end(connection, asked)
+
+
+def _end(connection: duckdb.DuckDBPyConnection, asked: Future[pa.Table]) -> None:
+    """Return when nothing uses the connection any more, however often Ctrl-C is pressed meanwhile."""
+    try:
+        while not (asked.done() or asked.cancel()):
+            connection.interrupt()  # again: what is interrupted before it begins goes on
+            wait([asked], timeout=0.1)
+    except KeyboardInterrupt:
+        _end(connection, asked)
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | None) -> pa.Table:

@@ -39,25 +39,25 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
     read: dict[str, set[str]] = {}
     deletions = Deletions(place)
 
-    def audit(name: str, needs: set[str], check: Callable[..., Iterator[Finding]], *given: object) -> None:
+    def audit(name: str, needs: set[str], check: partial[Iterator[Finding]]) -> None:
         """Take a check unless one of the tables it needs cannot be opened."""
         if needs <= opened.keys():
-            report.findings.extend(met(name, check, *given))
+            report.findings.extend(met(name, check))
 
     for name, table in tables.items():
-        audit(name, set(), _newest, table, opened, report.checked)
-        audit(name, {name}, _rows, table, opened, read)
-        audit(name, {name}, _duplicates, name, opened, table.spec.key)
-    audit("samples", {"samples", "tokens"}, _samples, opened, deep)
-    audit("scores", {"scores", "samples", "teachers"}, _scores, opened, deep)
-    audit("rewards", {"rewards", "samples"}, _rewards, opened)
-    audit("plans", {"plans", "samples"}, _plans, opened, deletions)
-    audit("deletions", set(), _deletions, deletions)
-    audit("teachers", {"teachers"}, _heads, place, opened, deep)
-    audit("files", set(), _files, place, deep)
+        audit(name, set(), partial(_newest, table, opened, report.checked))
+        audit(name, {name}, partial(_rows, table, opened, read))
+        audit(name, {name}, partial(_duplicates, name, opened, table.spec.key))
+    audit("samples", {"samples", "tokens"}, partial(_samples, opened, deep))
+    audit("scores", {"scores", "samples", "teachers"}, partial(_scores, opened, deep))
+    audit("rewards", {"rewards", "samples"}, partial(_rewards, opened))
+    audit("plans", {"plans", "samples"}, partial(_plans, opened, deletions))
+    audit("deletions", set(), partial(_deletions, deletions))
+    audit("teachers", {"teachers"}, partial(_heads, place, opened, deep))
+    audit("files", set(), partial(_files, place, deep))
     if deep:
-        audit("snapshots", set(), _pins, place, tables, read)
-    audit("orphans", set(), _count_orphans, opened, report.orphans)
+        audit("snapshots", set(), partial(_pins, place, tables, read))
+    audit("orphans", set(), partial(_count_orphans, opened, report.orphans))
     return report
 
 
@@ -84,7 +84,7 @@ def _pins(place: Place, tables: Mapping[str, Table], read: dict[str, set[str]]) 
     read: data files of each table that were audited already, extended here.
     """
     for tag in tags_of(place):
-        yield from met(f"snapshots/{tag}.json", _pin, place, tables, tag, read)
+        yield from met(f"snapshots/{tag}.json", partial(_pin, place, tables, tag, read))
 
 
 def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]]) -> Iterator[Finding]:
@@ -93,11 +93,11 @@ def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, se
     for name, version in pinned.get("versions", {}).items():
         known = pinned.get("manifests", {}).get(name)
         if name in tables:
-            yield from met(name, _pinned, place, tables[name], int(version), known, tag, opened)
+            yield from met(name, partial(_pinned, place, tables[name], int(version), known, tag, opened))
         else:
             yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
     for name in opened:
-        yield from met(name, _fresh, tables[name], opened, read)
+        yield from met(name, partial(_fresh, tables[name], opened, read))
 
 
 def _pinned(

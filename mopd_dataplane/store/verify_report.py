@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from mopd_dataplane.store.lance_errors import is_panic
 
@@ -53,13 +54,13 @@ def left_out(table: str, step: str, row: int = -1) -> str:
     return _watchers[0](table, step, row) if _watchers else ""
 
 
-def met(name: str, check: Callable[..., Iterator[Finding]], *given: object) -> Iterator[Finding]:
-    """Findings of a check of what is given, and one more if it could not be completed."""
-    if why := left_out(name, check.__name__):
+def met(name: str, check: partial[Iterator[Finding]]) -> Iterator[Finding]:
+    """Findings of a check, and one more if it could not be completed."""
+    if why := left_out(name, check.func.__name__):
         yield Finding(name, -1, "", why)
         return
     try:
-        yield from check(*given)
+        yield from check()
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise

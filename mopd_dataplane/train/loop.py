@@ -76,7 +76,6 @@ class Trainer:
         sums = self._gradients(batch, window, step)
         norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
-        weighed = self.objective.objective.teacher_weights
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise EngineError(
                 f"stage {batch.stage!r} step {step}: loss {totals['loss']}, gradient norm {norm}; the update was not "
@@ -85,6 +84,8 @@ class Trainer:
         self.optimizer.step()
         if self.stats is not None:
             self.stats.end_step(step, window.policy_version)
+        weighed = self.objective.objective.teacher_weights  # empty when all weigh the same
+        weights = {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
         return StepMetrics(
             stage=batch.stage,
             step=step,
@@ -102,7 +103,7 @@ class Trainer:
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
             data_wait_s=sums.waited_s + waited_s,
-            extra=sums.extra(totals) | {f"teacher/{t}/weight": self.objective.teacher_weight(t, step) for t in weighed},
+            extra=sums.extra(totals) | weights,
         )
 
     def _gradients(self, batch: Batch, window: Window, step: int) -> _StepSums:

@@ -1,6 +1,6 @@
 """AdamW and the learning-rate schedule.
 
-AdamW works on float32 copies of weights that the device holds in bfloat16, or without optimizer state:
+With one of these options AdamW works on float32 copies of the weights:
 
     option                 device holds                        and where the copy lies, it takes the step
     train.master_weights   weight and gradient in bfloat16     the device: copy and both moments in float32
@@ -39,11 +39,12 @@ class MasterAdamW(Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._on_host = on_host
         self._masters: dict[nn.Parameter, Tensor] = {}
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            place = torch.device("cpu") if on_host else parameter.device
-            self._masters[parameter] = parameter.detach().to(place, torch.float32, copy=True)
-            if on_host:
-                parameter.register_post_accumulate_grad_hook(self._take)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                place = torch.device("cpu") if on_host else parameter.device
+                self._masters[parameter] = parameter.detach().to(place, torch.float32, copy=True)
+                if on_host:
+                    parameter.register_post_accumulate_grad_hook(self._take)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The float32 copy that is trained in place of a parameter: of the same shape, where the step is taken."""

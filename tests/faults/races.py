@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from deaths import Child
@@ -36,9 +37,10 @@ from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store import dataset, fragments
+from mopd_dataplane.store import fragments
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.lance_errors import is_overtaken
+from mopd_dataplane.store.place import Place
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
@@ -65,7 +67,7 @@ class Ground:
         """The store, merging its small files early; without locks where there are to be none."""
         fragments.TIERS = ((4 << 20, 4),)
         if not self.locks:
-            dataset.committing = lambda place, name: contextlib.nullcontext(False)  # type: ignore[assignment]
+            mock.patch.object(Place, "committing", return_value=contextlib.nullcontext(False)).start()
         return Store.open(self.uri)
 
     def acknowledge(self, lines: list[dict[str, Any]]) -> None:

@@ -154,7 +154,8 @@ def _carried(handle: int, partial: PartialSample) -> Iterator[log_records.LogRec
     tokens, logprobs = partial.response, np.array(partial.logprobs, np.float32)
     mask = np.array(partial.loss_mask, np.uint8)
     if sets := len(partial.masks):
-        handles, ordinals = np.full(sets, handle, np.uint32), np.arange(sets, dtype=np.uint32)
+        handles = np.full(sets, handle, np.uint32)
+        ordinals = np.arange(sets, dtype=np.uint32)
         yield from log_records.SamplingMask.records(handles, ordinals, partial.masks.first(sets))
     if partial.routed:
         routes = np.frombuffer(bytes(partial.routes), np.int16).reshape(partial.routed, -1)

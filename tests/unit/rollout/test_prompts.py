@@ -31,6 +31,23 @@ def test_a_row_brings_its_own_privileged_text(tmp_path: Path) -> None:
     assert [prompt.teacher_context for prompt in found] == ["own", "it is 3"]
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"), [(b"{", "not JSON"), (b"[1]", "a list; each line must be"), (b'"\xff"', "not JSON")]
+)
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"text": "1+1"}\n' + line)
+    with pytest.raises(PromptError, match=f"{file}:2: {problem}"):
+        load_prompts("sums", Domain(source=str(file), train=2))
+
+
+def test_parquet_that_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(PromptError, match=f"{file}: row 1 cannot be read"):
+        load_prompts("sums", Domain(source=str(file), train=2))
+
+
 @pytest.mark.parametrize("key", ["template", "teacher_context"])
 def test_an_unknown_placeholder_is_named_with_those_there_are(key: str) -> None:
     with pytest.raises(PromptError, match=rf"'words': {key} .*wordd.*{{word}}"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.job import job
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import sample_uid
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.runner import RolloutReport
@@ -21,7 +21,7 @@ from mopd_dataplane.rollout.tools.sandbox import OUTPUT_BYTES, Call, Command, Re
 from mopd_dataplane.testing.toy_engine import EOS
 
 Roll = Callable[..., RolloutReport]
-SETTINGS = {"count": 4, "slots": 4, "rollout": job.Rollout(max_new_tokens=400)}
+SETTINGS = {"count": 4, "slots": 4, "rollout": sections.Rollout(max_new_tokens=400)}
 TURNS = 2
 
 

@@ -13,13 +13,14 @@ import json
 import os
 import resource
 import signal
+from unittest import mock
 
 import store_builders as build
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.store import dataset
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.place import Place
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
     fault_points.observe(observe)
     if options.unlocked:
-        dataset.committing = lambda place, name: contextlib.nullcontext(False)  # type: ignore[assignment]
+        mock.patch.object(Place, "committing", return_value=contextlib.nullcontext(False)).start()
     if options.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_limit, options.file_limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

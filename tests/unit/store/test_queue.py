@@ -75,6 +75,20 @@ def test_a_pin_brings_back_what_there_was(tmp_path: Path) -> None:
         queue.restore("here")
 
 
+def test_a_pin_with_a_damaged_value_changes_nothing(tmp_path: Path) -> None:
+    queue = Queue(str(tmp_path), "train")
+    queue.put([(1, "x")], [value("a" * 100)])
+    queue.pin("here")
+    queue.put([(1, "x"), (2, "x")], [value("new"), value("two")])
+    for file in (tmp_path / "queues" / "train" / "data").iterdir():
+        content = file.read_bytes()
+        file.write_bytes(content.replace(b"a" * 100, b"a" * 99 + b"b"))
+    again = Queue(str(tmp_path), "train")
+    with pytest.raises(DamagedError):
+        again.restore("here")
+    assert [item.data for item in again.get([(1, "x"), (2, "x")])] == [b"new", b"two"]
+
+
 def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(str(tmp_path), "train")
     queue.put([(1, "x")], [value("a" * 100)])

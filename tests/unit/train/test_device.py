@@ -49,9 +49,10 @@ def test_computation_waits_for_the_copy_and_the_host_only_when_asked(log, pack):
     copies = DeviceCopies(torch.device("cuda", 0))
     copies.finish()
     micro = build([pack([12, 7], seed=1)])
+    micro.extra["of_a_plugin"] = torch.zeros(3)
     assert copies.to_device(micro) is micro
     assert log == ["on side", "copy", "event on side", "computing waits"]
-    tensors = [value for value in vars(micro).values() if torch.is_tensor(value)]
+    tensors = [value for value in vars(micro).values() if torch.is_tensor(value)] + [*micro.extra.values()]
     assert [id(tensor) for tensor, name in Stream.kept if name == "computing"] == [id(t) for t in tensors]
     copies.finish()
     assert log[-1] == "copied"
