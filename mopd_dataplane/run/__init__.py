@@ -13,7 +13,8 @@ iteration.py          prompts of an iteration, and who answers each: student, te
 environments.py       what answers the policy at the end of its turn
 open_engine.py        the engine that a job samples with
 stage_rows.py         the samples of one stage
-work_folder.py        the local folder: which policy version is where, and the copy on an object store
+policies.py           which folder holds which policy version
+work_folder.py        the local folder, and its copy on an object store
 token_log_copy.py     the token log's copy there
 upgrade.py            copies a whole store of format 1 into format 2
 whole_copy.py         a store, whole, at another place

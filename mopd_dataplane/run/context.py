@@ -21,10 +21,11 @@ from mopd_dataplane.prompts import load_prompts, render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
+from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.preflight import preflight, refuse
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
-from mopd_dataplane.run.work_folder import Policies, Work, open_work
+from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.decode import Decoder
 

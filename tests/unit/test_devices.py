@@ -295,7 +295,7 @@ PLACED = {"HfEngine", "TeacherPool", "StudentTopk", "Discriminator", "load_model
 """What computes where its `device` says."""
 DECIDES = {"rollout", "score", "run", "integrations"}
 """Packages in which that is never a device by name, nor left out."""
-HOST = {"score/discriminator.py": "moves the critic as a whole", "run/work_folder.py": "merges weights to write them"}
+HOST = {"score/discriminator.py": "moves the critic as a whole", "run/policies.py": "merges weights to write them"}
 
 
 def test_whoever_opens_a_model_hands_on_the_device_of_the_job() -> None:

@@ -1,0 +1,101 @@
+"""Folders of policies: `policies/<stage>/v<version>`, where version 0 is what the stage starts from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.adapter_files import is_adapter, named_base
+from mopd_dataplane.models.hf import load_merged, save_policy
+from mopd_dataplane.models.hub import model_folder
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.run.work_folder import Work
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Policy folders of one job in its work folder; those that another node published are fetched when asked for."""
+
+    job: Job
+    work: Work
+
+    def initial(self) -> Path:
+        """The student as configured, made on first use."""
+        if self.job.student.path:
+            return model_folder(self.job.student.path, self.job.student.revision)
+        name = "policies/init"
+        if not self.work.fetch(name):
+            make_student(self.job.student, self.work.root / name, seed=self.job.seed)
+            self.work.publish(name)
+        return self.work.root / name
+
+    def start(self, stage: Stage) -> Path:
+        """Folder that a stage starts from: the initial student, or the last version of an earlier stage."""
+        return self.initial() if stage.start == "init" else self.last(self.job.stage(stage.start))
+
+    def folder(self, stage: Stage, version: int) -> Path:
+        """Folder of one version of a stage's policy."""
+        if version == 0:
+            return self.start(stage)
+        name = f"policies/{stage.name}/v{version}"
+        self.work.fetch(name)
+        folder = self.work.root / name
+        if is_adapter(folder):  # it needs its base, which may be in this store too
+            base = (folder / named_base(folder).place).resolve()
+            if base.is_relative_to(self.work.root.resolve()):
+                self.work.fetch(base.relative_to(self.work.root.resolve()).as_posix())
+        return folder
+
+    def merge(self, stage: Stage) -> Path:
+        """The last version of a stage as a whole model, made once."""
+        version = self.latest(stage)
+        name = f"policies/{stage.name}/merged-v{version}"
+        if not self.work.fetch(name):
+            last = self.folder(stage, version)
+            save_policy(load_merged(last, dtype=self.job.student.dtype), last, self.work.root / name)
+            self.work.publish(name)
+        return self.work.root / name
+
+    def stage_folder(self, stage: Stage) -> Path:
+        """Folder in which a stage's trainer writes its versions."""
+        return self.work.root / "policies" / stage.name
+
+    def has_begun(self, stage: Stage) -> bool:
+        """Whether a stage has trained."""
+        return self.stage_folder(stage).exists() or self.latest(stage) > 0
+
+    def latest(self, stage: Stage) -> int:
+        """Newest version, here or in the store; 0 when there is none."""
+        return max(_versions(self.work.published(f"policies/{stage.name}")), default=0)
+
+    def publish(self, stage: Stage) -> None:
+        """Have every version that was trained here in the store too."""
+        folder = self.stage_folder(stage)
+        for version in _versions(path.name for path in folder.glob("v*")):
+            self.work.publish(f"policies/{stage.name}/v{version}")
+
+    def last(self, stage: Stage) -> Path:
+        """Folder of the newest version. Raises UnknownNameError when the stage has not trained yet."""
+        version = self.latest(stage)
+        if version == 0:
+            raise UnknownNameError(
+                f"stage {stage.name!r} has published no policy under {self.stage_folder(stage)}; "
+                f"run it first: mopd run JOB --stage {stage.name}"
+            )
+        if stage.train.lora.merge == "end":
+            return self.merge(stage)
+        return self.folder(stage, version)
+
+    def teacher(self, name: str, stage: Stage) -> Path:
+        """Weights folder of a teacher, as seen from a stage."""
+        teacher = self.job.teachers[name]
+        if teacher.source == "student":
+            return self.start(stage)
+        if teacher.stage is not None:
+            return self.last(self.job.stage(teacher.stage))
+        return model_folder(teacher.source, teacher.revision)
+
+
+def _versions(names: Iterable[str]) -> list[int]:
+    return sorted(int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdigit())
