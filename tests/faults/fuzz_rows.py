@@ -18,7 +18,7 @@ each log that is recovered: a target begins anew, with the inputs found so far, 
 
 
 def fuzzed(count: int, seed: int) -> Tally:
-    """No crash, no call over a second, no memory beyond 64 MiB; `count` is seconds, what is tried are executions."""
+    """No crash, no call over five seconds, no memory beyond 64 MiB; `count` is seconds, tried are executions."""
     tally = Tally()
     for target in TARGETS:
         with folder() as scratch:
