@@ -59,12 +59,12 @@ class _NumbersAndText:
         return cls(*fields)
 
 
-def _packed(types: Iterable[str], *columns: NDArray[Any]) -> bytes:
+def _packed(types: Iterable[str | np.dtype[Any]], *columns: NDArray[Any]) -> bytes:
     """Columns as values of these types, one column behind the other."""
     return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, types, strict=True))
 
 
-def _unpacked(types: Iterable[str], count: int, body: bytes, offset: int = 0) -> list[NDArray[Any]]:
+def _unpacked(types: Iterable[str | np.dtype[Any]], count: int, body: bytes, offset: int = 0) -> list[NDArray[Any]]:
     """Columns of `count` values each, from an offset on."""
     columns = []
     for of in types:
@@ -106,7 +106,8 @@ class Step:
     """One decode step: a token of each of B samples, column by column."""
 
     kind: ClassVar[int] = 2
-    types: ClassVar[tuple[str, ...]] = ("<u4", "<u4", "<u4", "<f4", "u1")
+    types: ClassVar[list[np.dtype[Any]]] = [*map(np.dtype, ("<u4", "<u4", "<u4", "<f4", "u1"))]
+    """Not their names, which numpy would read at every step."""
     row_bytes: ClassVar[int] = 17
     handles: NDArray[np.uint32]
     positions: NDArray[np.uint32]

@@ -28,6 +28,7 @@ class SegmentFile:
         self._syncs = syncs
         self._full_disk_wait_s = full_disk_wait_s
         self._notice = notice
+        self._disk = f"the disk under {path.parent}"  # said here: paths take longer to read than records to write
         staging = path.with_suffix(".tmp")
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = self._with_space(lambda: os.open(staging, flags, 0o600))
@@ -60,7 +61,7 @@ class SegmentFile:
         """Make a system call, and repeat it while the disk is full; returns its result."""
         try:
             return once_there_is_space(
-                call, disk=f"the disk under {self.path.parent}", pauses="generation pauses",
+                call, disk=self._disk, pauses="generation pauses",
                 continues="generation continues", kept="every logged token is kept", wait_s=self._full_disk_wait_s,
                 notice=self._notice,
             )  # fmt: skip
