@@ -297,8 +297,9 @@ def _rows(path: str) -> list[dict[str, Any]]:
         size = content.seek(0, 2)
         content.seek(0)
         limit, unpacked = _FREE_BYTES + _RATIO * size, 0
+        packed = suffix_of(path) == ".parquet"
         for _, row in rows_in(content, path):
-            unpacked += sum(len(str(value)) for value in row.values())
+            unpacked += sum(len(str(value)) for value in row.values()) if packed else 0
             if unpacked > limit:
                 raise PromptError(
                     f"{path}: {size:,} bytes unpack to more than {limit:,}; text does not compress like "

@@ -26,7 +26,7 @@ from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.cli import answers, bench, evaluate, interchange, jobs, load, recipes, stores, view
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import InputError, MopdError
-from mopd_dataplane.store.objects import answering
+from mopd_dataplane.store.network import answering
 
 INTERRUPTED = 130
 _REFUSED = {

@@ -73,14 +73,15 @@ def made_with(measures: Measures) -> Section:
 
 def settings(measures: Measures) -> Section:
     """Every setting of the job as the store remembers it."""
-    return Section(grids=[_values([*_flat(measures.job)])], folded=True)
+    rows = [*_flat(measures.job)]
+    return Section(grids=[_values(rows)], folded=True) if rows else Section()
 
 
 PARTS: Parts = (
-    ("rollouts", "Rollouts over iterations", "", rollouts, "No stage has sampled twice."),
-    ("training", "Training", "", training, "No training step is recorded."),
-    ("made-with", "Made with", "", made_with, "The store does not say what it was made with."),
-    ("settings", "Settings of the job", "job", settings, "No job made this store."),
+    ("rollouts", "Rollouts over iterations", rollouts, "No stage has sampled twice."),
+    ("training", "Training", training, "No training step is recorded."),
+    ("made-with", "Made with", made_with, "The store does not say what it was made with."),
+    ("settings", "Settings of the job", settings, "No job made this store."),
 )
 
 

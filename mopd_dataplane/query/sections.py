@@ -58,19 +58,17 @@ class Section:
     """Whether its tables are shown on demand only."""
 
 
-Parts = Sequence[tuple[str, str, str, Callable[[Measures], Section], str]]
-"""Sections in reading order: key, title, the measure without which there is nothing to show (empty: none), what makes
-its text, plots and tables, and the line that stands for it without."""
+Parts = Sequence[tuple[str, str, Callable[[Measures], Section], str]]
+"""Sections in reading order: key, title, what makes its text, plots and tables, the line that stands for it without."""
 
 
 def made(parts: Parts, measures: Measures) -> list[Section]:
     """Some sections of measures."""
-    found = []
-    for key, title, needs, make, empty in parts:
-        part = make(measures) if not needs or getattr(measures, needs) else Section()
-        shown = part.text or part.plots or part.grids
-        found.append(replace(part, key=key, title=title, empty="" if shown else empty))
-    return found
+    found = [(key, title, make(measures), empty) for key, title, make, empty in parts]
+    return [
+        replace(part, key=key, title=title, empty="" if part.text or part.plots or part.grids else empty)
+        for key, title, part, empty in found
+    ]
 
 
 def sections(measures: Measures) -> list[Section]:
@@ -108,6 +106,8 @@ def accuracy_section(measures: Measures) -> Section:
 def accuracy(measures: Measures) -> Section:
     """See accuracy_section."""
     rows = measures.accuracy
+    if not rows:
+        return Section()
     policies = {row["policy"]: row["policy_version"] for row in rows}
     domains = sorted({row["domain"] for row in rows})
     at = {(row["domain"], row["policy"]): row for row in rows}
@@ -251,6 +251,8 @@ def divergence(measures: Measures) -> Section:
 def suitability(measures: Measures) -> Section:
     """Teachers by domain: mean reverse KL where several teachers scored the same domain."""
     rows = measures.suitability
+    if not rows:
+        return Section()
     teachers = sorted({row["teacher"] for row in rows})
     scored = {domain: {row["teacher"]: row for row in own} for domain, own in grouped(rows, "domain").items()}
     most = max(row["reverse_kl"] for row in rows) or 1.0
@@ -283,6 +285,8 @@ def _rounding(rows: Rows) -> list[Grid]:
 
 def samples(measures: Measures) -> Section:
     """Response lengths, and how generations ended."""
+    if not measures.lengths:
+        return Section()
     width = measures.lengths[0]["width"]
     groups = {
         domain: [(row["start"], row["samples"]) for row in rows]
@@ -301,6 +305,8 @@ def samples(measures: Measures) -> Section:
 
 def staleness(measures: Measures) -> Section:
     """Policy versions between sampling and training."""
+    if not measures.steps:
+        return Section()
     lines = [
         replace(line, name=f"{stage} {what}")
         for stage, rows in grouped(measures.steps, "stage").items() if any(row["staleness_max"] for row in rows)
@@ -318,6 +324,8 @@ def staleness(measures: Measures) -> Section:
 
 def times(measures: Measures) -> Section:
     """Wall time of every stage, split by action."""
+    if not measures.times:
+        return Section()
     spent = {(row["stage"], row["action"]): row["seconds"] for row in measures.times}
     order = {action: place for place, action in enumerate(FLOW)}
     actions = sorted({action for _, action in spent}, key=lambda action: (order.get(action, len(order)), action))
@@ -333,6 +341,8 @@ def times(measures: Measures) -> Section:
 
 def cost(measures: Measures) -> Section:
     """Bytes of each fidelity of signal."""
+    if not measures.cost:
+        return Section()
     body = [
         _plain(row["kind"], row["codec"], count(row["samples"]), count(row["tokens"]), size(row["bytes"]),
                number(row["bytes_per_token"], 1))
@@ -355,17 +365,16 @@ def facts(measures: Measures) -> Section:
 
 
 PARTS: Parts = (
-    ("accuracy", "Accuracy by domain and policy", "accuracy", accuracy,
-     "No held-out answers with a reward are recorded."),
-    ("learning", "Learning curves", "", learning, "No policy was evaluated at more than one version."),
-    ("divergence", "Reverse KL to the teachers", "", divergence,
+    ("accuracy", "Accuracy by domain and policy", accuracy, "No held-out answers with a reward are recorded."),
+    ("learning", "Learning curves", learning, "No policy was evaluated at more than one version."),
+    ("divergence", "Reverse KL to the teachers", divergence,
      "No reverse KL over iterations, versions or steps is recorded."),
-    ("teachers", "Which teacher suits which domain", "suitability", suitability, "No teacher has scored a sample."),
-    ("samples", "Responses", "lengths", samples, "No sampled responses are stored."),
-    ("staleness", "Staleness", "steps", staleness, "No training step is recorded."),
-    ("time", "Time per stage", "times", times, "No stage times are recorded."),
-    ("cost", "Signal cost", "cost", cost, "No teacher signal is stored."),
-    ("store", "Store", "", facts, ""),
+    ("teachers", "Which teacher suits which domain", suitability, "No teacher has scored a sample."),
+    ("samples", "Responses", samples, "No sampled responses are stored."),
+    ("staleness", "Staleness", staleness, "No training step is recorded."),
+    ("time", "Time per stage", times, "No stage times are recorded."),
+    ("cost", "Signal cost", cost, "No teacher signal is stored."),
+    ("store", "Store", facts, ""),
 )  # fmt: skip
 
 

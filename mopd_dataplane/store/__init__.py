@@ -3,7 +3,8 @@
 In the order in which they build on each other:
 
 place.py           the root of a store, its small JSON files, and its locks: one committer at a time
-objects.py         its files on an object store, and the errors of one: no answer, refused credentials, no bucket
+objects.py         its files on an object store
+network.py         errors of an object store: no answer, refused credentials, no bucket
 artifacts.py       folders of files on an object store, whole or not at all
 dataset_format.py  table name -> Lance schema; formats that do not match are refused
 schemas.py         the published contracts, generated from tables.py
@@ -28,7 +29,8 @@ lists.py           lists of some rows of a table, one column
 listfiles.py       positions of those lists in local files
 token_scan.py      which samples hold a run of token ids, in one pass over those files
 lance_pages.py     positions of the pages of a Lance file
-hidden.py          hidden states by byte range, on a disk or an object store
+hidden.py          hidden states by byte range
+sidecars.py        the files that hold them, on a disk or an object store
 cache.py           byte ranges of an object store, kept on the node
 retire.py          freeing hidden states
 token_stats.py     per-token statistics of scoring and training

@@ -23,11 +23,12 @@ from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
 from mopd_dataplane.store.deletions import Deletions
-from mopd_dataplane.store.hidden import HiddenReader, ObjectSidecars
+from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import PayloadReader, take_rows
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.row_ids import in_row_order
+from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify_report import VerifyReport
 from mopd_dataplane.tables import LATER, TABLES, signal_table

@@ -9,7 +9,7 @@ import pyarrow as pa
 from lance.commit import CommitConflictError
 
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
-from mopd_dataplane.store.objects import network_failure
+from mopd_dataplane.store.network import network_failure
 
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",

@@ -32,7 +32,7 @@ from mopd_dataplane.store.held import Gone, hold
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.manifests import crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
-from mopd_dataplane.store.objects import answering, network_failure
+from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import take_rows
 from mopd_dataplane.store.row_checksums import with_row_crcs

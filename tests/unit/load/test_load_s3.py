@@ -18,7 +18,7 @@ from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.store import hidden, objects
+from mopd_dataplane.store import objects, sidecars
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.hidden import PACKED, HiddenReader
@@ -69,7 +69,7 @@ def places_of(store: Store) -> tuple[list[int], list[int]]:
 def test_a_second_pass_asks_the_object_store_for_nothing(
     store: Store, object_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hidden, "REQUEST", 4096)  # several requests a sample, as long ones have
+    monkeypatch.setattr(sidecars, "PIECE", 4096)  # several requests a sample, as long ones have
     expected = b"".join(part.tobytes() for part in store.read_signal("adder", "hidden", range(SAMPLES), verify=True))
     rows, sizes = places_of(store)
     with counting(object_server, monkeypatch) as count:
@@ -147,7 +147,7 @@ def test_a_server_that_is_gone_is_a_deadline_and_no_request_is_left_behind(
     store: Store, object_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, "MAX_RETRIES", 0)
-    monkeypatch.setattr(hidden, "REQUEST", 4096)
+    monkeypatch.setattr(sidecars, "PIECE", 4096)
     rows, sizes = places_of(store)
     cut = {"on": False}
     with bad_network(object_server, lambda method, path: "cut" if cut["on"] else "pass") as endpoint:

@@ -15,7 +15,7 @@ from objectservers import KEY, SECRET, Mood, Server, bad_network, rclone, seawee
 from mopd_dataplane.errors import DeadlineError, InputError, ResourceError, UnknownNameError
 from mopd_dataplane.store import objects
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.objects import network_failure
+from mopd_dataplane.store.network import network_failure
 
 Start = Callable[..., subprocess.Popen[str]]
 
