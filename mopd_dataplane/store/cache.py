@@ -44,15 +44,11 @@ OF_FREE = 4
 
 class RangeCache:
     """Ranges by key in one folder, bounded in bytes over all processes that share it; the least recently read go first.
-
-    Used by one thread of a process at a time, `stats` by any.
-    """
+    Used by one thread of a process at a time, `stats` by any."""
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         """max_bytes: of all files together; None takes a quarter of the disk's free room, what is cached included.
-
-        Raises OSError when the folder cannot be made or written to, or when others than this user may write to it.
-        """
+        Raises OSError when the folder cannot be made or written to, or when others than this user may write to it."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -83,8 +79,7 @@ class RangeCache:
         return outcome == "hits"
 
     def keep(self, key: str, content: memoryview) -> None:
-        """Store a range if there is room for it, making room where needed. A full disk is reported once and ends
-        caching."""
+        """Store a range that fits, making room where needed. A full disk is reported once and ends caching."""
         need = _blocks(_HEADER.size + len(content))
         if self._stopped or need > self.max_bytes:
             return
@@ -172,8 +167,7 @@ class RangeCache:
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:
-        """Whether this process has the folder's lock; it gives up after LOCK_S, so a stopped process delays others no
-        longer."""
+        """Whether this process got the folder's lock within LOCK_S: a stopped process delays others no longer."""
         mine = try_lock(self._lock, LOCK_S)
         try:
             yield mine

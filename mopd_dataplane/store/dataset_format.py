@@ -103,8 +103,7 @@ def check_format(version: int, where: str) -> None:
 
 
 def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
-    """Refuse a dataset of another format, without stable row ids, by which tables refer to rows, or whose columns are
-    not those of the spec; further nullable columns are allowed."""
+    """Refuse another format, no stable row ids, or columns other than the spec's; further nullable ones are allowed."""
     where, found = dataset.uri, dataset.schema
     metadata = found.metadata or {}
     if FORMAT_KEY not in metadata:
@@ -121,10 +120,8 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
 
 
 def read_mark(place: Place) -> dict[str, Any] | None:
-    """Content of store.json; None where there is none.
-
-    Raises MismatchError for another format version, DamagedError when it is not what was written.
-    """
+    """Content of store.json; None where there is none. Raises MismatchError for another format version, DamagedError
+    when it is not what was written."""
     content = place.read(MARK)
     if content is None:
         return None

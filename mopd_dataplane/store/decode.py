@@ -1,7 +1,4 @@
-"""Token ids as text, from the tokenizer.json of a policy folder of the store, or of an import.
-
-Without a tokenizer file, ids are shown as numbers.
-"""
+"""Token ids as text, by the tokenizer.json of a policy of the store or of an import; without one, as numbers."""
 
 from __future__ import annotations
 
@@ -67,10 +64,8 @@ class Numbers:
 
 
 def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
-    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported.
-
-    Raises UnknownNameError when a given folder has no tokenizer.json.
-    """
+    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported. Raises
+    UnknownNameError when a given folder has no tokenizer.json."""
     if folder is not None and not (folder / "tokenizer.json").is_file():
         raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
     if folder is not None:

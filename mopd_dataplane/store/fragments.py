@@ -19,10 +19,8 @@ from mopd_dataplane.store.tags import drop_versions
 MIB = 1 << 20
 TIERS = ((MIB // 8, 32), (4 * MIB, 32), (64 * MIB, 32), (1024 * MIB, 32))
 """(limit in bytes, most files of that size that lie beside one another)"""
-
 PAGE = MIB
 """Bytes of a file, on average, below which files that are merged are written anew."""
-
 KEEP = timedelta(days=1)
 """Untagged versions younger than this are left alone: a reader or a committer may still be at work on them."""
 
@@ -42,12 +40,9 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 
 
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
-    """Merge neighbouring files smaller than `limit` bytes; returns how many were replaced. The handle moves to the new
-    version.
-
-    Rows keep their ids. Raises OSError when another commit came first, DamagedError when a row is not as it was
-    committed or was not copied right; nothing has changed then.
-    """
+    """Merge neighbouring files smaller than `limit` bytes; returns how many were replaced. Rows keep their ids, the
+    handle moves to the new version. Raises OSError when another commit came first, DamagedError when a row is not as it
+    was committed or was not copied right; nothing has changed then."""
     sizes = _sizes(dataset.get_fragments())
     large = [number for number, size in sizes.items() if size >= limit]
     small = [size for number, size in sizes.items() if number not in large]
@@ -71,10 +66,8 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
 
 def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
-    """Drop versions older than KEEP that no tag pins, and their files; returns (versions, bytes) dropped.
-
-    Files that no version names (of interrupted commits) are removed when they are seven days old.
-    """
+    """Drop versions older than KEEP that no tag pins, and their files; returns (versions, bytes) dropped. Files that no
+    version names (of interrupted commits) are removed when they are seven days old."""
     return drop_versions(dataset, older_than=KEEP)
 
 

@@ -1,9 +1,8 @@
 """Key -> row id, in memory: an insert costs the same at any table size.
 
-A merge against the table reads the whole key column at every commit, and a scalar index makes it fast but switches
-off Lance's own duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the
-row id of every key: 16 bytes a row, loaded once, extended by what was appended since. Hits are confirmed by reading the
-key itself, so a hash collision costs a read, never a row.
+A merge against the table reads the whole key column at every commit, and a scalar index switches off Lance's own
+duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the row id of every key,
+16 bytes a row, loaded once. Hits are confirmed by reading the key, so a hash collision costs a read, never a row.
 """
 
 from typing import Any
@@ -26,11 +25,8 @@ Rows = NDArray[np.int64]
 
 
 class KeyDirectory:
-    """Row ids of one table by its key columns.
-
-    Ids are given out by commits, in order, and none twice; so what was appended since the last look has ids from `_end`
-    on, wherever a merge has put it.
-    """
+    """Row ids of one table by its key columns. Commits give out ids in order, and none twice; so what was appended
+    since the last look has ids from `_end` on, wherever a merge has put it."""
 
     def __init__(self, key: tuple[str, ...]) -> None:
         self._key = list(key)

@@ -1,5 +1,4 @@
-"""Errors of Lance by cause: a full disk, damaged bytes, an object store that does not answer, a commit that came
-second."""
+"""Errors of Lance by cause: a full disk, damaged bytes, a silent object store, a commit that came second."""
 
 import errno
 from collections.abc import Iterator

@@ -25,10 +25,8 @@ SHORT = frozenset(field.column for field in PAYLOAD if field.axis == "span")
 """Columns of a few elements a row: those of many rows are read at once."""
 GAP = 512
 """List ends, or elements of SHORT columns, that are read for nothing rather than with a read more."""
-
 LAYOUTS = 4096
 """Columns of files whose layout is kept."""
-
 _UNREADABLE = (NotPlain, OSError, ValueError, LookupError, ArithmeticError)
 """What a file can raise that is left to Lance, which tells what is damaged and where."""
 _File = tuple[str, int, int]
@@ -115,10 +113,7 @@ class ListFiles:
         self, offsets: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
     ) -> dict[str, Lists] | None:
         """Some columns of the rows at these offsets of the scan, in the asked order; None when they must be read
-        through Lance.
-
-        crcs: [n] checksum that each row was committed with.
-        """
+        through Lance. crcs: [n] checksum that each row was committed with."""
         if not self._plain or not len(offsets):
             return None
         try:
@@ -256,9 +251,7 @@ class ListFiles:
 
 def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
     """Ranges that are at most GAP apart joined, in order: (first and last of each, where each range begins in them).
-
-    Range i is firsts[i]:lasts[i]; ranges may overlap.
-    """
+    Range i is firsts[i]:lasts[i]; ranges may overlap."""
     order = np.argsort(firsts, kind="stable")
     begins, ends = firsts[order], np.maximum.accumulate(lasts[order])
     cuts = np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1
@@ -270,10 +263,8 @@ def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tup
 
 @lru_cache(maxsize=LAYOUTS)
 def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
-    """Layout of a list column; own, below: places of it and of its elements among the file's columns.
-
-    Files never change, and the next window reads most of them again. Raises NotPlain, OSError.
-    """
+    """Layout of a list column; own, below: places of it and of its elements among the file's columns. It is kept, since
+    files never change and the next window reads most of them again. Raises NotPlain, OSError."""
     path = Path(file[0])
     lists, held = read_pages(path, own), [page for page in read_pages(path, below) if page.positions]
     if any(flat_bits(page.encoding) != 8 * dtype.itemsize for page in held):

@@ -1,7 +1,4 @@
-"""Lists of some rows of a table, one column: in memory, or where they lie in files.
-
-Both put lists straight into memory the caller owns.
-"""
+"""Lists of some rows of a table, one column, in memory or in files; put straight into memory the caller owns."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from mopd_dataplane.errors import DamagedError
 
 OPEN_FILES = 128
 """Files of one table kept open."""
-
 GAP_BYTES = 32 << 10
 """Largest gap between two lists that are read together: reading it costs less than another request."""
 ASK_BYTES = 2 << 20
@@ -107,8 +103,7 @@ class OpenFiles:
         return self.fds[number]
 
     def gather(self, number: int, pieces: Sequence[Piece], memory: memoryview) -> None:
-        """Fill memory with pieces of a file, one after the other. Raises DamagedError when the file is gone, cannot be
-        read, or does not hold as much."""
+        """Fill memory with pieces of a file, one after the other. Raises DamagedError when they cannot be read."""
         memory, done = memory.cast("B"), 0
         for position, nbytes in pieces:
             try:

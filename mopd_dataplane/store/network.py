@@ -1,8 +1,5 @@
-"""Errors of an object store by cause: no answer, refused credentials, no bucket.
-
-The text of a refusal may hold access keys and the string that was signed, so none of it is passed on: only the status
-and the error code are.
-"""
+"""Errors of an object store by cause: no answer, refused credentials, no bucket. The text of a refusal may hold access
+keys and the string that was signed, so none of it is passed on: only the status and the error code are."""
 
 import re
 from collections.abc import Iterator
@@ -19,8 +16,7 @@ _NO_CREDENTIALS = ("credential", "no providers in chain", "metadata endpoint", "
 
 
 def network_failure(where: str, error: BaseException) -> MopdError | None:
-    """The error to raise for one of the object store; None when it is not the store's, or only says whether a file
-    exists."""
+    """The error to raise for one of the object store; None for others, and for one that says whether a file exists."""
     text = str(error)
     if isinstance(error, MopdError) or not any(word in text for word in _OF_THE_NETWORK):
         return None

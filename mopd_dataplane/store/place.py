@@ -23,10 +23,8 @@ LOCK_S = 10.0
 
 
 class Place:
-    """A root under which every dataset and file of one store lies.
-
-    Example: Place("runs/demo").of("samples") == "/home/me/runs/demo/samples"; Place("s3://b/run").root is None.
-    """
+    """A root under which every dataset and file of one store lies. Example: Place("runs/demo").of("samples") ==
+    "/home/me/runs/demo/samples"; Place("s3://b/run").root is None."""
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
         text = str(uri).removeprefix("file://")
@@ -70,10 +68,8 @@ class Place:
         return self._session
 
     def committed(self) -> None:
-        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
-
-        What they held lies between blocks in use, so the heap is trimmed.
-        """
+        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again. What they
+        held lies between blocks in use, so the heap is trimmed."""
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
             self._session, self._commits = None, 0
@@ -81,12 +77,11 @@ class Place:
 
     @contextmanager
     def committing(self, name: str) -> Iterator[bool]:
-        """Hold the commit lock of one table, so that committers on this machine do not waste each other's work; yields
-        False when it was not free in time.
+        """Hold the commit lock of one table; yields False when it was not free in time.
 
-        The lock saves retries; rows are kept unique by the compare-and-swap commit of table.py. So a committer that was
-        stopped while it held the lock does not block the store: after LOCK_S seconds the next one continues without
-        it. flock, not POSIX locks: freed by SIGKILL, and an unrelated close() in this process does not drop it.
+        It saves committers on this machine retries; rows are kept unique by the compare-and-swap commit of table.py. So
+        one that was stopped while it held the lock does not block the store: after LOCK_S seconds the next continues
+        without it. flock, not POSIX locks: freed by SIGKILL, and not dropped by an unrelated close() in this process.
         """
         if self.root is None:
             self.admit_writer()

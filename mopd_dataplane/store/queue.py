@@ -32,12 +32,9 @@ KEEP = timedelta(minutes=10)
 """Versions younger than this keep their files: a reader may be at work on them."""
 SWEEP_EVERY = 64
 """Clears between looks for files that nobody needs."""
-
 MOVE_BELOW = 0.25
 """Share of a file's rows below which its values are written anew, so that the file can go."""
-
 PINS = 4
-
 Key = tuple[int, str]
 """(sample, field)"""
 
@@ -193,10 +190,7 @@ def _filter(keys: Iterable[Key]) -> str:
 
 def _needs(dataset: lance.LanceDataset) -> tuple[list[int], list[int]]:
     """(offsets of rows with a value, in files of which they are the smaller part by MOVE_BELOW; files without a row
-    that is needed).
-
-    Needed is a key's value; or its clearing, while an older row of it is kept.
-    """
+    that is needed). Needed is a key's value; or its clearing, while an older row of it is kept."""
     table, rows = dataset.to_table(columns=["sample", "field", "kind"]), row_ids(dataset).ids()
     sizes = {fragment.fragment_id: fragment.count_rows() for fragment in dataset.get_fragments()}
     owner = np.repeat(list(sizes), list(sizes.values()))

@@ -29,10 +29,7 @@ from mopd_dataplane.store.tags import drop_versions, tagged
 
 @dataclass(frozen=True)
 class Freed:
-    """Result of a call that frees.
-
-    Example: two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000).
-    """
+    """Result of a call that frees, such as two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
 
     rows: int
     """Rows that lost their states by this call."""
@@ -47,10 +44,8 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 
 
 def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]) -> Freed:
-    """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served.
-
-    in_use: snapshots that readers still have open or will open. Tagged versions are always kept.
-    """
+    """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served. in_use:
+    snapshots that readers still have open or will open. Tagged versions are always kept."""
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         codecs = dataset.to_table(columns=["codec"])["codec"]

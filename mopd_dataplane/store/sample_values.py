@@ -65,8 +65,7 @@ def _range_of(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
-    """The values as an array of floats. Raises EngineError naming the first that is no log-prob: NaN, above 0, or lower
-    than a float32 can be."""
+    """The values as floats. Raises EngineError naming the first that is no log-prob: NaN, above 0, below LOWEST."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "fiu":
         raise EngineError(f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); log-probs are needed")

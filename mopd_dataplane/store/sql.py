@@ -56,11 +56,8 @@ class Limits:
 
 
 def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
-    """Answer a query; see Store.sql.
-
-    limits: none by default. Raises QueryError for anything but one readable statement, and for one that takes more
-    memory; DeadlineError for one that takes longer.
-    """
+    """Answer a query; see Store.sql. limits: none by default. Raises QueryError for anything but one readable
+    statement, and for one that takes more memory; DeadlineError for one that takes longer."""
     with ExitStack() as resources:
         config: dict[str, str | bool | int | float | list[str]] = {"python_enable_replacements": "false"}
         if limits is not None:
@@ -288,12 +285,9 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
 
 class _Batches(NamedTuple):
-    """A scanner for DuckDB that reads rows when asked, in the thread that asks.
-
-    An Arrow scanner reads ahead in a thread of Arrow's. A query with a limit leaves it in the middle, and it still
-    calls into Lance when the process ends: Lance's thread-locals are gone by then, and the process aborts or waits
-    for ever.
-    """
+    """A scanner for DuckDB that reads rows when asked, in the thread that asks. Arrow's reads ahead in a thread of its
+    own, which a query with a limit leaves in the middle: it still calls into Lance when the process ends, whose
+    thread-locals are gone by then, and the process aborts or waits for ever."""
 
     projected_schema: pa.Schema
     """Columns that `to_reader` gives, in its order."""

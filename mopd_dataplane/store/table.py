@@ -42,8 +42,6 @@ ATTEMPTS = 64
 BACKOFF_S = 0.005
 CLEAN_UP_S = 3600.0
 """How often a process that commits drops old versions, which are kept for a day."""
-
-
 FIRST_COMMIT = 2
 """Version of the first rows of a dataset; 1 is the empty one."""
 
@@ -100,12 +98,9 @@ class Table:
         self.make_durable(made)
 
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
-        """The dataset at a version (default: the newest); UnknownNameError when there is none.
-
-        Clean-up leaves the version alone as long as the handle lives (in a folder; see held.py). Raises MismatchError
-        when its format version or columns are not those of this package, DamagedError when a version that was
-        acknowledged is gone. Changes nothing.
-        """
+        """The dataset at a version (default: the newest). Clean-up leaves the version alone as long as the handle lives
+        (in a folder; see held.py). Changes nothing. Raises UnknownNameError when there is none, MismatchError when its
+        format version or columns are not this package's, DamagedError when an acknowledged version is gone."""
         acknowledged = 0
         if not self._checked:
             acknowledged = self._acknowledged.newest()
@@ -255,8 +250,7 @@ class Table:
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
     def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
-        """Raise MismatchError for a row whose key the table, or an earlier row, has with another value in one of the
-        columns."""
+        """Raise MismatchError for a row whose key the table, or an earlier row, has with another value in a column."""
         found, dataset = self.find(rows)
         read = [*dict.fromkeys((*self.spec.key, *columns))]
         stored = take_rows(dataset, found[found >= 0], read).to_pylist()

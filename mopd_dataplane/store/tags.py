@@ -1,8 +1,5 @@
-"""Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags too.
-
-Lance lists a folder and then reads each file of it: a tag that is deleted between the two ends the call, whichever
-version it was for. Such a call is repeated.
-"""
+"""Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags. Lance lists a
+folder, then reads each file: a tag deleted in between ends the call, for whatever version, and the call is repeated."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,7 +9,6 @@ from typing import Any, TypeVar
 import lance
 
 ATTEMPTS = 64
-
 T = TypeVar("T")
 
 

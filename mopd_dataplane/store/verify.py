@@ -1,5 +1,4 @@
-"""The audit: whether every reference leads to the right row, and all bytes are those that were committed. Nothing is
-changed."""
+"""The audit: whether every reference leads to the right row and all bytes are as committed. Nothing is changed."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -30,10 +29,8 @@ CHUNK = 512
 
 
 def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
-    """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors.
-
-    Every kind of damage becomes a finding; an audit does not fail.
-    """
+    """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors. Every
+    kind of damage becomes a finding; an audit does not fail."""
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     read: dict[str, set[str]] = {}
@@ -268,8 +265,7 @@ def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> It
 
 
 def _heads(place: Place, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
-    """Each teacher's LM head file is there; deep: with the recorded digest. One of whom only log-probs are known (an
-    import) has none."""
+    """Each teacher's LM head file is there (an import may know none); deep: with the recorded digest."""
     recorded = opened["teachers"].to_table(columns=["name", "head_file", "head_digest"], with_row_id=True)
     for teacher in recorded.to_pylist():
         name, row = teacher["head_file"], teacher["_rowid"]
@@ -298,10 +294,7 @@ def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, i
 def _echo(
     name: str, rows: pa.Table, target_name: str, target: lance.LanceDataset, pointer: str, numbers: NDArray[np.int64]
 ) -> Generator[Finding, None, NDArray[np.int64]]:
-    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound.
-
-    numbers: [n] row id of each of `rows`.
-    """
+    """Check that each pointer leads to a row of the same uid; returns the sound places. numbers: [n] ids of `rows`."""
     points = rows[pointer].to_numpy()
     total, offsets = target.count_rows(), row_ids(target).find(points)
     inside = offsets >= 0
