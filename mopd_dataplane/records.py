@@ -129,8 +129,7 @@ class Sample:
     sampling_mask_ids: NDArray[np.int32] | None = None
     """[sum of sampling_mask_sizes] those ids, token after token."""
     experts: NDArray[np.int16] | None = None
-    """[L - 1, W] expert ids, over all layers, of every token but the last, which nothing read; None when not recorded.
-    """
+    """[L - 1, W] expert ids over all layers of every token but the last, which nothing read; None when not recorded."""
     extra: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Recorded fields of fields.py that have no attribute here, by name."""
     turns: int = 1
@@ -162,8 +161,7 @@ class Signal:
 
     kind logprob: logprob [R] f32, 0 where loss_mask is 0.
     kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
-    kind hidden:  hidden [M, row_bytes] uint8, the codec's bytes of the state that predicts each
-                  loss-masked token, in order.
+    kind hidden:  hidden [M, row_bytes] uint8, codec bytes of the state that predicts each loss-masked token, in order.
     any other:    `extra[kind]` [R] f32, 0 where loss_mask is 0 (score/signal_kinds.py).
     """
 

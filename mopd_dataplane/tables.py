@@ -2,9 +2,8 @@
 
 The columns of `prompts`, `teachers` and `steps` are the attributes of their records, and stand there (records.py).
 Every field carries its meaning under the metadata key `doc` and, where one could guess wrong, its `unit`.
-`schemas/<table>/v2.json` is generated from here (`make schemas`) and a test fails when the two drift.
-Evolution is additive: new nullable columns only. FORMAT_VERSION counts incompatible changes; a store
-written by a newer one is refused.
+`schemas/<table>/v2.json` is generated from here (`make schemas`) and a test fails when the two drift. Evolution is
+additive: new nullable columns only. FORMAT_VERSION counts incompatible changes; a store of a newer one is refused.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""Sampling masks: the token ids that top-k and top-p left to draw each token from.
-
-A set of size 0 says that nothing was cut: the token was drawn from the whole vocabulary.
-"""
+"""Sampling masks: the token ids that top-k and top-p left to draw each token from."""
 
 from dataclasses import dataclass
 
@@ -14,7 +11,7 @@ class SamplingMasks:
     """Sampling masks of B tokens."""
 
     sizes: NDArray[np.int32]
-    """[B]"""
+    """[B]; 0 says that nothing was cut: the token was drawn from the whole vocabulary"""
     ids: NDArray[np.int32]
     """[sum of sizes] token ids, set after set"""
 

@@ -1,11 +1,8 @@
-"""One TOML file is one whole run.
+"""One TOML file is one whole run; docs/job.md says how its tables, `extends` and overrides combine.
 
 `load_job(path)` returns a frozen, fully checked `Job`, or raises JobFileError naming the file, the key, what is allowed
-and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the top level
-are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]` keys of its own
-for the stages that name it: exact and sampled gradients want other batches and learning rates. `extends = { job =
-"../quickstart", stages = ["base"] }` reuses another job's tables and the stages it lists; `domains` lists the domains,
-where not all are wanted.
+and the nearest match, before any work starts. An objective may bring `[plan]` and `[train]` keys of its own for the
+stages that name it: exact and sampled gradients want other batches and learning rates.
 """
 
 import types
@@ -58,8 +55,7 @@ class Stage(Section):
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
-        """The iteration whose samples a window covers; None for reference or imported data, which one window covers
-        whole."""
+        """The iteration that a window covers; None for reference or imported data, which one window covers whole."""
         return window if self.data == "rollout" else None
 
     @property
@@ -187,8 +183,7 @@ class Job(Section):
 def load_job(path: Place, *, overrides: list[str] | None = None) -> Job:
     """Read and check a job file, the `job.toml` of a job folder (paths or URLs), or the `job.json` that a store keeps.
 
-    overrides: `key.path=value` in TOML syntax; a stage is addressed by its name, as in
-    `stages.student.objective="full-vocab"`.
+    overrides: `key.path=value` in TOML syntax, stages by their names, as in `stages.student.objective="full-vocab"`.
     Raises JobFileError.
     """
     raw, where = read_job(path, overrides or [])
@@ -216,10 +211,8 @@ _RENAMED = {
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any], where: str) -> str:
-    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key.
-
-    raw: the job as read; whole: with the stages' defaults in every stage, where one mistake shows up many times.
-    """
+    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key. raw: the job as
+    read; whole: with the stages' defaults in every stage, where one mistake shows up many times."""
     text = read_file(where).decode() if suffix_of(where) == ".toml" and is_file(where) else ""
     lines: dict[str, None] = {}
     for problem in error.errors():

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Divergences that mopd_kernels computes, with gradients of their own and from a stored top-k too."""
 Normaliser = Literal["token", "sequence", "sum", "constant"]
-"""What a term's sum over tokens is divided by: trained tokens of the step (DAPO), each sequence's own and the number of
-sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` (Dr.GRPO, arXiv 2503.20783)."""
+"""What the sum in Term is divided by: as in DAPO, GRPO, tinker and Dr.GRPO (arXiv 2503.20783), in this order."""
 
 
 class Term(Section):

@@ -1,7 +1,4 @@
-"""The sections of a job file: what each table may hold, with its default and its meaning.
-
-Every section is frozen and closed to unknown keys. `job.py` combines them into a Job; check.py compares them.
-"""
+"""The sections of a job file: what each table may hold, with its default and its meaning. `job.py` combines them."""
 
 from __future__ import annotations
 
@@ -430,7 +427,6 @@ class Train(Section):
 
     lora: Lora = Lora()
     """Train an adapter in place of the weights."""
-
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak of the schedule (AdamW)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

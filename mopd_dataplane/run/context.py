@@ -1,5 +1,4 @@
-"""Run, the context of every step of a job: the job, its store, its policies, its tokenizer, and where to report
-progress."""
+"""The context of every step of a job: the job, its store, policies and tokenizer, and where to report progress."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
 
 
 def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -> None:
-    """Write the prompts of every domain that the store has none of: those already loaded, else those of its source.
-    Raises PromptError."""
+    """Write the prompts of every domain that the store has none of: those already loaded, else those of its source."""
     for name, domain in job.domains.items():
         if domain.source == "store":
             continue
@@ -163,10 +161,8 @@ def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) 
 
 
 def open_existing(job: Job, progress: Progress) -> Run:
-    """Open the store of a job that another process runs; nothing is written.
-
-    Raises UnknownNameError when there is no store, MismatchError as open_run does.
-    """
+    """Open the store of a job that another process runs; nothing is written. Raises UnknownNameError when there is no
+    store, MismatchError as open_run does."""
     store = Store.open(job.store)
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)

@@ -7,9 +7,8 @@
 They communicate through the store only. A producer that is ahead is held back between iterations, never inside one; a
 trainer that is ahead waits. Each records that it has ended, and each can be killed and started again.
 
-The nodes besides the first only train, together with the first node's ranks: training begins when there is a plan for
-the next window, and is over with the last policy version, or in a concurrent stage with the window that closes its plan
-log. See docs/ranks.md.
+The nodes besides the first only train, together with the first node's ranks (docs/ranks.md), until there is the last
+policy version, or in a concurrent stage until a window closes its plan log.
 """
 
 import contextlib
@@ -63,11 +62,8 @@ class StallTimeout:
 
 
 def run_concurrent(run: Run, stage: Stage) -> None:
-    """Run every part of a stage to its end; on an error or an interruption all of them are stopped gracefully.
-
-    Each continues where it stopped, so the same call continues after any kill. Raises the error of the first part that
-    failed.
-    """
+    """Run every part of a stage to its end; on an error or an interruption all of them are stopped gracefully, and the
+    same call continues after any kill. Raises the error of the first part that failed."""
     command = [sys.executable, "-m", "mopd_dataplane"]
     with scratch_folder() as scratch, contextlib.ExitStack() as running:
         job = scratch / "job.json"  # with the overrides of this call
@@ -124,9 +120,7 @@ def score_follow(run: Run, stage: Stage) -> dict[str, float]:
 
 def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     """Plan and train windows as they become possible, until everything that was scored is trained on or dropped.
-
-    Returns how stale the trained samples were, in policy versions.
-    """
+    Returns how stale the trained samples were, in policy versions."""
     told = ""
     stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
     with Training(run, stage, samples=samples_expected(run, stage)) as training:
@@ -230,11 +224,8 @@ def _has_ended(run: Run, stage: Stage, what: str) -> bool:
 
 
 def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
-    """Take part in the training of every stage, or of one.
-
-    Raises DeadlineError when the first node makes no progress for days, InputError when the store is not shared, and
-    what training raises.
-    """
+    """Take part in the training of every stage, or of one. Raises DeadlineError when the first node makes no progress
+    for days, InputError when the store is not shared, and what training raises."""
     if "://" in job.store:
         raise InputError(f"store {job.store} is an object store; give a folder that all nodes share")
     run = _opened(job, progress)

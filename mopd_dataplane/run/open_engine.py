@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """The engines of one run. Used as
-
-    with run.engines.use(folder, version) as engine: ...
-    """
+    """The engines of one run, each used as `with run.engines.use(folder, version) as engine: ...`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -35,10 +32,8 @@ class Engines:
     def use(
         self, folder: Path, version: int, *, mixed_teacher: MixedTeacher | None = None, adapter: Lora | None = None
     ) -> Iterator[Engine]:
-        """An engine with free slots and this policy. One that fails, or is interrupted, is not used again.
-
-        adapter: see EngineKind.open.
-        """
+        """An engine with free slots and this policy. One that fails, or is interrupted, is not used again. adapter: see
+        EngineKind.open."""
         engine = self._ready(folder, version, mixed_teacher, adapter)
         try:
             yield engine

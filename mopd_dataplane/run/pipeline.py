@@ -35,10 +35,9 @@ Summary = dict[str, Any]
 def run_job(job: Job, *, console: Console | None = None, only: str | None = None, ray: str | None = None) -> Summary:
     """Run a job to its end, or one stage of it; returns every evaluated policy's accuracy by domain.
 
-    ray: address of the Ray cluster that rolls out and scores; see run/ray/cluster.py. None: this process does.
-
-    On a node besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; whatever was finished
-    stays, and the same call continues.
+    ray: address of the Ray cluster that rolls out and scores, see docs/ray.md; None: this process does. On a node
+    besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; whatever was finished stays, and
+    the same call continues.
     """
     if node_rank() > 0:
         join_job(job, Progress(console), only)

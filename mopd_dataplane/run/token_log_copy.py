@@ -34,10 +34,9 @@ def log_names(store: Store) -> list[str]:
 
 
 class StoredLog:
-    """The copy of one writer's log in a store; a rollout.log.wal.LogCopy."""
+    """The copy of one writer's log in a store, by its name wal/<stage>/<writer>; a rollout.log.wal.LogCopy."""
 
     def __init__(self, files: ObjectFiles, name: str) -> None:
-        """name: wal/<stage>/<writer>."""
         self._files = files
         self._name = name
 

@@ -1,11 +1,4 @@
-"""The Ray cluster that a job rolls out and scores on.
-
-    mopd run JOB --ray               at RAY_ADDRESS (a submitted job has it), else a cluster started on this machine
-    mopd run JOB --ray auto          the cluster that runs on this machine
-    mopd run JOB --ray HOST:PORT     that cluster
-
-A cluster started here listens on the loopback interface only, and ends with the job. Several nodes must see the store's
-folder at the same path.
+"""The Ray cluster that a job rolls out and scores on; docs/ray.md says which one, and what its nodes must see.
 
 Engine replicas sample a share of an iteration each; teachers, one each, are placed where their resources are free and
 ended when their samples are scored. A share is a set of uids and the name of the token log it goes through. Unfinished
@@ -51,8 +44,7 @@ STEPS_OF_SLOTS = 2
 
 @contextmanager
 def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
-    """Connect, and leave at the end of the block. Raises InputError when Ray is not installed, ResourceError when no
-    cluster answers."""
+    """Connect until the end of the block. Raises InputError without Ray, ResourceError when no cluster answers."""
     run.policies.initial()  # made here, once, before workers look for it
     address = address or os.environ.get("RAY_ADDRESS", ON_THIS_MACHINE)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -91,8 +83,7 @@ def _reach(address: str) -> None:
 
 @dataclass(frozen=True)
 class RayFleet:
-    """A run's engine replicas and teachers, in processes of their own; each call starts the workers it needs and ends
-    them."""
+    """A run's engine replicas and teachers, in processes of their own; each call starts and ends those it needs."""
 
     run: Run
 
@@ -140,8 +131,7 @@ class RayFleet:
         return total
 
     def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """Score every task (steps.score.score_task), teachers in parallel as far as the cluster has room; `done` is
-        called with each result."""
+        """Score every task by score_task, teachers in parallel as far as there is room; `done` gets each result."""
         run, scale = self.run, self.run.job.scale
         groups = [
             Group(

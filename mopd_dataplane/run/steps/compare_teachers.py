@@ -27,10 +27,9 @@ def compare_teachers(
 ) -> list[dict[str, Any]]:
     """One row for each domain of the stage and teacher of the job, over the first iteration's first answers.
 
-    Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: see
-    score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the
-    domain where it was evaluated.
-    Raises InputError when the stage has no rewarded answers.
+    Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: those of
+    score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the domain where it
+    was evaluated. Raises InputError when the stage has no rewarded answers.
     """
     run = open_run(job, Progress(console), make=False)
     answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}

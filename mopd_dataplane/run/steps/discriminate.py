@@ -23,10 +23,7 @@ from mopd_dataplane.score.discriminator import WEIGHTS, Discriminator, Pair
 
 
 def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Prompt]) -> list[Prompt]:
-    """Prompts that have a text of the teacher: the discriminator compares answers to one prompt.
-
-    Raises MismatchError when none has.
-    """
+    """Prompts that have a text of the teacher, with which answers are compared. Raises MismatchError when none has."""
     if source == "reference":
         return prompts
     _, samples = stage_samples(run.store, run.job.stage(source), None, ["prompt_id"])
@@ -42,9 +39,7 @@ def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Promp
 
 def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     """Train the discriminator on a window's samples, and reward them with it; nothing when that was done before.
-
-    Returns {"rewards": count, "loss", "accuracy"}.
-    """
+    Returns {"rewards": count, "loss", "accuracy"}."""
     settings = stage.discriminator
     assert settings is not None
     rows, samples = _by_uid(*stage_samples(run.store, stage, window, ["uid", "prompt_id"]))

@@ -1,5 +1,4 @@
-"""Held-out evaluation: a policy's answers to prompts that it is never trained on, and their distance from the
-teacher."""
+"""Held-out evaluation: a policy's answers to prompts it is never trained on, and their distance from the teacher."""
 
 from __future__ import annotations
 
@@ -67,10 +66,8 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
 
 
 def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
-    """Share of one evaluated policy's answers that are entirely right, by domain.
-
-    Of the split that the job evaluates on; a domain whose reward is no verifier has none.
-    """
+    """Share of one evaluated policy's answers that are entirely right, by domain, on the split that the job evaluates
+    on; a domain whose reward is no verifier has none."""
     columns = ["prompt_id", "domain", "correct"]
     table = run.store.table("evals", columns=columns, filter=f"{_is_policy(label, version)} AND correct IS NOT NULL")
     split = {prompt.prompt_id for prompt in run.store.prompts(split=run.job.eval.split)}

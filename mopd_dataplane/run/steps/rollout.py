@@ -1,5 +1,4 @@
-"""Rollout: the policy samples one iteration into the store, through the token log; or its reference answers are
-stored as samples."""
+"""Rollout: the policy samples one iteration into the store, through the token log; or reference answers are stored."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -52,8 +51,7 @@ class Part:
 def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
     """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
 
-    The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
-    published in the middle.
+    The policy is the version the iteration starts from; with `follow` the newest, also one published in the middle.
     """
     prompts = prompts_of(run, stage, iteration)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
@@ -118,8 +116,7 @@ def roll_out(
     follow: bool = False,
     share: Collection[str] | None = None,
 ) -> RolloutReport:
-    """Sample a part, or a share of it, into the store through the token log of `writer`, and finish the samples in that
-    log."""
+    """Sample a part, or a share of it, into the store through the token log of `writer`; finish what that log holds."""
     stage, sampler = part.stage, part.sampler.policy
     dropped = 0
 
@@ -236,10 +233,8 @@ def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = N
 
 
 def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt], iteration: int) -> Iterator[Sample]:
-    """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs.
-
-    iteration: the iteration they belong to, which also is the policy version they count as.
-    """
+    """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs. The
+    iteration they belong to is also the policy version they count as."""
     job, tokenizer = run.job, run.tokenizer
     if tokenizer.eos_token_id is None:
         raise PromptError(

@@ -57,11 +57,8 @@ WINDOW_DEADLINE_S = 7 * 86400.0
 
 
 class Training:
-    """The training of one stage. Processes start with the first window that has to be trained, and end with the block.
-
-    with Training(run, stage) as training:
-        training.train(plan)
-    """
+    """The training of one stage, used in a `with` block: processes start with the first window that has to be trained,
+    and end with the block."""
 
     def __init__(self, run: Run, stage: Stage, *, samples: int = 0) -> None:
         """samples: of the whole stage, where a window is a fixed amount of them; 0 where it is a whole iteration."""
@@ -75,11 +72,10 @@ class Training:
         self._resources = contextlib.ExitStack()
 
     def train(self, plan: PlanWindow) -> None:
-        """Train a recorded window unless its policy version exists.
+        """Train a recorded window unless its policy version exists, from the last checkpoint on.
 
-        Continues from the last checkpoint. The one behind this window is still being written when the version is
-        there: `settle` waits for it. Raises the trainer's error under its own exit code, EngineError when it died
-        without one.
+        The checkpoint behind this window is still being written when the version is there: `settle` waits for it.
+        Raises the trainer's error under its own exit code, EngineError when it died without one.
         """
         run, stage, version = self._run, self._stage, plan.window + 1
         self.settle()
@@ -104,9 +100,7 @@ class Training:
 
     def settle(self) -> None:
         """Wait until the newest policy's checkpoint is written and in the store; free what no window reads again.
-
-        Raises what train does when the trainer dies over it.
-        """
+        Raises what train does when the trainer dies over it."""
         while self._trainer is not None and self._is_behind():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._trainer.wait(POLL_S)
@@ -308,10 +302,8 @@ def _whole(store: Store, found: list[FoundOfSample]) -> list[FoundOfSample]:
 
 
 def check_cursor(store: Store, stage: str, folder: Path) -> None:
-    """Refuse a checkpoint of a plan that the store did not record: another run left it, and would wait for ever.
-
-    Plans are recorded before they are used, so a checkpoint's own is always there. Raises MismatchError.
-    """
+    """Refuse a checkpoint whose plan the store has not recorded, though plans are recorded before they are used:
+    another run left it, and training would wait for ever. Raises MismatchError."""
     saved = latest_checkpoint(folder)
     if saved is None:
         return
