@@ -46,8 +46,10 @@ __all__ = [
 
 
 def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> Store:
-    """Open an existing store (a folder or an object-store URI) for reading and writing. Raises UnknownNameError when
-    there is no store, MismatchError when a newer version wrote it."""
+    """Open an existing store (a folder or an object-store URI) for reading and writing.
+
+    Raises UnknownNameError when there is no store, MismatchError when a newer version wrote it.
+    """
     from mopd_dataplane.store.dataset import Store
 
     return Store.open(uri, storage_options=storage_options)

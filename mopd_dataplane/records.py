@@ -129,7 +129,8 @@ class Sample:
     sampling_mask_ids: NDArray[np.int32] | None = None
     """[sum of sampling_mask_sizes] those ids, token after token."""
     experts: NDArray[np.int16] | None = None
-    """[L - 1, W] expert ids over all layers of every token but the last, which nothing read; None when not recorded."""
+    """[L - 1, W] expert ids, over all layers, of every token but the last, which nothing read; None when not recorded.
+    """
     extra: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Recorded fields of fields.py that have no attribute here, by name."""
     turns: int = 1

@@ -18,8 +18,10 @@ def crc32c(*buffers: bytes | NDArray[np.generic], start: int = 0) -> int:
 
 
 def payload_crc(*arrays: NDArray[np.generic] | None) -> int:
-    """crc32c over a payload: each array preceded by its length in bytes, so that shifted boundaries differ; None (a
-    null list) counts as length 2^64 - 1 without bytes."""
+    """crc32c over a payload: each array preceded by its length in bytes, so that shifted boundaries differ.
+
+    None (a null list) counts as length 2^64 - 1 without bytes.
+    """
     value = 0
     for array in arrays:
         if array is None:

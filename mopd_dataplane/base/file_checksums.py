@@ -28,8 +28,10 @@ class Recorded(TypedDict):
 
 
 def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping[str, Recorded] | None = None) -> None:
-    """Write `checksums.json` for every file of a finished folder, before it is published; not yet durable. identities:
-    also record their sha256. measured: records of files that were read already."""
+    """Write `checksums.json` for every file of a finished folder, before it is published. Not yet durable.
+
+    identities: also record their sha256. measured: records of files that were read already.
+    """
     known = measured or {}
     files = {name: known.get(name) or measure_file(folder / name, identity=identities) for name in _names(folder)}
     (folder / CHECKSUMS).write_bytes(seal({"files": files}))

@@ -28,8 +28,11 @@ Result = TypeVar("Result")
 
 
 def publish_file(target: Path, content: bytes) -> None:
-    """Replace a small file atomically and durably; processes that do so at the same time take turns. Raises InputError
-    when something else than a file has the name, DeadlineError when another process does not come to an end."""
+    """Replace a small file atomically and durably; processes that do so at the same time take turns.
+
+    Raises InputError when something else than a file has the name, DeadlineError when another process does not come to
+    an end.
+    """
     check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp")
@@ -214,8 +217,10 @@ def once_there_is_space(
     wait_s: float,
     notice: Callable[[str], None],
 ) -> Result:
-    """Make a call, and repeat it while the disk is full; its result. Every other error passes. disk, pauses, continues,
-    kept: words for the notices, and for the ResourceError when the disk is full for `wait_s`."""
+    """Make a call, and repeat it while the disk is full; its result. Every other error passes.
+
+    disk, pauses, continues, kept: words for the notices, and for the ResourceError when the disk is full for `wait_s`.
+    """
     full_since: float | None = None
     while True:
         try:

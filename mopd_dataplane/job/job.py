@@ -211,8 +211,10 @@ _RENAMED = {
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any], where: str) -> str:
-    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key. raw: the job as
-    read; whole: with the stages' defaults in every stage, where one mistake shows up many times."""
+    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key.
+
+    raw: the job as read; whole: with the stages' defaults in every stage, where one mistake shows up many times.
+    """
     text = read_file(where).decode() if suffix_of(where) == ".toml" and is_file(where) else ""
     lines: dict[str, None] = {}
     for problem in error.errors():

@@ -7,8 +7,10 @@ from mopd_dataplane.errors import InputError
 
 
 def resolve_device(name: str) -> str:
-    """The torch device that a job file's `device` means: `auto` is the machine's accelerator where there is one. Raises
-    InputError when this machine, or this build of torch, has no such device."""
+    """The torch device that a job file's `device` means: `auto` is the machine's accelerator where there is one.
+
+    Raises InputError when this machine, or this build of torch, has no such device.
+    """
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)

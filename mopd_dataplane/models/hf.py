@@ -90,8 +90,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of a local model folder; uses no network. Folders whose files beside the weights are the same, such as
-    the versions of a policy, share one object: do not change it."""
+    """Tokenizer of a local model folder; uses no network.
+
+    Folders whose files beside the weights are the same, such as the versions of a policy, share one object: do not
+    change it.
+    """
     _require_sound(folder)  # before seconds are spent on an import
     from transformers import AutoTokenizer
 
@@ -271,8 +274,10 @@ def load_head(folder: str | Path, *, dtype: str, device: str = "cpu") -> Head:
 
 
 def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
-    """The final norm of a model folder, between last layer and LM head, without the rest of the model. Raises
-    MismatchError when the last thing the model does is not one of its own modules."""
+    """The final norm of a model folder, between last layer and LM head, without the rest of the model.
+
+    Raises MismatchError when the last thing the model does is not one of its own modules.
+    """
     import copy
 
     import torch
@@ -297,8 +302,10 @@ def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
 
 
 def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """[B, T, D] states after the final norm: what the LM head reads. The head itself is not run. Packed rows: give
-    `position_ids` that restart at 0 in every sequence and no attention mask."""
+    """[B, T, D] states after the final norm: what the LM head reads. The head itself is not run.
+
+    Packed rows: give `position_ids` that restart at 0 in every sequence and no attention mask.
+    """
     output = model.base_model(input_ids=input_ids, use_cache=False, **inputs)
     states: torch.Tensor = output.last_hidden_state
     return states

@@ -27,8 +27,10 @@ PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 
 def make_student(student: Student, folder: Path, *, seed: int) -> Path:
-    """Folder of the student's initial policy; written to `folder` once unless the student names a path. Raises
-    InputError when the config is not one transformers knows, ResourceError when a package has no GGUF file."""
+    """Folder of the student's initial policy; written to `folder` once unless the student names a path.
+
+    Raises InputError when the config is not one transformers knows, ResourceError when a package has no GGUF file.
+    """
     if student.path:
         return model_folder(student.path, student.revision)
 
@@ -46,7 +48,9 @@ def make_student(student: Student, folder: Path, *, seed: int) -> Path:
 
 def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """One token per printable ASCII character and newline; the beginning-of-sequence token in front of every text.
-    whole: strings that are one token each wherever they appear, the longest first."""
+
+    whole: strings that are one token each wherever they appear, the longest first.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -95,8 +99,10 @@ def check_config(student: Student) -> None:
 
 
 def student_config(student: Student) -> PretrainedConfig:
-    """transformers config of a student made from one, filled up from a tokenizer that is made for it. Raises InputError
-    when transformers does not know it, MismatchError when the tokenizer has more tokens."""
+    """transformers config of a student made from one, filled up from a tokenizer that is made for it.
+
+    Raises InputError when transformers does not know it, MismatchError when the tokenizer has more tokens.
+    """
     from transformers import AutoConfig
 
     tokenizer = given_tokenizer(student)

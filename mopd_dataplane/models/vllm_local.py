@@ -59,8 +59,10 @@ def can_sleep() -> bool:
 
 
 def _report_death(core: Any) -> None:
-    """Wake the caller that waits for an answer of vLLM's process once that process is gone: vLLM's synchronous client
-    notices the death and leaves its waiting caller asleep."""
+    """Wake the caller that waits for an answer of vLLM's process once that process is gone.
+
+    vLLM's synchronous client notices the death and leaves its waiting caller asleep.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     connection.wait([process.sentinel for process in core.resources.engine_manager.processes])

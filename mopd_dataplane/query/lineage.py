@@ -59,8 +59,10 @@ class StepLineage:
 
 
 def find_sample(store: Store, uid: str) -> tuple[str, int]:
-    """Full uid and row in `samples` of the sample whose uid is, or uniquely starts with, `uid`. Raises UnknownNameError
-    when none or several match, naming candidates."""
+    """Full uid and row in `samples` of the sample whose uid is, or uniquely starts with, `uid`.
+
+    Raises UnknownNameError when none or several match, naming candidates.
+    """
     prefix = uid.strip().lower()
     if not prefix or not _HEX.issuperset(prefix) or len(prefix) > 32:
         raise UnknownNameError(f"{uid!r} is not a sample uid (1 to 32 hex digits); {_LISTING}")
@@ -96,8 +98,10 @@ def sample_lineage(store: Store, uid: str) -> SampleLineage:
 
 
 def uses_of(store: Store, sample_rows: Sequence[int], snapshot: Snapshot | None = None) -> dict[int, pa.Table]:
-    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch. All plans are
-    read once, whatever the number of rows."""
+    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch.
+
+    All plans are read once, whatever the number of rows.
+    """
     wanted = np.asarray(sample_rows, np.int64)
     uses: dict[int, list[dict[str, object]]] = {int(row): [] for row in wanted}
     columns = ["stage", "window", "digest", "sample_rows", "pack_starts", "step_starts"]

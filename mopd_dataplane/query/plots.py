@@ -1,5 +1,7 @@
-"""The plots of a report: inline SVG in one style, readable on light and dark, each with an alternative text. Colours
-are drawn as placeholders and leave as CSS variables, so that the page's theme decides them. Text stays text."""
+"""The plots of a report: inline SVG in one style, readable on light and dark, each with an alternative text.
+
+Colours are drawn as placeholders and leave as CSS variables, so that the page's theme decides them. Text stays text.
+"""
 
 from __future__ import annotations
 

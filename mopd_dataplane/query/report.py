@@ -43,6 +43,7 @@ def write_report(store: Store, out: Place, *, measures: Measures | None = None, 
 
     It has the measures and, to read beside them, for each domain the newest scored sample on which teacher and student
     differ most, and of its held-out answers one that is right and one that is wrong.
+
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

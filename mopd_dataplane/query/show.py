@@ -72,9 +72,12 @@ def read_sample(
     store: Store, uid: str, *, teacher: str | None = None, tokenizer: Path | None = None,
     decoder: Decoder | Numbers | None = None,
 ) -> SampleView:  # fmt: skip
-    """Read one sample with its signals and lineage. uid: full, or a unique start. teacher: whose log-probs to show;
-    default: the first that scored them. tokenizer: folder with the tokenizer; decoder: an already opened one. Raises
-    UnknownNameError for an unknown sample or teacher, or a folder without a tokenizer."""
+    """Read one sample with its signals and lineage.
+
+    uid: full, or a unique start. teacher: whose log-probs to show; default: the first that scored them.
+    tokenizer: folder with the tokenizer; decoder: an already opened one.
+    Raises UnknownNameError for an unknown sample or teacher, or a folder without a tokenizer.
+    """
     line = sample_lineage(store, uid)
     metadata = line.sample.to_pylist()[0]
     chosen = _choose_teacher(line, teacher)

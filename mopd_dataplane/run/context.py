@@ -161,8 +161,10 @@ def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) 
 
 
 def open_existing(job: Job, progress: Progress) -> Run:
-    """Open the store of a job that another process runs; nothing is written. Raises UnknownNameError when there is no
-    store, MismatchError as open_run does."""
+    """Open the store of a job that another process runs; nothing is written.
+
+    Raises UnknownNameError when there is no store, MismatchError as open_run does.
+    """
     store = Store.open(job.store)
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)

@@ -120,7 +120,9 @@ def score_follow(run: Run, stage: Stage) -> dict[str, float]:
 
 def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     """Plan and train windows as they become possible, until everything that was scored is trained on or dropped.
-    Returns how stale the trained samples were, in policy versions."""
+
+    Returns how stale the trained samples were, in policy versions.
+    """
     told = ""
     stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
     with Training(run, stage, samples=samples_expected(run, stage)) as training:
@@ -224,8 +226,11 @@ def _has_ended(run: Run, stage: Stage, what: str) -> bool:
 
 
 def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
-    """Take part in the training of every stage, or of one. Raises DeadlineError when the first node makes no progress
-    for days, InputError when the store is not shared, and what training raises."""
+    """Take part in the training of every stage, or of one.
+
+    Raises DeadlineError when the first node makes no progress for days, InputError when the store is not shared, and
+    what training raises.
+    """
     if "://" in job.store:
         raise InputError(f"store {job.store} is an object store; give a folder that all nodes share")
     run = _opened(job, progress)

@@ -18,8 +18,9 @@ def iteration_prompts(prompts: Sequence[Prompt], *, count: int, iteration: int, 
     """Prompts of one iteration, in admission order: consecutive slices of seeded permutations, one for each epoch.
 
     Every prompt comes once an epoch, and never twice in one iteration: a sample's uid is its prompt, its place in the
-    group and its iteration. count 0 takes every prompt, in a new order each iteration. Raises PromptError when there
-    are fewer than `count`.
+    group and its iteration. count 0 takes every prompt, in a new order each iteration.
+
+    Raises PromptError when there are fewer than `count`.
     """
     total = len(prompts)
     count = count or total

@@ -32,8 +32,10 @@ class Engines:
     def use(
         self, folder: Path, version: int, *, mixed_teacher: MixedTeacher | None = None, adapter: Lora | None = None
     ) -> Iterator[Engine]:
-        """An engine with free slots and this policy. One that fails, or is interrupted, is not used again. adapter: see
-        EngineKind.open."""
+        """An engine with free slots and this policy. One that fails, or is interrupted, is not used again.
+
+        adapter: see EngineKind.open.
+        """
         engine = self._ready(folder, version, mixed_teacher, adapter)
         try:
             yield engine

@@ -27,8 +27,10 @@ def scan_stage(
     first: int = 0,
     limit: int | None = None,
 ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
-    """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, or of all). Metadata
-    is scanned whole, or from row `first` on as many as `limit`."""
+    """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, or of all).
+
+    Metadata is scanned whole, or from row `first` on as many as `limit`.
+    """
     read = [*dict.fromkeys([*columns, "stage", "iteration"])]
     for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
         mask = pc.equal(batch["stage"], stage)

@@ -64,8 +64,10 @@ class Work:
 
 
 def open_work(store: Store, folder: str) -> Work:
-    """The work folder of a store: its own folder, else `folder`, by default runs/staging/<bucket>/<key>. Raises
-    MismatchError when the folder belongs to another store."""
+    """The work folder of a store: its own folder, else `folder`, by default runs/staging/<bucket>/<key>.
+
+    Raises MismatchError when the folder belongs to another store.
+    """
     if store.root is not None:
         return Work(store.root)
     assert store.files is not None

@@ -31,8 +31,10 @@ _UID = re.compile("[0-9a-f]{32}")
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
-    """Arrow rows of a metadata table; `created_at` is filled in, missing nullable columns are null. Raises InputError
-    naming the column that is unknown, missing, or of another type."""
+    """Arrow rows of a metadata table; `created_at` is filled in, missing nullable columns are null.
+
+    Raises InputError naming the column that is unknown, missing, or of another type.
+    """
     now = datetime.now(UTC)
     filled = [{"created_at": now, **record} if "created_at" in spec.schema.names else record for record in records]
     for name in set().union(*filled) - set(spec.schema.names):

@@ -69,8 +69,10 @@ class ArtifactStore:
         self._listed.pop(name.rpartition("/")[0], None)
 
     def fetch(self, name: str, target: Path) -> bool:
-        """Download a published folder to `target`, durable and checked; False when there is none. Raises DamagedError
-        when a file is missing or not the one that was published."""
+        """Download a published folder to `target`, durable and checked; False when there is none.
+
+        Raises DamagedError when a file is missing or not the one that was published.
+        """
         content = self._files.read(f"{name}.json")
         if content is None:
             return False

@@ -44,11 +44,15 @@ OF_FREE = 4
 
 class RangeCache:
     """Ranges by key in one folder, bounded in bytes over all processes that share it; the least recently read go first.
-    Used by one thread of a process at a time, `stats` by any."""
+
+    Used by one thread of a process at a time, `stats` by any.
+    """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         """max_bytes: of all files together; None takes a quarter of the disk's free room, what is cached included.
-        Raises OSError when the folder cannot be made or written to, or when others than this user may write to it."""
+
+        Raises OSError when the folder cannot be made or written to, or when others than this user may write to it.
+        """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:

@@ -35,8 +35,10 @@ ROWS_S = 600.0
 
 @dataclass(frozen=True)
 class CommitReceipt:
-    """Result of a commit. Example: of three samples one was there before: rows=[7, 3, 8], inserted=2,
-    versions={"tokens": 5, "samples": 5}."""
+    """Result of a commit.
+
+    Example: of three samples one was there before: rows=[7, 3, 8], inserted=2, versions={"tokens": 5, "samples": 5}.
+    """
 
     rows: NDArray[np.int64]
     """[n] row id in `samples` of every given sample, also of those that were there before."""

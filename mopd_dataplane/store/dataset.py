@@ -69,8 +69,11 @@ class Store:
 
     @classmethod
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
-        """Open an existing store. Raises UnknownNameError when there is none, MismatchError when its format version is
-        another one, DamagedError when its mark is not as it was written."""
+        """Open an existing store.
+
+        Raises UnknownNameError when there is none, MismatchError when its format version is another one, DamagedError
+        when its mark is not as it was written.
+        """
         store = cls.find(uri, storage_options)
         if store is None:
             raise UnknownNameError(
@@ -167,7 +170,9 @@ class Store:
         limit: int | None = None,
     ) -> pa.Table:
         """Rows of a table, in the order of their ids. `filter` is a Lance SQL predicate, such as "domain = 'math'".
-        Raises UnknownNameError for a table or column there is not, InputError for a filter that is no predicate."""
+
+        Raises UnknownNameError for a table or column there is not, InputError for a filter that is no predicate.
+        """
         dataset = self.dataset(name, snapshot)
         reading.check_columns(name, dataset, columns or ())
         if filter is not None:
@@ -186,7 +191,9 @@ class Store:
         self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
         """(row ids, their metadata) of some samples at a time, in that order: id `first` and the `limit` ids after it.
-        For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch."""
+
+        For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch.
+        """
         return reading.scan_rows(self.dataset("samples", snapshot), columns, first, limit)
 
     def take_samples(
@@ -227,8 +234,10 @@ class Store:
     # -- prompts and samples ---------------------------------------------------------------------------------------
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
-        """Add prompts; those the store has already are left alone. Returns how many are new. Raises MismatchError when
-        a known prompt_id comes with another text or answer, or when it was deleted."""
+        """Add prompts; those the store has already are left alone. Returns how many are new.
+
+        Raises MismatchError when a known prompt_id comes with another text or answer, or when it was deleted.
+        """
         records = [asdict(prompt) for prompt in prompts]
         self.deletions.refuse_prompts([record["prompt_id"] for record in records])
         return self._insert("prompts", records, compare=[field.name for field in fields(Prompt)])
@@ -264,8 +273,11 @@ class Store:
     # -- teachers and signals --------------------------------------------------------------------------------------
 
     def add_teacher(self, teacher: Teacher) -> None:
-        """Record a teacher in `teachers`. Raises MismatchError when another one has the name (digests compared),
-        InputError when the name or the head file's place would leave the store."""
+        """Record a teacher in `teachers`.
+
+        Raises MismatchError when another one has the name (digests compared), InputError when the name or the head
+        file's place would leave the store.
+        """
         check_teacher(teacher)
         self._insert("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
 
@@ -295,15 +307,19 @@ class Store:
     def signal_rows(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
     ) -> pa.Table:
-        """uid, payload_row, payload_crc, codec, rows, bytes of a signal for each sample row, in the asked order. Raises
-        UnknownNameError naming the first sample that lacks it."""
+        """uid, payload_row, payload_crc, codec, rows, bytes of a signal for each sample row, in the asked order.
+
+        Raises UnknownNameError naming the first sample that lacks it.
+        """
         return reading.signal_rows(self.dataset("scores", snapshot), teacher, kind, sample_rows)
 
     def signal_reader(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
     ) -> PayloadReader:
-        """Reader of one signal for any of the given rows of `samples`, which are looked up once. Raises
-        UnknownNameError naming the first sample that lacks it."""
+        """Reader of one signal for any of the given rows of `samples`, which are looked up once.
+
+        Raises UnknownNameError naming the first sample that lacks it.
+        """
         rows = np.unique(np.asarray(sample_rows, np.int64))
         found = self.signal_rows(teacher, kind, rows, snapshot)
         return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
@@ -317,17 +333,21 @@ class Store:
     def read_signal(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None, *, verify: bool = False
     ) -> list[Any]:
-        """One entry per sample row, in the asked order. logprob: [R] f32. topk: ([M, K] int32 ids, [M, K] f32
-        log-probs). hidden: [M, row_bytes] uint8 codec bytes. Raises DamagedError when a payload row is not the sample's
-        or, with `verify`, when its checksum differs."""
+        """One entry per sample row, in the asked order.
+
+        logprob: [R] f32. topk: ([M, K] int32 ids, [M, K] f32 log-probs). hidden: [M, row_bytes] uint8 codec bytes.
+        Raises DamagedError when a payload row is not the sample's or, with `verify`, when its checksum differs.
+        """
         found = self.signal_rows(teacher, kind, sample_rows, snapshot)
         dataset = self.dataset(signal_table(teacher, kind), snapshot)
         return reading.read_signal(dataset, kind, found, verify=verify)
 
     def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
-        """Free the hidden states of these samples; after it they cannot be read at the newest version. A file is freed
-        once none of its samples is needed. Tagged snapshots, and those `in_use`, keep theirs: the bytes leave the disk
-        when these are released and this is called again."""
+        """Free the hidden states of these samples; after it they cannot be read at the newest version.
+
+        A file is freed once none of its samples is needed. Tagged snapshots, and those `in_use`, keep theirs: the bytes
+        leave the disk when these are released and this is called again.
+        """
         table = self._existing(signal_table(teacher, "hidden"))
         scored = reading.scored_rows(self.dataset("scores"), teacher, "hidden")
         served = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64))
@@ -393,8 +413,10 @@ class Store:
         return taken[0]
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
-        """Pin a snapshot that was taken without a tag; nothing happens when the tag is taken. Raises DamagedError when
-        it is more than a day old and clean-up has been there."""
+        """Pin a snapshot that was taken without a tag; nothing happens when the tag is taken.
+
+        Raises DamagedError when it is more than a day old and clean-up has been there.
+        """
         snapshots.pin(self._place, {name: self._table(name) for name in self.names()}, tag, snapshot)
 
     def release(self, tag: str) -> None:
@@ -406,8 +428,10 @@ class Store:
         return maintain.describe(self._place, {name: self._table(name) for name in self.names()})
 
     def verify(self, deep: bool = True) -> VerifyReport:
-        """Audit every row and, when `deep`, every payload byte; nothing is changed. It reads in this process, which
-        damaged bytes may end; verify_apart.verify_apart audits in a child process."""
+        """Audit every row and, when `deep`, every payload byte; nothing is changed.
+
+        It reads in this process, which damaged bytes may end; verify_apart.verify_apart audits in a child process.
+        """
         return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
 
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:

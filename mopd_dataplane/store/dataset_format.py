@@ -120,8 +120,10 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
 
 
 def read_mark(place: Place) -> dict[str, Any] | None:
-    """Content of store.json; None where there is none. Raises MismatchError for another format version, DamagedError
-    when it is not what was written."""
+    """Content of store.json; None where there is none.
+
+    Raises MismatchError for another format version, DamagedError when it is not what was written.
+    """
     content = place.read(MARK)
     if content is None:
         return None

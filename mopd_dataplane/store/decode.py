@@ -64,8 +64,10 @@ class Numbers:
 
 
 def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
-    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported. Raises
-    UnknownNameError when a given folder has no tokenizer.json."""
+    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported.
+
+    Raises UnknownNameError when a given folder has no tokenizer.json.
+    """
     if folder is not None and not (folder / "tokenizer.json").is_file():
         raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
     if folder is not None:

@@ -66,8 +66,10 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
 
 def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
-    """Drop versions older than KEEP that no tag pins, and their files; returns (versions, bytes) dropped. Files that no
-    version names (of interrupted commits) are removed when they are seven days old."""
+    """Drop versions older than KEEP that no tag pins, and their files; returns (versions, bytes) dropped.
+
+    Files that no version names (of interrupted commits) are removed when they are seven days old.
+    """
     return drop_versions(dataset, older_than=KEEP)
 
 

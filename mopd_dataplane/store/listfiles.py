@@ -113,7 +113,10 @@ class ListFiles:
         self, offsets: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
     ) -> dict[str, Lists] | None:
         """Some columns of the rows at these offsets of the scan, in the asked order; None when they must be read
-        through Lance. crcs: [n] checksum that each row was committed with."""
+        through Lance.
+
+        crcs: [n] checksum that each row was committed with.
+        """
         if not self._plain or not len(offsets):
             return None
         try:
@@ -251,7 +254,9 @@ class ListFiles:
 
 def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
     """Ranges that are at most GAP apart joined, in order: (first and last of each, where each range begins in them).
-    Range i is firsts[i]:lasts[i]; ranges may overlap."""
+
+    Range i is firsts[i]:lasts[i]; ranges may overlap.
+    """
     order = np.argsort(firsts, kind="stable")
     begins, ends = firsts[order], np.maximum.accumulate(lasts[order])
     cuts = np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1

@@ -1,5 +1,8 @@
-"""Errors of an object store by cause: no answer, refused credentials, no bucket. The text of a refusal may hold access
-keys and the string that was signed, so none of it is passed on: only the status and the error code are."""
+"""Errors of an object store by cause: no answer, refused credentials, no bucket.
+
+The text of a refusal may hold access keys and the string that was signed, so none of it is passed on: only the status
+and the error code are.
+"""
 
 import re
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """The files of a store on an object store, through obstore: the same client, settings and credentials as Lance's own.
-Names are relative to the store. Every call retries within a time limit and then raises."""
+
+Names are relative to the store. Every call retries within a time limit and then raises.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,11 @@ class ObjectFiles:
             self._store.put(name, content)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file unless there is one (If-None-Match: *); whether this call made it. False also when a reply was
-        lost and the retry met the file of the first try: compare the content where that matters."""
+        """Write a file unless there is one (If-None-Match: *); whether this call made it.
+
+        False also when a reply was lost and the retry met the file of the first try: compare the content where that
+        matters.
+        """
         from obstore.exceptions import AlreadyExistsError
 
         with suppress(AlreadyExistsError), self._answering(name):

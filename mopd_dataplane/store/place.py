@@ -23,8 +23,10 @@ LOCK_S = 10.0
 
 
 class Place:
-    """A root under which every dataset and file of one store lies. Example: Place("runs/demo").of("samples") ==
-    "/home/me/runs/demo/samples"; Place("s3://b/run").root is None."""
+    """A root under which every dataset and file of one store lies.
+
+    Example: Place("runs/demo").of("samples") == "/home/me/runs/demo/samples"; Place("s3://b/run").root is None.
+    """
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
         text = str(uri).removeprefix("file://")
@@ -68,8 +70,10 @@ class Place:
         return self._session
 
     def committed(self) -> None:
-        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again. What they
-        held lies between blocks in use, so the heap is trimmed."""
+        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
+
+        What they held lies between blocks in use, so the heap is trimmed.
+        """
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
             self._session, self._commits = None, 0

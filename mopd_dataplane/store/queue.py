@@ -190,7 +190,10 @@ def _filter(keys: Iterable[Key]) -> str:
 
 def _needs(dataset: lance.LanceDataset) -> tuple[list[int], list[int]]:
     """(offsets of rows with a value, in files of which they are the smaller part by MOVE_BELOW; files without a row
-    that is needed). Needed is a key's value; or its clearing, while an older row of it is kept."""
+    that is needed).
+
+    Needed is a key's value; or its clearing, while an older row of it is kept.
+    """
     table, rows = dataset.to_table(columns=["sample", "field", "kind"]), row_ids(dataset).ids()
     sizes = {fragment.fragment_id: fragment.count_rows() for fragment in dataset.get_fragments()}
     owner = np.repeat(list(sizes), list(sizes.values()))

@@ -44,8 +44,10 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 
 
 def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]) -> Freed:
-    """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served. in_use:
-    snapshots that readers still have open or will open. Tagged versions are always kept."""
+    """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served.
+
+    in_use: snapshots that readers still have open or will open. Tagged versions are always kept.
+    """
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         codecs = dataset.to_table(columns=["codec"])["codec"]

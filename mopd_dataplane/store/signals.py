@@ -33,8 +33,10 @@ def _typed(signal: Signal, field: Field) -> NDArray[Any]:
 
 
 def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int) -> None:
-    """Raise MismatchError for a wrong kind or shape, EngineError for an impossible value. Shapes: logprob [R]; topk_ids
-    and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R]."""
+    """Raise MismatchError for a wrong kind or shape, EngineError for an impossible value.
+
+    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R].
+    """
     where = f"signal {signal.kind!r} of sample {signal.uid}"
     if signal.kind != kind:
         raise MismatchError(f"{where} was passed to commit_signals as {kind!r}; pass its own kind")

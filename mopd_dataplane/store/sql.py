@@ -56,8 +56,11 @@ class Limits:
 
 
 def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
-    """Answer a query; see Store.sql. limits: none by default. Raises QueryError for anything but one readable
-    statement, and for one that takes more memory; DeadlineError for one that takes longer."""
+    """Answer a query; see Store.sql.
+
+    limits: none by default. Raises QueryError for anything but one readable statement, and for one that takes more
+    memory; DeadlineError for one that takes longer.
+    """
     with ExitStack() as resources:
         config: dict[str, str | bool | int | float | list[str]] = {"python_enable_replacements": "false"}
         if limits is not None:

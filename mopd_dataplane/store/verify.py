@@ -29,8 +29,10 @@ CHUNK = 512
 
 
 def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
-    """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors. Every
-    kind of damage becomes a finding; an audit does not fail."""
+    """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors.
+
+    Every kind of damage becomes a finding; an audit does not fail.
+    """
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     read: dict[str, set[str]] = {}

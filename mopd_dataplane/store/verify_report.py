@@ -9,8 +9,10 @@ from mopd_dataplane.store.lance_errors import is_panic
 
 @dataclass(frozen=True)
 class Finding:
-    """One damaged or inconsistent row or file. Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c
-    00c0ffee, committed was 1badb002")."""
+    """One damaged or inconsistent row or file.
+
+    Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c 00c0ffee, committed was 1badb002").
+    """
 
     table: str
     """Table, or a file of the store."""

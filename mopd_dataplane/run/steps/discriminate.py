@@ -39,7 +39,9 @@ def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Promp
 
 def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     """Train the discriminator on a window's samples, and reward them with it; nothing when that was done before.
-    Returns {"rewards": count, "loss", "accuracy"}."""
+
+    Returns {"rewards": count, "loss", "accuracy"}.
+    """
     settings = stage.discriminator
     assert settings is not None
     rows, samples = _by_uid(*stage_samples(run.store, stage, window, ["uid", "prompt_id"]))

@@ -1,5 +1,7 @@
-"""Plan: from the metadata of a pinned snapshot to recorded windows, and what such a window holds and costs. No payload
-is read, and nothing here needs torch."""
+"""Plan: from the metadata of a pinned snapshot to recorded windows, and what such a window holds and costs.
+
+No payload is read, and nothing here needs torch.
+"""
 
 import json
 from collections.abc import Iterator
@@ -39,8 +41,10 @@ def recorded_windows(run: Run, stage: Stage, first: int = 0) -> Iterator[PlanWin
 
 
 def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
-    """The recorded plan of a window; made and recorded when there is none yet. iteration: whose samples it covers; None
-    takes all of the stage. Raises InputError when nothing can be trained on."""
+    """The recorded plan of a window; made and recorded when there is none yet.
+
+    iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
+    """
     recorded = run.store.plan(stage.name, window)
     if recorded is not None:
         return recorded

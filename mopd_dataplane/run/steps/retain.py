@@ -17,8 +17,10 @@ from mopd_dataplane.store.token_stats import free_token_stats
 
 
 def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
-    """Free the hidden states and statistics of a stage whose lifetime under the job's [retain] is over. windows_done:
-    windows that are never trained again, since a checkpoint lies behind them."""
+    """Free the hidden states and statistics of a stage whose lifetime under the job's [retain] is over.
+
+    windows_done: windows that are never trained again, since a checkpoint lies behind them.
+    """
     _free_stats(run, stage, windows_done)
     _free_hidden(run, stage, windows_done)
 

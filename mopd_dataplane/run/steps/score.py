@@ -106,7 +106,9 @@ def _loading(run: Run, stage: Stage, teacher: str) -> str:
 
 def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     """The teachers a stage routes to (and the reference policy of its objective), checked and known to the store.
-    Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit."""
+
+    Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit.
+    """
     pool = teacher_pool(run, stage)
     for teacher in run.job.scorers_of(stage):
         known = run.work.fetch_file(pool.head_file(teacher))
@@ -154,8 +156,10 @@ def record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[S
 def teacher_pool(
     run: Run, stage: Stage, teachers: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None
 ) -> TeacherPool:
-    """Teachers as a stage scores with them, and those they are blends of; none is loaded yet. teachers: default those
-    that score the stage's samples. engine: what runs them; default the job's."""
+    """Teachers as a stage scores with them, and those they are blends of; none is loaded yet.
+
+    teachers: default those that score the stage's samples. engine: what runs them; default the job's.
+    """
     teachers = teachers or run.job.scorers_of(stage)
     names = dict.fromkeys([*teachers, *(member for teacher in teachers for member in run.job.members_of(teacher))])
     specs = {}

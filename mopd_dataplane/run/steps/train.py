@@ -100,7 +100,9 @@ class Training:
 
     def settle(self) -> None:
         """Wait until the newest policy's checkpoint is written and in the store; free what no window reads again.
-        Raises what train does when the trainer dies over it."""
+
+        Raises what train does when the trainer dies over it.
+        """
         while self._trainer is not None and self._is_behind():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._trainer.wait(POLL_S)
