@@ -30,6 +30,7 @@ class Cell:
 
 
 NOTHING = Cell(text="–")
+MEAN_REWARD = "Mean reward of the same answers, partial credit included, ± its standard error."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +147,6 @@ def accuracy(measures: Measures) -> Section:
     asked = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
     text = f"Share of {asked} that is answered entirely right, with its 95 % interval; newest version of every policy."
     return Section(text=text, grids=grids)
-
-
-MEAN_REWARD = "Mean reward of the same answers, partial credit included, ± its standard error."
 
 
 def _matrix(domains: Iterable[str], columns: Iterable[str], cell: Callable[[str, str], Cell]) -> list[list[Cell]]:

@@ -87,12 +87,10 @@ def _legend(view: SampleView) -> Text:
         "teacher log-prob, nats (the sampler's are not known):  " if alone else "teacher − sampler log-prob, nats:  "
     )
     for level, label in BINS.items():
-        if alone and level > 0:
-            continue
-        legend.append(f" {label} ", style=STYLES[level])
+        if level <= 0 or not alone:
+            legend.append(f" {label} ", style=STYLES[level])
     if not all(token.trained for token in view.tokens):
-        legend.append("   ")
-        legend.append("not trained on", style=NOT_TRAINED)
+        legend.append("   ").append("not trained on", style=NOT_TRAINED)
     return legend.append("\n")
 
 

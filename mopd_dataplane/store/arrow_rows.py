@@ -28,6 +28,11 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
 }
 """Places of a sample along an axis, and what they are called."""
 _UID = re.compile("[0-9a-f]{32}")
+_SAME = tuple(name for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__)
+"""Columns of `samples` that are attributes of a sample."""
+_PLAN_JSON = ("settings", "snapshot", "stats")
+"""Columns of `plans` that are texts of what a PlanWindow has."""
+_PLAN_ARRAYS = ("sample_rows", "pack_starts", "pack_teachers", "step_starts")
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -129,9 +134,8 @@ def _check_sampling_masks(sample: Sample, where: str) -> None:
     if sizes is None or ids is None or len(sizes) != sample.loss_tokens or (sizes < 0).any() or sizes.sum() != len(ids):
         said = [None if array is None else len(array) for array in (sizes, ids)]
         raise MismatchError(
-            f"{where}: sampling_mask_sizes and sampling_mask_ids have {said[0]} and {said[1]} values; "
-            f"a size for each of the "
-            f"{sample.loss_tokens} loss tokens, at least 0, and as many ids as they sum to"
+            f"{where}: sampling_mask_sizes and sampling_mask_ids have {said[0]} and {said[1]} values; a size for each "
+            f"of the {sample.loss_tokens} loss tokens, at least 0, and as many ids as they sum to"
         )
     if (ids < 0).any():
         raise MismatchError(f"{where}: sampling_mask_ids holds {ids.min()}; token ids are at least 0")
@@ -190,10 +194,6 @@ def placed_rows(rows: pa.Table, payload_rows: NDArray[np.int64]) -> pa.Table:
     return rows.set_column(place, rows.schema.field(place), pa.array(payload_rows))
 
 
-_SAME = tuple(name for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__)
-"""Columns of `samples` that are attributes of a sample."""
-
-
 def sample_record(sample: Sample) -> dict[str, Any]:
     """Values of a row of `samples`, except those that depend on its payload's row."""
     mean, trained = None, sample.loss_tokens
@@ -226,11 +226,6 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
         if field.count:
             sizes[field.count] = None if array is None else len(array)
     return sizes
-
-
-_PLAN_JSON = ("settings", "snapshot", "stats")
-"""Columns of `plans` that are texts of what a PlanWindow has."""
-_PLAN_ARRAYS = ("sample_rows", "pack_starts", "pack_teachers", "step_starts")
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

@@ -438,8 +438,6 @@ class Store:
         """Merge small files and drop old versions; see maintain.compact."""
         return maintain.compact(self._place, {name: self._table(name) for name in self.names()}, now=now)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
     def _table(self, name: str) -> Table:
         if name not in self._tables:
             self._tables[name] = Table(self._place, name)

@@ -132,7 +132,6 @@ class HiddenReader:
         return None if file is None else (file, position, size)
 
     def _through_lance(self, row: int, start: int, memory: memoryview) -> None:
-        """Fill memory from a row's byte on."""
         try:
             blob = self._dataset.take_blobs("hidden", ids=[row])[0]
             if blob is None:

@@ -16,6 +16,11 @@ _RETRIES = re.compile(r"after (\d+) retries")
 _OF_THE_NETWORK = ("performing", "error sending request", "credential", "retries", "error decoding response body")
 """Words of the object-store client; an error without any of them is not the network's."""
 _NO_CREDENTIALS = ("credential", "no providers in chain", "metadata endpoint", "security-credentials")
+_WHERE_FROM = (
+    "they come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the role of this machine "
+    "(docs/storage.md, 'Object stores')"
+)
+_CONTINUE = "nothing that was acknowledged is lost: run the same command again to continue"
 
 
 def network_failure(where: str, error: BaseException) -> MopdError | None:
@@ -41,13 +46,6 @@ def network_failure(where: str, error: BaseException) -> MopdError | None:
     tried = f" after {found[1]} retries" if (found := _RETRIES.search(text)) else ""
     said = f"says {answer}" if answer else "does not answer"
     return DeadlineError(f"{where}: the object store {said}{tried}; {_CONTINUE}")
-
-
-_WHERE_FROM = (
-    "they come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the role of this machine "
-    "(docs/storage.md, 'Object stores')"
-)
-_CONTINUE = "nothing that was acknowledged is lost: run the same command again to continue"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -203,20 +203,7 @@ def _register(
     asked = [view for name, view in known.items() if name in text]
     if not spoken and not asked:
         spoken, asked = names, list(known.values())
-    names = list({*spoken, *(table for view in asked for table in view.reads)})
-    _register_tables(connection, store, names, snapshot, scan)
-    if asked:
-        create_views(connection, asked, lambda: find_decoder(store))
-
-
-def _register_tables(
-    connection: duckdb.DuckDBPyConnection,
-    store: Store,
-    names: Iterable[str],
-    snapshot: Snapshot | None,
-    scan: dict[str, int],
-) -> None:
-    for name in names:
+    for name in {*spoken, *(table for view in asked for table in view.reads)}:
         used = _used_rows(store, name, snapshot)  # looked at first, so that every row of it has its payload
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
         if used is not None and len(used) == dataset.count_rows():
@@ -229,6 +216,8 @@ def _register_tables(
         shown = ", ".join(f'"{column}"' for column in dataset.schema.names if column not in blobs)
         connection.register(f"{sql_name(name)}/rows", source)
         connection.execute(f'create view "{sql_name(name)}" as select {shown} from "{sql_name(name)}/rows"')
+    if asked:
+        create_views(connection, asked, lambda: find_decoder(store))
 
 
 def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array | None:
