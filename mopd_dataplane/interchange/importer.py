@@ -381,8 +381,11 @@ def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vo
 
 def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
     """The prompt of a row; its name follows from what it asks, unless the row names it."""
-    asked = row.prompt if isinstance(row.prompt, str) else "" if row.prompt is None else _joined(row.prompt)
-    messages = "" if row.prompt is None or isinstance(row.prompt, str) else json.dumps(row.prompt, ensure_ascii=False)
+    asked: str | Messages = "" if row.prompt is None else row.prompt
+    messages = ""
+    if not isinstance(asked, str):
+        messages = json.dumps(asked, ensure_ascii=False)
+        asked = "\n".join(f"{message['role']}: {message['content']}" for message in asked)  # for people to read
     key = messages or asked or repr(row.prompt_ids)
     digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
     stated: dict[str, Any] = {
@@ -394,16 +397,10 @@ def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
     )  # fmt: skip
 
 
-def _joined(messages: Messages) -> str:
-    """Messages as one text, for people to read."""
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
 def _uid(
     stage: str, row: Row, tokens: np.ndarray, logprobs: np.ndarray | None, mask: np.ndarray, seen: dict[str, int]
 ) -> str:
-    """128-bit identity of the content; `seen` counts equal rows of one import, so that each has an identity of its
-    own."""
+    """128-bit identity of the content; `seen` counts equal rows of one import, so that each has its own."""
     whole = hashlib.blake2b(f"{stage}\0{row.iteration}".encode(), digest_size=16, person=b"mopd-import")
     for array in (tokens, mask, *(() if logprobs is None else (logprobs,))):
         whole.update(array.tobytes() + b"\0")

@@ -84,7 +84,10 @@ def _round_linear(layer: nn.Linear, form: str) -> None:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     if form == "mxfp4":
-        layer.weight = nn.Parameter(_mxfp4(layer.weight.data), requires_grad=False)
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        rounded = MXTensor.to_mx(layer.weight.data, torch.float4_e2m1fn_x2, MX_BLOCK).dequantize(layer.weight.dtype)
+        layer.weight = nn.Parameter(rounded, requires_grad=False)
     else:
         quantize_(layer, Int8WeightOnlyConfig(version=2) if form == "int8" else Float8WeightOnlyConfig())
 
@@ -98,10 +101,3 @@ def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
         _round_linear(layer, form)
         rounded: Any = layer.weight
         rows.copy_(rounded if form == "mxfp4" else rounded.dequantize())
-
-
-def _mxfp4(weight: Tensor) -> Tensor:
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-
-    rounded: Tensor = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, MX_BLOCK).dequantize(weight.dtype)
-    return rounded

@@ -129,8 +129,7 @@ class TeacherPool:
 
     def reader(self, name: str) -> Reader:
         """A teacher, ready to give states, in its own dtype. Raises UnknownNameError, MismatchError, EngineError."""
-        found: Reader = self._held(name)  # type: ignore[assignment]
-        return found
+        return self._held(name)  # type: ignore[return-value]
 
     def as_stored(self, name: str) -> Reader:
         """A teacher with its stored weights, not quantised. The pool drops the teachers that it holds first, and does
@@ -140,8 +139,7 @@ class TeacherPool:
 
     def logprob_reader(self, name: str) -> LogprobReader:
         """A teacher of a pool of vLLM teachers that give log-probs of text, ready to score."""
-        found: LogprobReader = self._held(name)  # type: ignore[assignment]
-        return found
+        return self._held(name)  # type: ignore[return-value]
 
     def close(self) -> None:
         """Drop every teacher in memory, and end the engines that run them."""

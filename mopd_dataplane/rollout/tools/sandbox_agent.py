@@ -27,9 +27,9 @@ def serve(task: dict[str, Any]) -> dict[str, Any] | None:
     # Another agent that runs the command holds the claim until the result is written, or until it dies.
     if not try_lock(descriptor, task["timeout_s"] + 30):
         return None
-    if not outcome.exists() and os.pread(descriptor, 1, 0):
-        return None
     if not outcome.exists():
+        if os.pread(descriptor, 1, 0):
+            return None
         os.pwrite(descriptor, b"started", 0)
         os.fsync(descriptor)
         fsync(records)
