@@ -50,8 +50,7 @@ class RolloutTask:
     share: Collection[str] | None = None
     """uids that are this engine's to sample, where several engines divide an iteration; None: all."""
     copy: LogCopy | None = None
-    """Where the log is copied to at every new segment and at the end, and fetched from when another node wrote it last
-    (see log/wal.py)."""
+    """Where the log is copied to at every new segment and the end, and fetched from when another node wrote it last."""
 
 
 def run_rollout(

@@ -40,10 +40,7 @@ class Reader(Protocol):
         """LM head, which turns its states into logits."""
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """[sum of M, D] final-norm state before each predicted token, sequence after sequence.
-
-        predicted: [M] positions in each sequence.
-        """
+        """[sum of M, D] final-norm state before each token at `predicted` [M], sequence after sequence."""
 
     def close(self) -> None:
         """Free what the teacher holds."""

@@ -88,7 +88,6 @@ class TokenSignal(SignalKind):
         """
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
-        """See SignalKind."""
         with torch.no_grad():
             found = self.values(output.states, output.head, output.targets, temperature=output.temperature)
         if found.shape != output.targets.shape:
@@ -107,7 +106,6 @@ class Logprob(SignalKind):
     follows_from_logprobs = True
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
-        """See SignalKind."""
         with torch.no_grad():
             found, entropy = token_logprob(
                 output.states, output.head, output.targets, temperature=output.temperature, return_entropy=True
@@ -120,7 +118,6 @@ class Logprob(SignalKind):
             yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
 
     def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
-        """See SignalKind."""
         return _logprob_signal(item, said.own)
 
 
@@ -131,7 +128,6 @@ class Topk(SignalKind):
     ranked = True
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
-        """See SignalKind."""
         ids, logprobs = self._rows(output)
         for item, own_ids, own in zip(output.items, output.split(ids), output.split(logprobs), strict=True):
             yield _signal(
@@ -140,7 +136,6 @@ class Topk(SignalKind):
             )  # fmt: skip
 
     def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
-        """See SignalKind."""
         return _signal(item, self.name, topk_ids=said.ids, topk_logprobs=said.logprobs, topk_source="teacher")
 
     def _rows(self, output: TeacherOutput) -> tuple[Tensor, Tensor]:
@@ -158,7 +153,6 @@ class Hidden(SignalKind):
     """The teacher's hidden states, from which its whole distribution follows."""
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
-        """See SignalKind."""
         codec = output.settings.hidden_codec
         for item, rows in zip(output.items, output.split(encode(output.states, codec)), strict=True):
             yield _signal(item, self.name, codec=codec, hidden=rows.numpy().copy())

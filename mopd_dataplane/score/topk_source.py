@@ -1,7 +1,4 @@
-"""The student's top-k, from the policy version that wrote each token: ids at which a teacher's log-probs are stored.
-
-Axes: R response tokens, M loss-masked response tokens, k stored tokens.
-"""
+"""The student's top-k, from the policy version that wrote each token: ids at which a teacher's log-probs are stored."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class StudentTopk:
         self._reader: HfReader | None = None
 
     def ids(self, samples: Sequence[Scorable], k: int) -> Tensor:
-        """[sum of M, k] int64 on the policy's device, likeliest first, sample after sample.
+        """[sum of M loss-masked tokens, k] int64 on the policy's device, likeliest first, sample after sample.
 
         k is at most the vocabulary. Raises UnknownNameError when the weights of a version are gone.
         """

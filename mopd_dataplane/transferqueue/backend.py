@@ -92,8 +92,7 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
         publish_file(place / CHECKPOINT, json.dumps({"pin": pin}).encode())
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Restore the values of a checkpoint, and no others. Raises UnknownNameError when they are not kept any
-        more."""
+        """Restore exactly the values of a checkpoint. Raises UnknownNameError when they are no longer kept."""
         self.storage_client.queue.restore(json.loads((Path(checkpoint_dir) / CHECKPOINT).read_text())["pin"])
 
 

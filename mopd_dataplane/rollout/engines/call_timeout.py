@@ -1,8 +1,7 @@
 """A deadline for each call of an engine, watched by a thread.
 
-The engine computes on the caller's thread, as scoring and everything else of a process does. torch keeps a pool of
-OpenMP threads for every thread that computes; two pools on the same cores put each other to sleep, and cost a decode
-step a fifth of its time.
+The engine computes on the caller's thread, as everything else of a process does: torch keeps a pool of OpenMP threads
+for every thread that computes, and two pools on the same cores cost a decode step a fifth of its time.
 """
 
 import os

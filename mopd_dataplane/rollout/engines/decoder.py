@@ -132,8 +132,7 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._slots))
 
     def place(self, columns: Tensor, width: int) -> Tensor:
-        """Announce a decode step of n rows, the furthest into column `width` - 1; returns its attention mask, bool
-        [n, 1, 1, width]."""
+        """Announce a decode step of n rows up to column `width` - 1; its attention mask, bool [n, 1, 1, width]."""
         self.columns = columns
         self.width = width
         return (torch.arange(self.width, device=columns.device) <= columns[:, None])[:, None, None, :]

@@ -59,7 +59,6 @@ class DeviceDistribution:
 
     @classmethod
     def of(cls, logits: Tensor, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> DeviceDistribution:
-        """See sampling.Distribution.of."""
         rows, vocab = logits.shape
         device, size = logits.device, group_size(vocab)
         scale = torch.from_numpy((1 / np.where(temperature > 0, temperature, 1.0)).astype(np.float32)).to(device)
@@ -81,28 +80,23 @@ class DeviceDistribution:
         return cls(logits, peak, scale, log_masses, floor, last)
 
     def mixed(self, other: DeviceDistribution, *, share: float) -> DeviceDistribution:
-        """See sampling.Distribution.mixed."""
         parts = (self._log_q() + float(np.log1p(-share)), other._log_q() + float(np.log(share)))
         rows = len(self.logits)
         return DeviceDistribution.of(torch.logaddexp(*parts), np.ones(rows), np.zeros(rows, np.int64), np.ones(rows))
 
     def log_q(self) -> Floats:
-        """See sampling.Distribution.log_q."""
         return self._log_q().double().cpu().numpy()
 
     def logprobs(self, tokens: NDArray[np.integer]) -> Singles:
-        """See sampling.Distribution.logprobs."""
         ids = torch.from_numpy(tokens.astype(np.int64))[:, None].to(self.logits.device)
         scores = self._scores(ids)
         own = torch.where(_inside(scores, ids, self.floor, self.last), scores - self._log_total()[:, None], -torch.inf)
         return own[:, 0].clamp(max=0.0).float().cpu().numpy()
 
     def kept(self) -> NDArray[np.bool_]:
-        """See sampling.Distribution.kept."""
         return (self._log_q() > -torch.inf).cpu().numpy()
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
-        """See sampling.Distribution.draw."""
         vocab = self.logits.shape[1]
         noise = group_noise(keys, positions, vocab)  # before the first word from the device, which is still at work
         group = pick_group(self.log_masses.cpu().numpy(), noise)

@@ -119,9 +119,8 @@ class Engine(Protocol):
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         """Put requests into free slots.
 
-        Returns, for each slot whose request has a prefix of k > 0 tokens, the engine's own log-probs of the last
-        min(k, RESCORED) prefix tokens: the self-check of a resume. An engine without samplers may
-        return none.
+        Returns by slot, for a prefix of k > 0 tokens, the engine's own log-probs of the last min(k, RESCORED) of them:
+        the self-check of a resume. An engine without samplers may return none.
         """
 
     def step(self) -> StepOutput:

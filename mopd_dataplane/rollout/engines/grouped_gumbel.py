@@ -45,7 +45,7 @@ def group_size(vocab: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distributions of B tokens: log q(v) = (logits[v] - peak) * scale - log(sum of masses)."""
+    """B distributions, see sampling.Distribution: log q(v) = (logits[v] - peak) * scale - log(sum of masses)."""
 
     logits: Singles
     """[B, V]"""
@@ -62,38 +62,32 @@ class Distribution:
 
     @classmethod
     def of(cls, logits: Singles, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Distribution:
-        """See sampling.Distribution.of."""
         peak = logits.max(axis=1)
         scale = (1 / np.where(temperature > 0, temperature, 1.0)).astype(np.float32)
         top_k = np.where(top_k > 0, np.minimum(top_k, logits.shape[1]), logits.shape[1])
         return cls(logits, peak, scale, *_masses(logits, peak, scale, top_k, top_p))
 
     def mixed(self, other: Distribution, *, share: float) -> Distribution:
-        """See sampling.Distribution.mixed."""
         with np.errstate(divide="ignore"):
             mixed = np.logaddexp(np.log1p(-share) + self.log_q(), np.log(share) + other.log_q()).astype(np.float32)
         rows = len(mixed)
         return Distribution.of(mixed, np.ones(rows), np.zeros(rows, np.int64), np.ones(rows))
 
     def log_q(self) -> Floats:
-        """See sampling.Distribution.log_q."""
         scores = self._scores(self.logits)
         kept = self._inside(scores, np.arange(scores.shape[1])[None])
         return np.where(kept, scores - self._log_total()[:, None], -np.inf)
 
     def logprobs(self, tokens: NDArray[np.integer]) -> Singles:
-        """See sampling.Distribution.logprobs."""
         ids = tokens[:, None]
         scores = self._scores(np.take_along_axis(self.logits, ids, 1))
         own = np.where(self._inside(scores, ids), scores - self._log_total()[:, None], -np.inf)
         return np.minimum(own[:, 0], 0.0).astype(np.float32)
 
     def kept(self) -> NDArray[np.bool_]:
-        """See sampling.Distribution.kept."""
         return self._inside(self._scores(self.logits), np.arange(self.logits.shape[1])[None])
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
-        """See sampling.Distribution.draw."""
         vocab = self.logits.shape[1]
         noise = group_noise(keys, positions, vocab)
         with np.errstate(divide="ignore"):

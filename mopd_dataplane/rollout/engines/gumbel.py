@@ -33,7 +33,6 @@ class Distribution:
     def of(
         cls, logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
     ) -> Distribution:
-        """See sampling.Distribution.of."""
         scaled = logits.astype(np.float64)
         scaled /= np.where(temperature > 0, temperature, 1.0)[:, None]
         for row in np.flatnonzero((top_k > 0) & (top_k < scaled.shape[1])):
@@ -45,26 +44,21 @@ class Distribution:
         return cls(np.minimum(scaled, 0.0, out=scaled))
 
     def mixed(self, other: Distribution, *, share: float) -> Distribution:
-        """See sampling.Distribution.mixed."""
         with np.errstate(divide="ignore"):
             mixed = np.logaddexp(np.log1p(-share) + self.log_q_values, np.log(share) + other.log_q_values)
         return Distribution(np.minimum(mixed, 0.0, out=mixed))
 
     def log_q(self) -> Floats:
-        """See sampling.Distribution.log_q."""
         return self.log_q_values
 
     def logprobs(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-        """See sampling.Distribution.logprobs."""
         own: NDArray[np.float32] = self.log_q_values[np.arange(len(tokens)), tokens].astype(np.float32)
         return own
 
     def kept(self) -> NDArray[np.bool_]:
-        """See sampling.Distribution.kept."""
         return np.isfinite(self.log_q_values)
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
-        """See sampling.Distribution.draw."""
         noisy = self.log_q_values.copy()
         for row in np.flatnonzero(temperature > 0):
             key = int.from_bytes(keys[row].astype("<u4").tobytes(), "little")

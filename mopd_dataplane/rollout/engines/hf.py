@@ -3,9 +3,8 @@
 Live sequences occupy rows 0 .. n - 1 of a SlotCache. A step feeds each row its last token, so prompts are prefilled up
 to their last token but one, and the last prompt token takes the same path as every generated one.
 
-A sample's noise depends on (key, position) only. Its logits depend on the rest of the batch only through the rounding
-of differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
-two candidates are tied to that precision.
+A sample depends on the rest of the batch only through the rounding of differently shaped matrix products (about 1e-6
+relative in float32): tokens agree between batch sizes unless two candidates are tied to that precision.
 
 With a mixed teacher, every token is drawn from the mixture of both models' sampling distributions, and its log-prob is
 the mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543), so ratios to the sampler stay right.
@@ -54,8 +53,8 @@ class HfEngine:
     """Decodes with a transformers model on one device.
 
     folder: model folder (config, safetensors, tokenizer). slots: sequences decoded together. threads: CPU threads, 0
-    leaves the choice to torch. mixed_teacher: mixed into every draw. Raises UnknownNameError without weights,
-    MismatchError for an unsupported architecture, or a mixed teacher of other tokens.
+    leaves the choice to torch. Raises UnknownNameError without weights, MismatchError for an unsupported architecture,
+    or a mixed teacher of other tokens.
     """
 
     lockstep = True

@@ -80,7 +80,6 @@ class Hf(EngineKind):
         mixed_teacher: MixedTeacher | None,
         adapter: sections.Lora | None = None,
     ) -> Engine:
-        """See EngineKind."""
         from mopd_dataplane.models.devices import resolve_device
         from mopd_dataplane.rollout.engines.hf import HfEngine
 
@@ -100,7 +99,6 @@ class Vllm(EngineKind):
     package = "vllm"
 
     def check_adapter(self, folder: Path) -> None:
-        """See EngineKind."""
         from mopd_dataplane.models.vllm_adapters import check_for_vllm
 
         check_for_vllm(folder)
@@ -115,7 +113,6 @@ class Vllm(EngineKind):
         mixed_teacher: MixedTeacher | None,
         adapter: sections.Lora | None = None,
     ) -> Engine:
-        """See EngineKind."""
         if settings.url:
             from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
 

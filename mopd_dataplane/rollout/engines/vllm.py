@@ -4,9 +4,8 @@
                        same ones again at a resume
     noise = "seeded"   vLLM's own sampler, seeded per sample; faster for large vocabularies; a resume draws afresh
 
-A resumed sample is read again up to its newest RESCORED tokens. The keyed sampler draws those again, so their log-probs
-come from the same decode path, distribution and rounding as the ones in the log. A seeded sample is not compared: its
-resume is statistical whatever the logits are.
+A resumed sample's newest RESCORED tokens are drawn again by the keyed sampler, on the decode path and with the rounding
+of those in the log. A seeded sample is not compared: its resume is statistical whatever the logits are.
 
 Whole weights are reloaded in place. Adapters are LoRA requests on their base, which stays as it is: vLLM's
 reload_weights leaves a base that is ready for adapters unchanged and says nothing, so it is not used there.

@@ -127,7 +127,7 @@ class Step:
 
 
 _SUPPORT_IDS = 1 << 15
-"""Token ids and rows of a SUPPORT record, from which on another one begins."""
+"""Token ids and rows of a SamplingMask record, from which on another one begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,8 +202,7 @@ class TokenLog:
                 raise
 
     def ship(self) -> None:
-        """Bring the copy on the object store up to date; when that fails the log continues without it, and reports
-        that.
+        """Bring the copy on the object store up to date; when that fails the log says so and continues without it.
 
         Raises ResourceError when another node has taken the log over.
         """

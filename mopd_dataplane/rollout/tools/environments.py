@@ -80,7 +80,6 @@ class CommandTool(Environment):
         return [word.format(**groups) for word in self._argv]
 
     def reply(self, conversation: Conversation) -> str | None:
-        """See Environment."""
         found = self._call.search(conversation.said[-1])
         if found is None or conversation.turns > self._turns:
             return None

@@ -121,9 +121,9 @@ class Turn:
 class SubprocessSandbox:
     """One folder per sample; commands run there as plain processes with an empty environment.
 
-    Each command is started by an agent process (sandbox_agent.py) that outlives the rollout's death. The agent claims
-    the key with O_EXCL before it starts and writes the result durably after the end, so a key is never run twice. It
-    keeps calls in order and runs each once, but does not protect against hostile commands: use a container for those.
+    Each command is started by an agent process (sandbox_agent.py) that outlives the rollout's death: it claims the key
+    durably before it starts and writes the result durably after the end, so a key is never run twice. It does not
+    protect against hostile commands: use a container for those.
     """
 
     def __init__(self, folder: Path) -> None:
