@@ -177,7 +177,6 @@ class RolloutLoop:
             self._say(log_records.Commit(tuple(handles)))
 
     def _live(self) -> list[int]:
-        """Slots at work."""
         return np.flatnonzero(self._due != _FREE).tolist()
 
     def _admissible(self) -> bool:

@@ -160,7 +160,6 @@ class PartialSample:
         )  # fmt: skip
 
     def sample(self) -> Sample:
-        """The finished sample."""
         masks = self.masks.first(self.masks.drawn) if self.spec.sampling_mask else None
         return _made(
             Sample,

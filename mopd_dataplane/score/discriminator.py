@@ -2,9 +2,8 @@
 
     loss = mean over pairs of  -log sigma(D(prompt, teacher text) - D(prompt, student text))        Bradley-Terry
 
-A pair of equal texts has loss log 2 and no gradient; it is left out of the pass, where rounding would give it one.
-D is a scalar head on the body of a policy, read at the last token (arXiv 2511.10643). Only text of the teacher is
-needed: no logits, no weights, not even its tokenizer.
+A pair of equal texts has loss log 2 and no gradient; it is left out of the pass, where rounding would give it one. Only
+text of the teacher is needed: no logits, no weights, not even its tokenizer (arXiv 2511.10643).
 """
 
 from collections.abc import Callable, Sequence

@@ -5,12 +5,9 @@
     fp8     e4m3 floats, one scale a row                            float8
     mxfp4   e2m1 floats, one power of two for 32 of them (OCP MX)   the teacher's dtype: torchao emulates the rounding
 
-The linear layers of the body and the experts of a mixture of experts are quantised. transformers keeps the experts of a
-layer in one tensor, which torchao cannot hold packed, so they are rounded in place in every form. Embeddings, norms,
-biases, the routers of experts and the LM head stay as stored: the head that is stored for the trainer is the exact one,
-and all that rounding changes is in the hidden states.
-
-Products are taken in the teacher's dtype, so the signal is affected by the quantised weights only.
+The linear layers of the body and the experts of a mixture of experts are quantised; what stays as stored, and why, is
+in docs/objectives.md and decision 0008. transformers keeps the experts of a layer in one tensor, which torchao cannot
+hold packed, so they are rounded in place in every form. Products are taken in the teacher's dtype.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Readers turn token ids into hidden states: a transformers model in this process, or vLLM (see vllm_states.py).
 
-States are always those that the LM head reads, after the final norm; the head is applied in this process. A teacher
-ready to score is one reader, or a blend: several whose logits are added with weights.
+States are always those that the LM head reads, after the final norm. The head is applied in this process, so that
+log-probs, top-k and hidden states come from the same kernels whatever runs the teacher.
 
-Let q_i be the teachers, z_i their logits, and w_i weights that sum to 1. The blend has logits sum_i w_i z_i: it is the
-product of the q_i to the powers w_i, normalised. For every student p
-
-    sum_i w_i KL(p | q_i)  =  KL(p | blend) + a constant that does not depend on p,
-
-so distilling from the blend by reverse KL is distilling from all teachers at once (DeepSeek-V4, arXiv 2606.19348,
-eq. 29, on one sample). Since logits are linear in states and head, the blend is one head [V, D_1 + D_2 + …] on states
-laid side by side, and everything that stores or reads signals sees an ordinary teacher.
+A teacher ready to score is one reader, or a blend: several whose logits are added with weights that sum to 1, because
+reverse KL to the blend is the weighted sum of those to its teachers plus a constant (docs/objectives.md; DeepSeek-V4,
+arXiv 2606.19348, eq. 29, on one sample). Since logits are linear in states and head, the blend is one head
+[V, D_1 + D_2 + …] on states laid side by side, and everything that stores or reads signals sees an ordinary teacher.
 """
 
 from collections.abc import Sequence
@@ -54,7 +50,6 @@ class HfReader:
 
     @property
     def head(self) -> Head:
-        """The model's own head."""
         return hf.lm_head(self.model)
 
     @torch.no_grad()

@@ -1,7 +1,6 @@
 """Samples and a teacher in, signals out: one forward pass a batch serves every kind asked for.
 
-Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens. signal_kinds.py computes each kind from
-the teacher's hidden states. No [N, V] logits exist at any time.
+signal_kinds.py computes each kind from the teacher's hidden states: no [N, V] logits exist at any time.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,12 +1,9 @@
 """Teachers that vLLM runs, as readers of final-norm states.
 
-The head is applied in this process, so log-probs, top-k and hidden states come from the same kernels as with a
-transformers model.
-
-    pooling models, `token_embed`                the state of every token, float32 whatever the weights are
-    generating models, `extract_hidden_states`   the last layer, written out before the final norm. The norm is applied
-                                                 here, in float32, so that the states of every reader are after it, and
-                                                 the store holds one kind only (`teachers.norm_placement` is `post`)
+pooling models, `token_embed`                the state of every token, float32 whatever the weights are
+generating models, `extract_hidden_states`   the last layer, written out before the final norm. The norm is applied
+                                             here, in float32, so that the states of every reader are after it, and
+                                             the store holds one kind only (`teachers.norm_placement` is `post`)
 """
 
 from __future__ import annotations

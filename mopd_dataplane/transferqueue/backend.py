@@ -72,7 +72,6 @@ class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
         return [decode(value) for value in self.queue.get([_parsed(key) for key in keys])]
 
     def clear(self, keys: list[str], custom_backend_meta: Any = None) -> None:
-        """Forget values."""
         _check_lists(keys)
         self.queue.clear([_parsed(key) for key in keys])
 

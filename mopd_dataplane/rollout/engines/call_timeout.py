@@ -35,7 +35,6 @@ class CallTimeout:
     def __init__(self) -> None:
         self._caller = threading.get_ident()
         self._since: float | None = None
-        """Start of the current call."""
         self._ended = threading.Event()
         self._interrupts = threading.current_thread() is threading.main_thread()
         self._before: Any = signal.signal(signal.SIGALRM, self._interrupt) if self._interrupts else None

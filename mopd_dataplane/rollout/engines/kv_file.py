@@ -1,8 +1,7 @@
 """Keys and values of live sequences in one safetensors file, from a graceful stop to the next start.
 
-A file is only a cache: the log has every token, and a prefix can always be read again. So it is used only when its
-checksum (crc32c over every tensor) is right and weights, tokenizer, build and tokens are the same, and it needs no
-sync.
+A file is only a cache, since the log has every token: it needs no sync, and it is used only when its checksum (crc32c
+over every tensor) is right and weights, tokenizer, build and tokens are the same.
 """
 
 import json

@@ -194,7 +194,6 @@ class Completions:
         self._thread.start()
 
     def start(self, name: str, body: Mapping[str, Any]) -> None:
-        """Begin a stream."""
         self._running[name] = asyncio.run_coroutine_threadsafe(self._run(name, body), self._loop)
 
     def stop(self, name: str) -> None:

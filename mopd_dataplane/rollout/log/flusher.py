@@ -40,7 +40,6 @@ class Flusher:
         self._thread = threading.Thread(target=self._run, name="wal-flusher", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

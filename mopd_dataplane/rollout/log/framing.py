@@ -9,8 +9,7 @@ Record, 32-byte header little-endian, then the body, then zeros up to a multiple
 The checksum covers salt + rest of the header + body, and the padding is compared with zeros: no byte is outside a
 check. salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
 
-`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written. A record that
-cannot be read but lies at or below a watermark was damaged; above every watermark it may just not have been written.
+`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written (recovery.py).
 """
 
 import struct
@@ -91,7 +90,6 @@ class Segment:
 
 
 def pack_record(salt: int, lsn: int, synced_lsn: int, epoch: int, kind: int, body: bytes) -> bytes:
-    """Frame one record."""
     if len(body) > MAX_BODY:
         raise ValueError(f"record body of {len(body)} bytes; the limit is {MAX_BODY}")
     rest = _RECORD.pack(len(body), lsn, synced_lsn, epoch, kind, 0)
