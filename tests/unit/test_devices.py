@@ -31,9 +31,9 @@ from mopd_dataplane.score.discriminator import Discriminator, Pair
 from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.readers import HfReader, TeacherForward
 from mopd_dataplane.score.scorer import model_input, score_samples
+from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import Answer, compare, quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.score.topk_source import StudentTopk
 
 pytestmark = pytest.mark.device
 

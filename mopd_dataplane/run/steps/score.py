@@ -21,9 +21,9 @@ from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.scorer import PromptRenderer, score_samples
+from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.score.topk_source import StudentTopk
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 ROUNDING_SAMPLES = 32

@@ -18,8 +18,8 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.scorer import score_samples
+from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.score.topk_source import StudentTopk
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
