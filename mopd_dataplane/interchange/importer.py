@@ -354,11 +354,8 @@ def _recorded(row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -
 
 
 def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """A recorded field of a row of `length` tokens, in its dtype; of fields with several values a place, [places, W].
-
-    mask: [R] loss mask. Raises InputError for an id outside the vocabulary or no whole number of values a place,
-    MismatchError for a value outside the field's range.
-    """
+    """A recorded field of a row of `length` tokens with this loss mask [R], in its dtype; [places, W] of a field with
+    several values a place."""
     given = np.array(row.sample[field.name], np.float64 if field.is_float else np.int64)
     if field.token_ids and given.max(initial=0) >= vocabulary.size:
         raise InputError(

@@ -1,8 +1,6 @@
 """Samples in flight when the weights change: the policy version that samples their next token.
 
-    pin    they finish on the version they began with; new samples begin on the new one
-    span   they continue with the new version from the next token; the log records where, for every sample
-
+`pin` lets them finish on the version they began with, `span` continues them with the new one (docs/durability.md).
 Either way no key or value of the old weights is read by the new ones, and no sample is given up.
 """
 

@@ -34,10 +34,7 @@ _LOOK_S = 0.002
 
 
 class VllmReader(VllmBatches):
-    """A teacher that vLLM runs on this machine as a pooling model.
-
-    options: more of vLLM's EngineArgs. Raises InputError without vLLM, EngineError when it does not start.
-    """
+    """A teacher that vLLM runs on this machine as a pooling model. options: more of vLLM's EngineArgs."""
 
     def __init__(self, folder: Path, head: Head, *, dtype: str, options: Mapping[str, Any]) -> None:
         require_vllm()
@@ -97,8 +94,7 @@ class ExtractingReader(VllmBatches):
     """A teacher that vLLM runs on this machine as a generating model; its states come through files in a folder that is
     gone with it.
 
-    options: more of vLLM's EngineArgs. Raises InputError without vLLM, MismatchError for a model whose final norm is
-    not found, EngineError when it does not start.
+    options: more of vLLM's EngineArgs. Raises MismatchError for a model whose final norm is not found.
     """
 
     def __init__(self, folder: Path, head: Head, *, dtype: str, options: Mapping[str, Any]) -> None:

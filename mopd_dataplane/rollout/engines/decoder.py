@@ -27,10 +27,7 @@ _GROWTH = 64
 
 
 class Decoder:
-    """A stock transformers causal LM on one device.
-
-    Raises UnknownNameError without weights, MismatchError for an unsupported architecture.
-    """
+    """A stock transformers causal LM on one device."""
 
     def __init__(self, folder: Path, *, rows: int, dtype: str, device: str) -> None:
         self.model = load_model(folder, dtype=dtype, device=device)

@@ -171,10 +171,7 @@ class Streams:
 
 
 class StreamingEngine(ABC):
-    """The slots, the tokenizer and the shape of the model; see Engine for what the public methods promise.
-
-    folder: model folder. noise: `keyed` repeats the newest RESCORED tokens of a resumed prefix.
-    """
+    """The slots, the tokenizer and the shape of the model; see Engine for what the public methods promise."""
 
     lockstep = False
     policy_version: int

@@ -1,10 +1,8 @@
 """vLLM's sampler as a pure function of (logits, sample key, position): the one of sampling.py, as a logits processor.
 
-Runs inside vLLM. The processor itself chooses the token: in a row whose request carries SamplerArguments only the
-chosen token keeps a finite value, and that value is its log-prob. vLLM, asked for the greedy token and for
-`logprobs_mode = "processed_logits"`, returns both as they are. A server takes it with
-
-    --logits-processors mopd_dataplane.rollout.engines.vllm_sampler:KeyedSampler --logprobs-mode processed_logits
+Runs inside vLLM; docs/engines.md says how a server takes it. The processor itself chooses the token: in a row whose
+request carries SamplerArguments only the chosen token keeps a finite value, and that value is its log-prob. vLLM, asked
+for the greedy token and for `logprobs_mode = "processed_logits"`, returns both as they are.
 
 Rows without SamplerArguments are left alone. Logits that are not finite come back as a NaN log-prob, which the client
 refuses.
