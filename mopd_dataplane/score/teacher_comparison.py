@@ -54,8 +54,7 @@ class Comparison:
     discrimination: float
     """Chance that a right answer has a higher mean teacher log-prob than a wrong one (AUROC); 0.5 is none."""
     calibration_error: float
-    """On right answers: mean gap between the teacher's confidence in its first choice and how often that is the token
-    written (expected calibration error, 10 bins)."""
+    """On right answers: mean gap between the teacher's confidence in its first choice and how often that is written."""
     gradient_agreement: float
     """Cosine between the push of reverse KL to the teacher and the push of the verifier (reward minus the domain's
     mean, times the gradient of log-probs), on the student's last hidden states."""
@@ -105,10 +104,7 @@ def auroc(scores: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
 
 
 def calibration_error(confidence: Tensor, hit: Tensor) -> float:
-    """Expected calibration error over BINS equal bins (Guo et al. 2017, arXiv 1706.04599); NaN without rows.
-
-    confidence: probabilities; hit: whether each came true.
-    """
+    """Expected calibration error over BINS equal bins (Guo et al. 2017, arXiv 1706.04599); NaN without rows."""
     sure, came = confidence.double(), hit.double()
     places = (sure * BINS).long().clamp(max=BINS - 1)
     gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, places, came - sure)

@@ -228,10 +228,7 @@ class StreamingEngine(ABC):
         return []
 
     def _drawing(self, request: Request, again: Sequence[int], *, arguments_as: str) -> dict[str, Any]:
-        """Settings of vLLM for what follows a request's prefix, whose newest tokens `again` are drawn once more.
-
-        arguments_as: where it takes the keyed sampler's arguments.
-        """
+        """Settings of vLLM for what follows a request's prefix, whose newest tokens `again` are drawn once more."""
         settings = {
             "max_tokens": request.max_new_tokens - len(request.prefix_ids) + len(again),
             "logprobs": 0,

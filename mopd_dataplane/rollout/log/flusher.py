@@ -51,7 +51,6 @@ class Flusher:
             self._thread.join(timeout=_SYNC_DEADLINE_S)
 
     def wrote(self, lsn: int) -> None:
-        """A record was written."""
         if self.written > self.synced:
             self.written = lsn
             return

@@ -288,8 +288,7 @@ ABANDON_REASONS = ("tool_in_doubt", "tool_diverged")
 
 @dataclass(frozen=True, slots=True)
 class Abandon(_NumbersAndText):
-    """The sample is given up for a reason that does not depend on its content; FINISH follows, and it is committed as
-    abandoned."""
+    """The sample is given up; FINISH follows, and it is committed as abandoned."""
 
     kind: ClassVar[int] = 8
     layout: ClassVar[str] = "<I"
