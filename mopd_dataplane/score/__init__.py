@@ -1,12 +1,11 @@
 """SAMPLES → SIGNALS: teachers' values for the student's tokens, and verifiers' rewards for its answers.
 
 scorer.py               samples and a teacher in, signals out: one forward pass a batch serves every kind
-model_input.py          a sample as a teacher reads it
 signal_kinds.py         the kinds of signals, and how each follows from hidden states; the student's likeliest tokens
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
 adapted_base.py         teachers that are adapters on one base, which is loaded once, here or in vLLM
 engines.py              what runs teachers, and what each can do
-readers.py              what turns token ids into the states behind them; several blended into one teacher
+readers.py              a sample as a teacher reads it, and what turns it into states; several blended into one teacher
 vllm_states.py          teachers in vLLM as pooling or as generating models: states
 vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs

@@ -19,8 +19,7 @@ from torch import Tensor
 from mopd_dataplane.models import adapters, hf
 from mopd_dataplane.models.adapter_files import touches_head
 from mopd_dataplane.models.vllm_adapters import HEAD, VllmAdapters
-from mopd_dataplane.score.model_input import IntArrays
-from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.readers import HfReader, IntArrays
 from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs, VllmLogprobs
 from mopd_dataplane.score.vllm_states import ExtractingReader, VllmReader
 

@@ -7,25 +7,61 @@ A teacher ready to score is one reader, or a blend: several whose logits are add
 reverse KL to the blend is the weighted sum of those to its teachers plus a constant (docs/objectives.md; DeepSeek-V4,
 arXiv 2606.19348, eq. 29, on one sample). Since logits are linear in states and head, the blend is one head
 [V, D_1 + D_2 + …] on states laid side by side, and everything that stores or reads signals sees an ordinary teacher.
+
+Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from mopd_kernels import Head
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models import hf
-from mopd_dataplane.score.model_input import IntArrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+IntArrays = Sequence[NDArray[np.int64]]
+"""Token ids of several sequences, or positions in each of them; an array for each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorable:
+    """The fields of a sample that scoring needs."""
+
+    uid: str
+    sample_row: int
+    prompt_id: str
+    prompt_len: int
+    tokens: NDArray[np.int32]
+    """[P + R] the student's prompt, then the response."""
+    loss_mask: NDArray[np.uint8]
+    """[R]"""
+    logprobs: NDArray[np.float32] | None = None
+    """[R] as sampled; None when the text was not sampled."""
+    versions: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[R] policy version of each response token; read for the student's top-k only."""
+    temperature: float = 1.0
+    """Temperature of the sampler, at which teacher log-probs are taken so that equal models agree; 0 (greedy) is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A sample's response after the prompt as a model reads it."""
+
+    sample: Scorable
+    tokens: NDArray[np.int64]
+    """[P + R]"""
+    masked: NDArray[np.int64]
+    """[M] positions of loss-masked tokens in `tokens`."""
 
 
 class Reader(Protocol):

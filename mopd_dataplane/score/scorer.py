@@ -12,7 +12,7 @@ import torch
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
-from mopd_dataplane.score.model_input import ModelInput, Scorable
+from mopd_dataplane.score.readers import ModelInput, Scorable
 from mopd_dataplane.score.signal_kinds import SignalKind, StudentTopk, TeacherOutput, check_finite, signal_kind
 from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, SequenceLogprobs

@@ -27,8 +27,7 @@ from mopd_dataplane.fields import plugin_field
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.records import Signal
-from mopd_dataplane.score.model_input import ModelInput, Scorable
-from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.readers import HfReader, ModelInput, Scorable
 from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs
 
 

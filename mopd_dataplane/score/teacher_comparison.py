@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
-from mopd_dataplane.score.model_input import ModelInput, Scorable
-from mopd_dataplane.score.readers import Reader, TeacherForward
+from mopd_dataplane.score.readers import ModelInput, Reader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import PromptRenderer, batches, model_input
 from mopd_dataplane.score.teacher_pool import TeacherPool
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_local import answering, require_vllm, start
 from mopd_dataplane.models.vllm_server import VllmServer
-from mopd_dataplane.score.model_input import IntArrays
+from mopd_dataplane.score.readers import IntArrays
 
 _SLOTS = 64
 """Sequences that vLLM reads together."""

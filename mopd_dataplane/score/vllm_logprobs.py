@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import model_shape
-from mopd_dataplane.score.model_input import IntArrays
+from mopd_dataplane.score.readers import IntArrays
 from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
 
 

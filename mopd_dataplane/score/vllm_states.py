@@ -24,7 +24,7 @@ from torch import Tensor
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.models.hf import load_final_norm, model_shape
 from mopd_dataplane.models.vllm_local import is_dead, require_vllm
-from mopd_dataplane.score.model_input import IntArrays
+from mopd_dataplane.score.readers import IntArrays
 from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
 
 _TASK = "token_embed"

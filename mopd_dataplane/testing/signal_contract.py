@@ -10,7 +10,7 @@ from mopd_dataplane.errors import MopdError
 from mopd_dataplane.fields import of_signal, value
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
-from mopd_dataplane.score.model_input import ModelInput, Scorable
+from mopd_dataplane.score.readers import ModelInput, Scorable
 from mopd_dataplane.score.signal_kinds import SignalKind, TeacherOutput
 
 VOCABULARY, WIDTH = 37, 8

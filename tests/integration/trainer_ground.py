@@ -30,7 +30,7 @@ from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Sample, sample_uid
-from mopd_dataplane.score.model_input import Scorable
+from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.train.metrics import MetricsReader

@@ -28,8 +28,7 @@ from mopd_dataplane.rollout.engines.hf import HfEngine, MixedTeacher
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS, sample_key
 from mopd_dataplane.score.discriminator import Discriminator, Pair
-from mopd_dataplane.score.model_input import Scorable
-from mopd_dataplane.score.readers import HfReader, TeacherForward
+from mopd_dataplane.score.readers import HfReader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import model_input, score_samples
 from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import Answer, compare, quantisation_effect

@@ -17,7 +17,7 @@ from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
 from mopd_dataplane.records import Signal
-from mopd_dataplane.score.model_input import Scorable
+from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.vllm_states import ExtractingReader

@@ -16,8 +16,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.evaluate import accuracy
 from mopd_dataplane.run.steps.score import prompt_renderer, stored_samples, teacher_pool
-from mopd_dataplane.score.model_input import Scorable
-from mopd_dataplane.score.readers import HfReader, TeacherForward
+from mopd_dataplane.score.readers import HfReader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import model_input
 from mopd_dataplane.score.teacher_comparison import Answer, compare
 

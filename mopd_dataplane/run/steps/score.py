@@ -18,8 +18,8 @@ from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
-from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.quantise import quantisation_of
+from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import PromptRenderer, score_samples
 from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import quantisation_effect

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.score.model_input import Scorable
-from mopd_dataplane.score.readers import HfReader, TeacherForward
+from mopd_dataplane.score.readers import HfReader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import model_input
 from mopd_dataplane.score.teacher_comparison import Answer, auroc, calibration_error, compare
 

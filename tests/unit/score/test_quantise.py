@@ -18,8 +18,8 @@ from mopd_dataplane.job.job import check_job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.quantise import quantise
+from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec

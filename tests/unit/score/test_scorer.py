@@ -23,7 +23,7 @@ from mopd_dataplane.job.sections import Student as StudentSettings
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import Signal
-from mopd_dataplane.score.model_input import Scorable
+from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
