@@ -1,14 +1,6 @@
 """Readers of each format: they turn its fields into Row, which is the same for all formats.
 
-verl        rollout_data_dir/<step>.jsonl: input, output, gts, score, step (text only)
-trl         completions/completions_<step>.parquet: prompt, completion, step, one column a reward (text or messages)
-skyrl       dumped_evals/…/<data source>.jsonl: input_prompt, output_response, score (text as the model read it)
-prime-rl    traces[].nodes[] of verifiers, or the older trajectory[].tokens; `verifiers` is the same
-tinker      capture/sample.jsonl of tinker-cookbook, its evaluations' trajectories.jsonl, or transitions[]
-openai      chat completions: messages with choices, as served or as logged
-sft         messages, or prompt and completion
-preference  prompt, chosen, rejected
-plain       this project's own names, as `mopd export` writes them; or just prompt and response
+The files and fields of each are in docs/import_export.md.
 """
 
 from collections.abc import Iterator

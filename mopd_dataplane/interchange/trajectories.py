@@ -1,8 +1,4 @@
-"""Trajectories with token ids: steps whose prompt continues all that came before are one sample.
-
-prime-rl's older files hold `trajectory[]`, today's hold traces (traces.py). tinker-cookbook writes every sampling call
-of its capture, and the decoded conversations of its evaluations; `transitions[]` is its Trajectory, as people save it.
-"""
+"""Trajectories with token ids: steps whose prompt continues all that came before are one sample."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,9 +1,7 @@
 """Teachers that vLLM runs, as readers of final-norm states.
 
-pooling models, `token_embed`                the state of every token, float32 whatever the weights are
-generating models, `extract_hidden_states`   the last layer, written out before the final norm. The norm is applied
-                                             here, in float32, so that the states of every reader are after it, and
-                                             the store holds one kind only (`teachers.norm_placement` is `post`)
+A pooling model gives them in float32, whatever its weights are. A generating model writes out its last layer, to which
+the final norm is applied here, in float32: the store holds states after the norm only (docs/engines.md).
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """A store behind TransferQueue's storage interface: rollouts of verl, NeMo-RL, ROLL that survive their processes.
 
-    import mopd_dataplane.transferqueue                      # in the process that calls transfer_queue.init
-    transfer_queue.init(OmegaConf.create({"backend": {
-        "storage_backend": "MopdStore", "MopdStore": {"store": "runs/demo", "queue": "train"}}}))
-
 codec.py     values ↔ bytes, without pickle
 backend.py   the classes TransferQueue asks for; importing this package registers them
 
-Needs the extra `transferqueue`. Every other process learns of the backend from the configuration it is sent.
+Needs the extra `transferqueue`; docs/transferqueue.md shows how it is used.
 """
 
 from mopd_dataplane.errors import InputError

@@ -1,8 +1,7 @@
 """Values of a queue as bytes, and back: tensors raw, everything else as msgpack. Nothing is pickled.
 
-msgpack carries None, bool, int, float, str, bytes, lists and dicts; extension types carry what it lacks, at any depth:
-
-    1 tensor     2 numpy array or scalar     3 tuple
+msgpack carries None, bool, int, float, str, bytes, lists and dicts; extension types carry tensors, numpy arrays and
+scalars, and tuples, at any depth.
 """
 
 from __future__ import annotations

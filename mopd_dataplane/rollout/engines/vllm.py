@@ -1,11 +1,7 @@
 """The vLLM engine of this machine: vLLM's core runs in a process of its own and streams tokens here.
 
-    noise = "keyed"    KeyedSampler draws the tokens that the Hugging Face engine would draw, up to rounding, and the
-                       same ones again at a resume
-    noise = "seeded"   vLLM's own sampler, seeded per sample; faster for large vocabularies; a resume draws afresh
-
-A resumed sample's newest RESCORED tokens are drawn again by the keyed sampler, on the decode path and with the rounding
-of those in the log. A seeded sample is not compared: its resume is statistical whatever the logits are.
+docs/engines.md explains `noise`. The keyed sampler draws the newest RESCORED tokens of a resumed sample again, on
+the decode path and with the rounding of those in the log. A seeded sample is not compared: its resume is statistical.
 
 Whole weights are reloaded in place. Adapters are LoRA requests on their base, which stays as it is: vLLM's
 reload_weights leaves a base that is ready for adapters unchanged and says nothing, so it is not used there.

@@ -1,8 +1,4 @@
-"""Group commit: one thread syncs for all callers, off the decode path.
-
-Appends only move `written`; the thread syncs at most once per interval and then moves `synced`. A caller that waits for
-a record makes the sync start immediately.
-"""
+"""Group commit (docs/durability.md): one thread syncs for all callers, off the decode path."""
 
 import threading
 import time
