@@ -84,13 +84,10 @@ class RolloutLoop:
         self._began = time.monotonic()
         self._shown = 0.0
 
-    def sample(self, specs: Iterable[SampleSpec], stored: Collection[str]) -> bool:
-        """Continue what is unfinished, then admit what is new; False where a stop took the engine too.
-
-        stored: uids that the store has.
-        """
-        self._settle(stored)
-        known = {*stored, *(partial.spec.uid for partial in self.ledger.partials.values())}
+    def sample(self, specs: Iterable[SampleSpec], stored_uids: Collection[str]) -> bool:
+        """Continue what is unfinished, then admit what is new; False where a stop took the engine too."""
+        self._settle(stored_uids)
+        known = {*stored_uids, *(partial.spec.uid for partial in self.ledger.partials.values())}
         try:
             if self.weights.pins:
                 for handles in self.weights.pinned(self.engine, self.ledger):
