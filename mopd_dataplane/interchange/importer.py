@@ -61,10 +61,7 @@ class ImportSettings:
 
 @dataclass
 class ImportReport:
-    """Result of an import.
-
-    Example: ImportReport(rows=2048, samples=2048, inserted=2048, tokenised=2048, ended=2048, rewards=2048).
-    """
+    """Result of an import."""
 
     rows: int = 0
     """Rows read."""

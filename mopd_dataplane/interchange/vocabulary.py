@@ -33,7 +33,7 @@ class Vocabulary(Protocol):
 
 
 class TokenizerVocabulary:
-    """A Hugging Face tokenizer, and how a prompt's text is put to the model."""
+    """The Vocabulary of a Hugging Face tokenizer, and how a prompt's text is put to the model."""
 
     def __init__(self, tokenizer: Any, digest: str, *, template: str = "{prompt}") -> None:
         self._tokenizer = tokenizer
@@ -48,13 +48,11 @@ class TokenizerVocabulary:
         return json.loads(fast.to_str()) if fast is not None else None
 
     def prompt(self, text: str | Messages) -> list[int]:
-        """See Vocabulary."""
         if isinstance(text, str):
             return render(text, self._tokenizer, template=self._template)
         return self._chat(text, ask=True)
 
     def response(self, text: str) -> list[int]:
-        """See Vocabulary."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def conversation(self, prompt: Messages, response: Messages) -> tuple[list[int], list[int], list[int]]:

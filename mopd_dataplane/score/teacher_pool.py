@@ -47,14 +47,8 @@ class TeacherPool:
     """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used. Adapters on
     one base count as one: the base is loaded once, and the active adapter is switched.
 
-    student_tokenizer: digest every teacher's tokenizer must have. Used as
-
-        pool = TeacherPool({"math": TeacherSpec(folder, settings)}, student_tokenizer=digest)
-        record = pool.register("math", store_root)      # checks, then writes heads/math.safetensors once
-        teacher = pool.teacher("math")
-
-    engine: what runs the teachers; reads: what vLLM is asked for; options: EngineArgs for vLLM started here. close()
-    ends what is running.
+    student_tokenizer: digest every teacher's tokenizer must have. engine: what runs the teachers; reads: what vLLM is
+    asked for; options: EngineArgs for vLLM started here. close() ends what is running.
     """
 
     def __init__(

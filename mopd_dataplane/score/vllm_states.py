@@ -32,7 +32,7 @@ _LOOK_S = 0.002
 
 
 class VllmReader(VllmBatches):
-    """A teacher that vLLM runs on this machine as a pooling model. options: more of vLLM's EngineArgs."""
+    """The Reader of a teacher that vLLM runs on this machine as a pooling model. options: more of vLLM's EngineArgs."""
 
     def __init__(self, folder: Path, head: Head, *, dtype: str, options: Mapping[str, Any]) -> None:
         require_vllm()
@@ -48,7 +48,6 @@ class VllmReader(VllmBatches):
         super().__init__(folder, arguments, options)
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """See Reader."""
         from vllm import PoolingParams
 
         answers = self.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
@@ -89,10 +88,10 @@ class ServerReader(ServerBatches):
 
 
 class ExtractingReader(VllmBatches):
-    """A teacher that vLLM runs on this machine as a generating model; its states come through files in a folder that is
-    gone with it.
+    """The Reader of a teacher that vLLM runs on this machine as a generating model.
 
-    options: more of vLLM's EngineArgs. Raises MismatchError for a model whose final norm is not found.
+    Its states come through files in a folder that is gone with it. options: more of vLLM's EngineArgs. Raises
+    MismatchError for a model whose final norm is not found.
     """
 
     def __init__(self, folder: Path, head: Head, *, dtype: str, options: Mapping[str, Any]) -> None:
@@ -121,7 +120,6 @@ class ExtractingReader(VllmBatches):
         super().__init__(folder, arguments, options)
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """See Reader."""
         from vllm import SamplingParams
 
         answers = self.ask(sequences, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))

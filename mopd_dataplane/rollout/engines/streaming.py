@@ -210,7 +210,6 @@ class StreamingEngine(ABC):
         return output
 
     def release(self, slot: int) -> None:
-        """See Engine.release."""
         if slot in self._streams:
             self._cancel([self._streams.close(slot)])
 
