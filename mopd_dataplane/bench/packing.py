@@ -36,8 +36,7 @@ def measure(samples: int = 65_536) -> dict[str, Any]:
 
     coupling, per mode (`strict`, `packs`): design_effect, the variance over steps of the mean log-length of a batch,
     over that of batches drawn sample by sample (1 is no coupling); token_spread, the same variance for the mean over
-    tokens, as it is (compare the two modes); mates, the mean length of the other samples in the
-    pack by decile of the sample's own length.
+    tokens, as it is (compare the two modes); mates, the mean length of the pack's other samples by decile of its own.
     """
     lengths = lengths_of(max(AT_ONCE), longest=CAP)
     return {

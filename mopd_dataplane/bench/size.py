@@ -1,7 +1,6 @@
 """Size of a run: bytes, requests, bandwidth, nodes and cost, from the tokens sampled and the signals stored.
 
-Arithmetic on measured constants; nothing is run. A test writes a real store and compares its bytes with these
-constants.
+Arithmetic on measured constants, which a test compares with the bytes of a real store; nothing is run.
 """
 
 import math
@@ -46,10 +45,8 @@ MONTH_DAYS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The planned run; its fields are options of `mopd bench size`.
-
-    Example: Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120, fidelity="hidden").
-    """
+    """The planned run, such as Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120). Its fields
+    are options of `mopd bench size`."""
 
     tokens_per_day: Annotated[float, Option("--tokens-per-day", min=1, help="Prompt and response tokens.")] = 1e8
     """Tokens of new samples."""

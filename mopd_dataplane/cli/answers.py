@@ -232,7 +232,6 @@ def schema(
 
 
 def add_to(app: Typer) -> None:
-    """Register the commands."""
     by_domain = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
     register(app, query, f'mopd query runs/quickstart "{by_domain}"', panel=PANEL)
     examples = ("mopd show runs/quickstart", "mopd show runs/quickstart --worst --domain spiral_matrix")

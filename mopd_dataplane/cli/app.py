@@ -1,8 +1,4 @@
-"""The command tree, and how a command ends.
-
-Exit codes: 0 done · 1 audit found damage or an internal error · 2 input · 3 damaged bytes · 4 resources · 5 deadline
-· 6 engine · 130 interrupted, by Ctrl-C or SIGTERM.
-"""
+"""The command tree, and how a command ends: with the exit codes that reference.py lists."""
 
 import errno
 import os
@@ -84,9 +80,7 @@ def _wants_json() -> bool:
 @contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
     """Signals of Ctrl-C and `kill` so far; each raises KeyboardInterrupt, so that children end before their parent.
-
-    What that becomes may be another error, from DuckDB or from a peer that died.
-    """
+    What that becomes may be another error, from DuckDB or from a peer that died."""
     seen: list[int] = []
 
     def interrupt(number: int, _: FrameType | None) -> None:

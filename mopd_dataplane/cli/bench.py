@@ -308,7 +308,6 @@ def view(
 
 
 def add_to(app: Typer) -> None:
-    """Register the `bench` group."""
     group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")

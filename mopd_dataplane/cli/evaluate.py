@@ -113,7 +113,6 @@ def evaluate(
 
 
 def add_to(app: Typer) -> None:
-    """Register the commands."""
     register(app, teachers, "mopd teachers jobs/quickstart --stage student", panel=PANEL)
     example = "mopd eval runs/quickstart --tasks arc_easy,hellaswag --policy student --limit 200"
     register(app, evaluate, example, name="eval", panel=PANEL)

@@ -104,7 +104,6 @@ def export(
 
 
 def add_to(app: Typer) -> None:
-    """Register import and export."""
     register(
         app, import_, "mopd import verl dumps/ --store runs/demo --stage student --domain math --tokenizer models/base",
         name="import", panel=PANEL,

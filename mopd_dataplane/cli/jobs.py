@@ -189,8 +189,7 @@ def check(
 
 
 def _rates(given: list[str], steps: Sequence[str]) -> dict[str, float]:
-    """Response tokens a second by step. Raises InputError for an unknown step, or a rate that is not a number above
-    0."""
+    """Response tokens a second by step. Raises InputError for an unknown step, or a rate that is no positive number."""
     rates = {}
     for text in given:
         step, _, value = text.partition("=")
@@ -251,7 +250,6 @@ def train(of: OneStage, follow: Follow = False, *, given: Given) -> None:
 
 
 def add_to(app: Typer) -> None:
-    """Register the job commands, in the order of the flow."""
     job = "jobs/quickstart"
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
     on_ray = f"mopd run {job} --ray --set scale.engines=2"
@@ -274,10 +272,8 @@ def load(path: str, given: Overrides) -> Job:
 
 
 def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
-    """The named stage, or the only one that fits; `sampled` asks for stages that roll out.
-
-    Raises JobFileError naming the stages when the choice is open.
-    """
+    """The named stage, or the only one that fits; `sampled` asks for stages that roll out. Raises JobFileError naming
+    the stages when the choice is open."""
     if name is not None:
         return job.stage(name)
     fitting = [stage for stage in job.stages if stage.data == "rollout" or not sampled]

@@ -85,7 +85,6 @@ def _check_signal(uri: str, kind: str) -> None:
 
 
 def add_to(app: Typer) -> None:
-    """Register the `load` group."""
     group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(
         group, serve, "mopd load serve jobs/quickstart --stage student",

@@ -118,7 +118,6 @@ def help_(
 
 
 def add_to(app: Typer) -> None:
-    """Register the commands."""
     register(app, recipes, "mopd recipes", "mopd recipes jobs --json", panel=PANEL)
     register(app, init, "mopd init", "mopd init opd my-opd", panel=PANEL)
     register(app, help_, "mopd help", "mopd help train.schedule", name="help", panel=PANEL)

@@ -216,7 +216,6 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def add_to(app: Typer) -> None:
-    """Register the `store` group."""
     group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, info, "mopd store info runs/quickstart")
     register(group, verify, "mopd store verify runs/quickstart --json")

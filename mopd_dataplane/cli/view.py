@@ -85,7 +85,6 @@ def view(
 
 
 def add_to(app: Typer) -> None:
-    """Register view."""
     register(
         app, view, "mopd view runs/quickstart",
         'mopd view runs/quickstart --export share --where "reward < 1" --order -kl --limit 50',

@@ -54,14 +54,13 @@ class LoaderClient:
         verify: bool = True,
         pin: bool = False,
     ) -> None:
-        """Connect.
+        """Connect. Raises DeadlineError when nobody answers, and what the loader refuses with.
 
         rank, world_size: of data parallelism. member, members: place inside a tensor- or context-parallel group, whose
         processes read the same packs from the same slots. deadline_s: longest silence of the loader. window_deadline_s:
         longest wait for data while the loader says that it is coming (a window that is still being planned); default
         deadline_s. verify: check each slot's checksum. pin: register each slot with CUDA once, so that its torch views
         are pinned memory; a copy from one must have ended before its pack is released.
-        Raises DeadlineError when nobody answers, and what the loader refuses with.
         """
         self._views = views
         self._deadline_s = deadline_s
@@ -115,8 +114,7 @@ class LoaderClient:
             yield self._batch
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
-        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps mean that the log is
-        closed."""
+        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps: the log is closed."""
         self._check_stage(stage)
         return self._ask({"op": "plan", "window": window})
 
@@ -125,8 +123,7 @@ class LoaderClient:
 
         {"ranks": [{"rank", "depth", "ready", "pack_s", "longest_read_s"}, …], "slots", "lent", "bytes", "max_bytes",
         "cache"}: depth is packs to keep ready, ready those that are; pack_s is the trainer's mean time for a pack
-        without its waits, longest_read_s what the depth is made to bridge; cache is RangeCache.stats, None for a store
-        in a folder.
+        without its waits, longest_read_s what the depth bridges; cache is RangeCache.stats, None for a local store.
         """
         return self._ask({"op": "stats"})
 
@@ -156,8 +153,7 @@ class LoaderClient:
             self._batch = None
 
     def _ask_next(self) -> None:
-        """Ask for the next batch, once. The answer is waited for where it is taken, so the loader may look for it while
-        the last batch still computes."""
+        """Ask for the next batch, once, without waiting: the loader looks for it while the last batch computes."""
         if not self._asked_next:
             self._release([], tell=True)
             self._say({"op": "next", "used": self._ages()})
@@ -233,7 +229,6 @@ class LoaderClient:
         return self._request(message)[0]
 
     def _request(self, message: Message) -> tuple[Message, list[int]]:
-        """Send a request and wait for its answer."""
         if self._asked_next and self._next_answer is None:  # answers come in order
             self._next_answer = self._receive("next")
         self._release([], tell=True)
@@ -270,10 +265,7 @@ class LoaderClient:
 
 @dataclass(kw_only=True)
 class LoadedBatch(Batch):
-    """A batch whose packs are read from shared memory as they are asked for.
-
-    `packs` is a sequence: its length is known, an element is fetched at first use and stays valid until released.
-    """
+    """A batch whose `packs` are a sequence of known length, each fetched at first use and valid until released."""
 
     packs: _LazyPacks
 

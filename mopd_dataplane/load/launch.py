@@ -31,7 +31,6 @@ class LoaderProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self.process.pid
 
     def stop(self, deadline_s: float = 10.0) -> int:

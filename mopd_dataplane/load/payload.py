@@ -48,7 +48,8 @@ class Placed:
 class Payload:
     """Tokens of some packs, and the signals that lie in lists.
 
-    A part, in every method, is the stretch of `placed` that one pack takes.
+    A part, in every method, is the stretch of `placed` that one pack takes; DamagedError is raised where the payload of
+    a sample has other lengths than its metadata says.
     """
 
     def __init__(
@@ -95,10 +96,7 @@ class Payload:
         self._span_bounds: list[int] = bounds.tolist()
 
     def fill_tokens(self, part: slice, out: Arrays) -> None:
-        """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end.
-
-        Raises DamagedError when the payload has other lengths than the metadata says.
-        """
+        """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end."""
         for place in _inside(part, self._wrong_tokens):
             self._refuse(place, f"{self._tokens.lengths[place]} tokens", self._placed.lengths[place])
         for place in _inside(part, self._wrong_masks):
@@ -113,10 +111,7 @@ class Payload:
         )
 
     def fill_versions(self, part: slice, out: Arrays) -> None:
-        """Write the spans of one policy version; the first of a sample covers its prompt too.
-
-        Raises DamagedError when the payload has another number of them than the metadata says.
-        """
+        """Write the spans of one policy version; the first of a sample covers its prompt too."""
         for place in _inside(part, self._wrong_spans):
             found = self._lists["versions"].lengths[place]
             self._refuse(place, f"{found} policy versions", self._placed.spans[place])
@@ -128,8 +123,7 @@ class Payload:
         """Write a field that some samples have; where one has none, blanks.
 
         out: [T] or [T, width] for an axis of tokens, [M] or [M, width] for trained tokens, [values] for a ragged field.
-        announced: [S] values of each sample of a ragged field, as its metadata says; else not looked at. Raises
-        DamagedError when the payload says otherwise.
+        announced: [S] values of each sample of a ragged field, as its metadata says; else not looked at.
         """
         if field.axis == "ragged":
             self._fill_ragged(field, part, announced, out)
@@ -183,10 +177,7 @@ class Payload:
             first += length
 
     def fill_responses(self, teacher: str, kind: str, field: Field, part: slice, out: NDArray[Any]) -> None:
-        """Write a field of one teacher's signal, a value for each response token, at token positions; 0 on prompts.
-
-        Raises DamagedError when there are not as many as response tokens.
-        """
+        """Write a field of one teacher's signal, a value for each response token, at token positions; 0 on prompts."""
         lists = self._signals[teacher, kind][field.column]
         for place in np.flatnonzero(lists.lengths[part] != self._masks.lengths[part]) + part.start:
             self._refuse(place, f"{lists.lengths[place]} {field.name} of {teacher!r}", self._masks.lengths[place])
@@ -195,10 +186,7 @@ class Payload:
 
     def fill_signal(self, teacher: str, kind: str, part: slice, out: Arrays) -> None:
         """Write one teacher's signal of a kind in lists: at token positions with 0 on prompts, or of the trained
-        tokens, sample after sample.
-
-        Raises DamagedError when there is not a value, or a row of them, for each token that it speaks of.
-        """
+        tokens, sample after sample."""
         signal = self._signals[teacher, kind]
         for field in of_signal(kind):
             if field.axis == "response":

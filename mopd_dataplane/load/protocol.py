@@ -91,7 +91,6 @@ class Channel:
         self._drop_fds()
 
     def _next(self, until: float) -> Message:
-        """The next message."""
         self._read(_LENGTH.size, until)
         (size,) = _LENGTH.unpack_from(self._read_ahead)
         if size > MAX_MESSAGE:
@@ -134,7 +133,6 @@ class Channel:
 
 
 def error_message(error: MopdError) -> Message:
-    """An error as a message."""
     return {"error": type(error).__name__, "message": str(error)}
 
 

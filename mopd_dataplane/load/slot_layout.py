@@ -48,8 +48,6 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a slot."""
-
     generation: int
     pack: int
     crc: int

@@ -28,7 +28,6 @@ from mopd_dataplane.tables import SAMPLES
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
-
 LOOKED_UP_FIRST = 1024
 """Samples whose payload is looked up when a window is opened; that of others with the packs they are in."""
 
@@ -64,7 +63,6 @@ class WindowSource:
         self._recorded = [
             field for record in per_token.RECORDS if record in spec.recorded for field in self._held(record)
         ]
-        """Recorded fields that packs carry."""
         self._outcomes = self._rewards() if spec.rewards else None
         self._listed = [kind for kind in spec.signals if not any(field.blob for field in per_token.of_signal(kind))]
         """Kinds of signals that lie in lists."""
@@ -73,12 +71,10 @@ class WindowSource:
             teacher: _HiddenStates(store, plan.snapshot, teacher, scored)
             for teacher, scored in (self._rows_by_teacher() if "hidden" in spec.signals else {}).items()
         }
-        """By teacher."""
         self._signals = {
             key: store.signal_reader(*key, scored, plan.snapshot)
             for key, scored in self._listed_signals(self._rows_by_teacher().items()).items()
         }
-        """Readers of the signals in lists."""
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._carried = self._carried_fields()
         """Fields of the packs, in the order of their slots."""
@@ -264,10 +260,7 @@ class WindowSource:
         return np.asarray(pc.list_value_length(versions).to_numpy().astype(np.int64))
 
     def _held(self, record: str) -> list[per_token.Field]:
-        """Fields of one record that packs carry: all of them where some sample of the window has it, else none.
-
-        Raises MismatchError for more than one width.
-        """
+        """The record's fields if some sample of the window has it, else none. Raises MismatchError for two widths."""
         some = [field for field in per_token.RECORDED if field.record == record]
         for field in some:
             if not self._store.has_column(per_token.TOKENS, field.column, self.plan.snapshot):

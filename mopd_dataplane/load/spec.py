@@ -25,8 +25,7 @@ class LoadSpec(Load):
     rewards: bool = False
     """Whether packs carry outcome rewards and group-relative advantages."""
     recorded: tuple[str, ...] = ()
-    """Optional records that packs carry where a sample of the window has them (fields.RECORDS: sampling_mask,
-    experts)."""
+    """Records that packs carry where a sample of the window has them (fields.RECORDS: sampling_mask, experts)."""
     reward_std: bool = False
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
@@ -42,8 +41,7 @@ class LoadSpec(Load):
     ) -> LoadSpec:
         """The spec for a stage: what its objective needs, under the job's [load] settings.
 
-        topk_source: the stage's `score.topk_source`. verifier: name of the one whose rewards are used, if there are
-        several.
+        topk_source: the stage's `score.topk_source`. verifier: whose rewards are used, where there are several.
         """
         gradient = objective.policy_gradient
         return cls(

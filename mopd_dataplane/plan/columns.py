@@ -101,11 +101,10 @@ def collect_columns(
 
     samples: (rows in `samples`, their metadata) of some samples at a time, the metadata with at least SAMPLE_COLUMNS,
     with GROUP_COLUMN where groups matter and EFFORT_COLUMN where efforts do. Nothing of it is kept but numbers.
-    limit: the most samples there can be.
-    route: (domain, effort) → teacher name, the effort empty where it was not read; None when the objective needs no
-    teacher.
-    teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
-    signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
+    limit: the most samples there can be. route: (domain, effort) → teacher name, the effort empty where it was not
+    read; None when the objective needs no teacher. teachers: names that the teacher codes index. scores: columns
+    sample_row, teacher, kind. signals: kinds every sample must have from its own teacher. rewards: column sample_row;
+    None when none is needed.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
     held = _Numbers(limit)
@@ -240,10 +239,8 @@ class _Numbers:
         return names
 
     def put_in_order(self) -> NDArray[np.int64]:
-        """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer.
-
-        Returns [n] row of each. What only this order needs is given up.
-        """
+        """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer. Returns [n]
+        row of each. What only this order needs is given up."""
         writers, names = self.codes("writer")
         iteration, admission = self["iteration"], np.require(self["writer_seq"], requirements="W")
         if self._count:

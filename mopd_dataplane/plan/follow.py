@@ -26,10 +26,8 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled.
-
-    A window without steps closes the log: no window follows.
-    """
+    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled. A window
+    without steps closes the log: no window follows."""
 
     window: PlanWindow | None = None
     wait: str = ""
@@ -146,11 +144,8 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
 def _choose(
     columns: Columns, settings: sections.Plan, training: Training, key: int, usable: NDArray[np.bool_], *, whole: bool
 ) -> NDArray[np.bool_]:
-    """[n] the first batch of usable samples in admission order, or in the mixture's.
-
-    key: of the random numbers that decide between domains. While they are not all there: none if `whole`, else those
-    that are.
-    """
+    """[n] the first batch of usable samples in admission order, or in the mixture's, drawn from `key`. While they are
+    not all there: none if `whole`, else those that are."""
     members = _units(columns, np.flatnonzero(usable), training.group_size)
     if settings.mixture and len(members):
         members = members[_in_turn(columns, members[:, 0], settings.mixture, training.first_step, key)]
@@ -169,10 +164,8 @@ def _choose(
 
 
 def _units(columns: Columns, positions: NDArray[np.int64], group_size: int) -> NDArray[np.int64]:
-    """[units, group_size] positions of each unit, units in the order of their first member's admission.
-
-    The list ends before the first group that is not whole: what comes later never changes what came before.
-    """
+    """[units, group_size] positions of each unit, units in the order of their first member's admission. The list ends
+    before the first group that is not whole: what comes later never changes what came before."""
     if group_size == 1:
         return positions[:, None]
     _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
