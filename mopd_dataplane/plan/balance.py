@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.shuffle import Floats, Ints
 from mopd_dataplane.records import PlanWindow
 
 LINEAR_COST = 24_576.0
 """Linear over quadratic FLOPs of a transformer layer, 6 D for hidden size D = 4096 (24 D^2 L over 4 D L^2)."""
 
 
-def pack_costs(lengths: NDArray[np.integer], pack_starts: NDArray[np.int64]) -> NDArray[np.float64]:
+def pack_costs(lengths: NDArray[np.integer], pack_starts: Ints) -> Floats:
     """[packs] work of each pack; lengths: [samples] tokens of the samples in pack order."""
     size = lengths.astype(np.int64)
     tokens = np.add.reduceat(size, pack_starts[:-1])
@@ -24,7 +25,7 @@ def pack_costs(lengths: NDArray[np.integer], pack_starts: NDArray[np.int64]) -> 
     return work_of(tokens, np.add.reduceat(size, pack_starts[:-1]))
 
 
-def work_of(tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> NDArray[np.float64]:
+def work_of(tokens: Ints, squares: Ints) -> Floats:
     """[packs] sum over the sequences of a pack of LINEAR_COST * L + L^2; tokens, squares: its sums of L and of L^2."""
     return np.asarray(LINEAR_COST * tokens + squares, dtype=np.float64)
 
@@ -46,9 +47,7 @@ def deal(plan: PlanWindow, lengths: NDArray[np.integer], step: int, ranks: int) 
     return [sorted(first + p for p in rank if p >= 0) + [-1] * rank.count(-1) for rank in dealt[0].tolist()]
 
 
-def deal_steps(
-    costs: NDArray[np.float64], step_starts: NDArray[np.int64], ranks: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def deal_steps(costs: Floats, step_starts: Ints, ranks: int) -> tuple[Ints, Floats]:
     """Deal many steps at once: (packs [steps, ranks, rounds], -1 where there is none; work [steps, ranks])."""
     sizes = np.diff(step_starts)
     steps, rounds = len(sizes), max(1, -(-int(sizes.max(initial=1)) // ranks))
@@ -68,7 +67,7 @@ def deal_steps(
     return dealt, load
 
 
-def _order_of_rows(work: NDArray[np.float64]) -> NDArray[np.int64]:
+def _order_of_rows(work: Floats) -> Ints:
     """[steps, n] columns of each row by work, the least first. Sorts values, several times faster than an argsort:
     floats that are not negative sort as their bits do, and the last bits make room for the column."""
     column_bits = np.uint64((1 << work.shape[1].bit_length()) - 1)
@@ -77,7 +76,7 @@ def _order_of_rows(work: NDArray[np.float64]) -> NDArray[np.int64]:
     return (words & column_bits).view(np.int64)
 
 
-def straggler_ratio(costs: NDArray[np.float64], step_starts: NDArray[np.int64], ranks: int) -> float:
+def straggler_ratio(costs: Floats, step_starts: Ints, ranks: int) -> float:
     """Work of the slowest rank over the mean rank, summed over steps: 1 is perfect balance."""
     _, load = deal_steps(costs, step_starts, ranks)
     return float(load.max(axis=1).sum() / load.mean(axis=1).sum())

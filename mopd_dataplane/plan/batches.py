@@ -18,7 +18,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import order_by_due, plan_mixture, thin_and_order
 from mopd_dataplane.plan.packing import Packs, gather_groups, pack
-from mopd_dataplane.plan.shuffle import permutation, philox_key, stable_order
+from mopd_dataplane.plan.shuffle import Ints, permutation, philox_key, stable_order
 
 
 @dataclass(slots=True)
@@ -29,8 +29,8 @@ class Layout:
     packs: Packs
     teachers: NDArray[np.int16]
     """[packs] teacher of each pack."""
-    order: NDArray[np.int64]
-    step_starts: NDArray[np.int64]
+    order: Ints
+    step_starts: Ints
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class Units:
     where every sample is its own unit."""
 
     domains: NDArray[np.int16]
-    members: NDArray[np.int64] | None = None
-    starts: NDArray[np.int64] | None = None
+    members: Ints | None = None
+    starts: Ints | None = None
 
     @classmethod
     def of(cls, chosen: Columns, group_size: int) -> Units:
@@ -52,13 +52,13 @@ class Units:
         starts = np.concatenate(([0], np.cumsum(np.bincount(codes))))
         return cls(chosen.domains[members[starts[:-1]]], members, starts)
 
-    def samples(self, order: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def samples(self, order: Ints) -> tuple[Ints, Ints]:
         """(samples of the units in that order, where each unit starts among them)."""
         if self.members is None or self.starts is None:
             return order, np.arange(len(order) + 1)
         return gather_groups(self.members, self.starts, order)
 
-    def tokens(self, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    def tokens(self, lengths: NDArray[np.int32]) -> Ints:
         """[units] tokens of each unit."""
         if self.members is None or self.starts is None:
             return lengths.astype(np.int64)
@@ -107,7 +107,7 @@ def plan_epoch(
 
 
 def _batches_then_packs(
-    chosen: Columns, units: Units, order: NDArray[np.int64], settings: sections.Plan, left_out: dict[str, int]
+    chosen: Columns, units: Units, order: Ints, settings: sections.Plan, left_out: dict[str, int]
 ) -> Layout:
     """Cut the order into steps, then pack inside each step."""
     samples, unit_starts = units.samples(order)
@@ -133,11 +133,7 @@ def _batches_then_packs(
 
 
 def _packs_then_batches(
-    packs: Packs,
-    teachers: NDArray[np.int64],
-    shuffled: NDArray[np.int64],
-    settings: sections.Plan,
-    left_out: dict[str, int],
+    packs: Packs, teachers: Ints, shuffled: Ints, settings: sections.Plan, left_out: dict[str, int]
 ) -> Layout:
     """Deal the packs of a whole epoch, in the order drawn, to steps of equally many. teachers: [packs] of each pack."""
     tokens, samples = int(packs.tokens.sum()), int(packs.sizes.sum())
@@ -159,7 +155,7 @@ def _packs_per_step(tokens: int, samples: int, packs: int, settings: sections.Pl
     return round(wanted / grain) * grain
 
 
-def _cut(sizes: NDArray[np.int64], limit: int, name: str) -> NDArray[np.int64]:
+def _cut(sizes: Ints, limit: int, name: str) -> Ints:
     """Cut points of units into batches, each taking units in order while their sizes sum to at most `limit`."""
     if int(sizes.max()) > limit:
         raise InputError(f"plan.{name} is {limit:,}; one sample or group has {int(sizes.max()):,}: set at least that")

@@ -12,18 +12,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import BLOCK, ascends, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, Ints, Mask, ascends, stable_order
 
 SAMPLE_COLUMNS = (
-    "iteration",
-    "writer",
-    "writer_seq",
-    "domain",
-    "finish_reason",
-    "policy_version_first",
-    "total_len",
-    "loss_tokens",
-)
+    "iteration", "writer", "writer_seq", "domain", "finish_reason", "policy_version_first", "total_len", "loss_tokens",
+)  # fmt: skip
 """Columns of `samples` that every plan is made from."""
 GROUP_COLUMN = "group_id"
 """Needed too where groups are planned whole."""
@@ -42,7 +35,7 @@ class Columns:
     Columns(sample_rows=[0, 1, 2], total_len=[9, 7, 12], …, has_signals=[True, False, True], …).
     """
 
-    sample_rows: NDArray[np.int64]
+    sample_rows: Ints
     """Row of each sample in `samples`; distinct."""
     total_len: NDArray[np.int32]
     """L, tokens of the whole sequence."""
@@ -52,15 +45,15 @@ class Columns:
     """Oldest policy version of the response."""
     domains: NDArray[np.int16]
     """Index into domain_names."""
-    groups: NDArray[np.int64]
+    groups: Ints
     """Samples of one group share a code."""
     teachers: NDArray[np.int16]
     """Index into the window's teachers; -1 when the objective needs none."""
-    has_signals: NDArray[np.bool_]
+    has_signals: Mask
     """Every signal the objective needs is visible."""
-    has_reward: NDArray[np.bool_]
+    has_reward: Mask
     """The reward the objective needs is visible."""
-    abandoned: NDArray[np.bool_]
+    abandoned: Mask
     """The generation was given up, for a recorded reason that does not depend on its content."""
     domain_names: tuple[str, ...]
 
@@ -72,7 +65,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self.sample_rows)
 
-    def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> Columns:
+    def take(self, index: Ints | Mask) -> Columns:
         """The samples at `index` (positions or mask), in that order."""
         count = int(np.count_nonzero(index)) if index.dtype == bool else len(index)
 
@@ -88,7 +81,7 @@ class Columns:
 
 
 def collect_columns(
-    samples: Iterable[tuple[NDArray[np.int64], pa.RecordBatch | pa.Table]],
+    samples: Iterable[tuple[Ints, pa.RecordBatch | pa.Table]],
     limit: int,
     *,
     route: Callable[[str, str], str] | None,
@@ -113,10 +106,10 @@ def collect_columns(
     domain_names = held.route_to(route, list(teachers))
     rows = held.put_in_order()
     teacher_codes = held["teacher"]
-    has_signals: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
+    has_signals: Mask = np.broadcast_to(True, len(rows))
     for kind in signals:
         has_signals = has_signals & _has_kind(rows, teacher_codes, kind, scores, list(teachers))
-    has_reward: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
+    has_reward: Mask = np.broadcast_to(True, len(rows))
     if rewards is not None:
         has_reward = _among(rows, _ints(rewards["sample_row"]))
     return Columns(
@@ -172,7 +165,7 @@ class _Column:
         """[n] all of them."""
         return self._following(slice(0, self._count)) if self._array is None else self._array[: self._count]
 
-    def taken(self, order: NDArray[np.int64]) -> NDArray[Any]:
+    def taken(self, order: Ints) -> NDArray[Any]:
         """[n] the numbers at these places; a column that counts up uses up the memory of `order`."""
         if self._array is None and self._step:
             order += self._first
@@ -189,7 +182,7 @@ class _Numbers:
     """The numbers of samples seen so far; strings as codes into the names seen so far."""
 
     def __init__(self, limit: int) -> None:
-        self.groups: NDArray[np.int64] | None = None
+        self.groups: Ints | None = None
         """[n] code of each group, where groups matter; known once the samples are in order."""
         self._group_names: list[pa.Array] = []
         self._columns = {name: _Column(limit, kind, int(name == "row")) for name, kind in _KINDS.items()}
@@ -201,7 +194,7 @@ class _Numbers:
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self._arrays[name]
 
-    def add(self, rows: NDArray[np.int64], part: pa.RecordBatch | pa.Table) -> None:
+    def add(self, rows: Ints, part: pa.RecordBatch | pa.Table) -> None:
         self._count += len(rows)
         self._columns["row"].add(rows)
         for name in _INTEGERS:
@@ -238,7 +231,7 @@ class _Numbers:
         self._arrays["teacher"] = teacher
         return names
 
-    def put_in_order(self) -> NDArray[np.int64]:
+    def put_in_order(self) -> Ints:
         """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer. Returns [n]
         row of each. What only this order needs is given up."""
         writers, names = self.codes("writer")
@@ -296,7 +289,7 @@ class _Numbers:
         return np.asarray(found.to_numpy())
 
 
-def _ints(column: pa.ChunkedArray) -> NDArray[np.int64]:
+def _ints(column: pa.ChunkedArray) -> Ints:
     # Chunks go straight into place: a whole column in Arrow's own type would be one more copy.
     return np.concatenate([np.empty(0, np.int64), *(chunk.to_numpy() for chunk in column.chunks)], dtype=np.int64)
 
@@ -326,7 +319,7 @@ def _route(
 ) -> NDArray[np.int16]:
     efforts = max(len(effort_names), 1)
 
-    def pairs() -> Iterator[tuple[slice, NDArray[np.int64]]]:
+    def pairs() -> Iterator[tuple[slice, Ints]]:
         for first in range(0, len(domain_codes), BLOCK):
             here = slice(first, first + BLOCK)
             yield here, domain_codes[here] * np.int64(efforts) + effort_codes[here]
@@ -348,8 +341,8 @@ def _route(
 
 
 def _has_kind(
-    rows: NDArray[np.int64], teacher_codes: NDArray[np.int16], kind: str, scores: pa.Table | None, teachers: list[str]
-) -> NDArray[np.bool_]:
+    rows: Ints, teacher_codes: NDArray[np.int16], kind: str, scores: pa.Table | None, teachers: list[str]
+) -> Mask:
     """[n] whether each sample has a signal of that kind from its own teacher."""
     if scores is None:
         raise InputError(
@@ -365,7 +358,7 @@ def _has_kind(
     return _among(rows, scored[own])
 
 
-def _among(rows: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _among(rows: Ints, chosen: Ints) -> Mask:
     """[n] whether each row is one of `chosen`: a table look-up, for row numbers are dense."""
     present = np.zeros(int(max(rows.max(initial=-1), chosen.max(initial=-1))) + 1, dtype=bool)
     present[chosen] = True

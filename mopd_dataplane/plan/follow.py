@@ -20,7 +20,7 @@ from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import take_mixed
 from mopd_dataplane.plan.plan import Training, build_window, plan_digest
 from mopd_dataplane.plan.select import leave_out, unusable, whole_groups
-from mopd_dataplane.plan.shuffle import philox_key, uniforms
+from mopd_dataplane.plan.shuffle import Ints, Mask, philox_key, uniforms
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 
@@ -32,16 +32,16 @@ class Decision:
     window: PlanWindow | None = None
     wait: str = ""
     """Why there is no window yet."""
-    dropped: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    dropped: dict[str, Ints] = field(default_factory=dict)
     """Rows left out for good by this decision, by reason."""
 
 
 def next_window(
     columns: Columns,
-    settled_rows: NDArray[np.int64],
+    settled_rows: Ints,
     settings: sections.Plan,
     *,
-    admission: NDArray[np.int64] | None = None,
+    admission: Ints | None = None,
     oldest_in_flight: int | None = None,
     finished: bool,
     seed: int,
@@ -97,16 +97,9 @@ def next_window(
         if not chosen.any():
             return Decision(wait=_progress(columns, due, ready, pending, settings), dropped=dropped)
     plan = build_window(
-        columns.take(chosen),
-        settings,
-        mixed=True,
-        seed=seed,
-        stage=stage,
-        window=window,
-        snapshot=snapshot,
-        teachers=teachers,
-        training=training,
-    )
+        columns.take(chosen), settings, mixed=True, seed=seed, stage=stage, window=window, snapshot=snapshot,
+        teachers=teachers, training=training,
+    )  # fmt: skip
     age = policy_version - columns.version_first[chosen]
     plan.stats["staleness_max"] = float(age.max())
     if settings.max_staleness:
@@ -116,23 +109,16 @@ def next_window(
 
 def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWindow:
     """The empty window that closes a stage's plan log: a reader that meets it stops."""
+    empty, start = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
     plan = PlanWindow(
-        stage=stage,
-        window=window,
-        seed=seed,
-        settings={},
-        snapshot=snapshot,
-        sample_rows=np.empty(0, dtype=np.int64),
-        pack_starts=np.zeros(1, dtype=np.int64),
-        pack_teachers=np.empty(0, dtype=np.int16),
-        step_starts=np.zeros(1, dtype=np.int64),
-        teachers=[],
-    )
+        stage=stage, window=window, seed=seed, settings={}, snapshot=snapshot, sample_rows=empty, pack_starts=start,
+        pack_teachers=empty.astype(np.int16), step_starts=start, teachers=[],
+    )  # fmt: skip
     plan.digest = plan_digest(plan)
     return plan
 
 
-def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered: bool) -> int:
+def _first_gap(ordinals: Ints, pending: Mask, numbered: bool) -> int:
     """First ordinal that is admitted but not ready: still in flight (a gap in the numbers), or pending."""
     gap = len(ordinals) if numbered else np.iinfo(np.int64).max
     if numbered:
@@ -142,8 +128,8 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
 
 
 def _choose(
-    columns: Columns, settings: sections.Plan, training: Training, key: int, usable: NDArray[np.bool_], *, whole: bool
-) -> NDArray[np.bool_]:
+    columns: Columns, settings: sections.Plan, training: Training, key: int, usable: Mask, *, whole: bool
+) -> Mask:
     """[n] the first batch of usable samples in admission order, or in the mixture's, drawn from `key`. While they are
     not all there: none if `whole`, else those that are."""
     members = _units(columns, np.flatnonzero(usable), training.group_size)
@@ -163,7 +149,7 @@ def _choose(
     return chosen
 
 
-def _units(columns: Columns, positions: NDArray[np.int64], group_size: int) -> NDArray[np.int64]:
+def _units(columns: Columns, positions: Ints, group_size: int) -> Ints:
     """[units, group_size] positions of each unit, units in the order of their first member's admission. The list ends
     before the first group that is not whole: what comes later never changes what came before."""
     if group_size == 1:
@@ -175,9 +161,7 @@ def _units(columns: Columns, positions: NDArray[np.int64], group_size: int) -> N
     return positions[in_turn[:until]].reshape(-1, group_size)
 
 
-def _in_turn(
-    columns: Columns, units: NDArray[np.int64], weights: Mapping[str, Weight], step: int, key: int
-) -> NDArray[np.int64]:
+def _in_turn(columns: Columns, units: Ints, weights: Mapping[str, Weight], step: int, key: int) -> Ints:
     """[m] places of the units in the order of the mixture at a step of the stage."""
     names = columns.domain_names
     unknown = set(names) - set(weights)
@@ -204,13 +188,7 @@ def _staleness_wait(
     )
 
 
-def _progress(
-    columns: Columns,
-    due: NDArray[np.bool_],
-    ready: NDArray[np.bool_],
-    pending: NDArray[np.bool_],
-    settings: sections.Plan,
-) -> str:
+def _progress(columns: Columns, due: Mask, ready: Mask, pending: Mask, settings: sections.Plan) -> str:
     if settings.batch_tokens:
         have, unit, limit = int(columns.total_len[due].sum()), "tokens", settings.batch_tokens
     else:

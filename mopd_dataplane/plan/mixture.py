@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.schedules import Weight, weight_at
-from mopd_dataplane.plan.shuffle import stable_order, uniforms
+from mopd_dataplane.plan.shuffle import Floats, Ints, stable_order, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +22,18 @@ class Mixture:
     """Number of units that an epoch takes of each domain, and the steps at which. Example: weights 2 : 1, 60 and 50
     samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up."""
 
-    quota: NDArray[np.int64]
+    quota: Ints
     """[domains] units the epoch takes."""
-    demand: NDArray[np.float64]
+    demand: Floats
     """[steps + 1, domains] units used before each step; the last row is the end of the epoch."""
 
-    def due(self, domain: int, share: NDArray[np.float64]) -> NDArray[np.float64]:
+    def due(self, domain: int, share: Floats) -> Floats:
         """[n] step, fraction included, at which each share (0 to 1) of the domain's quota is used up."""
         used = self.demand[:, domain]
         return np.asarray(np.interp(share * used[-1], used, np.arange(len(used), dtype=np.float64)))
 
 
-def weights_of_steps(
-    weights: Mapping[str, Weight], names: Sequence[str], first_step: int, steps: int
-) -> NDArray[np.float64]:
+def weights_of_steps(weights: Mapping[str, Weight], names: Sequence[str], first_step: int, steps: int) -> Floats:
     """[steps, names] weight of each name at each step, summing to 1 in a step; a name without a weight has 0. Raises
     InputError for a step at which all are 0."""
     at = [weight_at(weights.get(name, 0.0), np.arange(first_step, first_step + steps)) for name in names]
@@ -74,7 +72,7 @@ def plan_mixture(
     end = min(_when(demand[:, d], counts[d]) for d in range(len(counts)) if demand[-1, d] > 0)
     whole = demand[: int(np.ceil(end))]
     last = np.array([np.interp(end, np.arange(len(demand)), demand[:, d]) for d in range(len(counts))])
-    quota: NDArray[np.int64] = np.minimum(np.floor(last + 1e-6).astype(np.int64), counts)
+    quota: Ints = np.minimum(np.floor(last + 1e-6).astype(np.int64), counts)
     if not quota[last > 0].all():
         raise InputError(
             f"plan.mixture {dict(weights)} leaves a domain of a weight above 0 without a sample (of each there are "
@@ -83,9 +81,7 @@ def plan_mixture(
     return Mixture(quota, np.concatenate([whole, last[None]]))
 
 
-def thin_and_order(
-    mixture: Mixture, domains: NDArray[np.integer], order: NDArray[np.int64], key: int
-) -> NDArray[np.int64]:
+def thin_and_order(mixture: Mixture, domains: NDArray[np.integer], order: Ints, key: int) -> Ints:
     """The first `quota` units of each domain in `order`, arranged by the step at which they are due."""
     ordered = domains[order]
     kept = [order[np.flatnonzero(ordered == domain)[:quota]] for domain, quota in enumerate(mixture.quota.tolist())]
@@ -93,8 +89,8 @@ def thin_and_order(
 
 
 def order_by_due(
-    mixture: Mixture, domains: Sequence[int] | NDArray[np.integer], strata: Sequence[NDArray[np.int64]], key: int
-) -> NDArray[np.int64]:
+    mixture: Mixture, domains: Sequence[int] | NDArray[np.integer], strata: Sequence[Ints], key: int
+) -> Ints:
     """Elements of every stratum, in their order, spread over the steps as the stratum's domain (`domains`) is. One
     random offset per stratum, from `key`, decides where between two places."""
     due = [
@@ -105,12 +101,8 @@ def order_by_due(
 
 
 def take_mixed(
-    domains: NDArray[np.integer],
-    domain_names: Sequence[str],
-    weights: Mapping[str, Weight],
-    step: int,
-    offsets: NDArray[np.float64],
-) -> NDArray[np.int64]:
+    domains: NDArray[np.integer], domain_names: Sequence[str], weights: Mapping[str, Weight], step: int, offsets: Floats
+) -> Ints:
     """[m] places of units in the order in which a growing store uses them, as far as every domain reaches.
 
     domains: [n] of the units that are ready, in admission order. Unit i of a domain of weight w comes at
@@ -130,7 +122,7 @@ def take_mixed(
     return by_domain[in_turn[: int(np.searchsorted(due[in_turn], horizon))]]
 
 
-def _when(used: NDArray[np.float64], count: int) -> float:
+def _when(used: Floats, count: int) -> float:
     """Step, fraction included, at which the demand reaches `count`; beyond the last one when it never does."""
     if used[-1] <= count:
         return float(len(used) - 1)
@@ -138,15 +130,12 @@ def _when(used: NDArray[np.float64], count: int) -> float:
     return after - 1 + float((count - used[after - 1]) / (used[after] - used[after - 1]))
 
 
-def _check(counts: NDArray[np.int64], domain_names: Sequence[str], weights: Mapping[str, Weight]) -> None:
+def _check(counts: Ints, domain_names: Sequence[str], weights: Mapping[str, Weight]) -> None:
     present = {name for name, count in zip(domain_names, counts.tolist(), strict=True) if count}
-    wanted = {name for name, weight in weights.items() if np.max(weight_at(weight, _points(weight))) > 0}
+    largest = {name: w if isinstance(w, int | float) else max(at for _, at in w) for name, w in weights.items()}
+    wanted = {name for name, weight in largest.items() if weight > 0}
     if not wanted or not wanted <= present or not present <= set(weights):
         raise InputError(
             f"plan.mixture weighs {dict(weights)}, but the selected samples are of domains {sorted(present)}; "
             "give every one of them a weight (0 leaves a domain out) and weigh no domain without samples"
         )
-
-
-def _points(weight: Weight) -> NDArray[np.int64]:
-    return np.array([0] if isinstance(weight, int | float) else [step for step, _ in weight])

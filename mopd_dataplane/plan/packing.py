@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import BLOCK, sort_codes, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, Ints, sort_codes, stable_order
 
 
 @dataclass(slots=True)
@@ -24,24 +24,24 @@ class Packs:
     """Packs as they were made. What a pack holds of one length is a run; runs are several times fewer than samples. Run
     r is samples[starts[r]:starts[r] + copies[r]], in pack pack_of[r]."""
 
-    samples: NDArray[np.int64]
+    samples: Ints
     """[n] places of the samples in what was packed: by stratum, there the longest first."""
-    starts: NDArray[np.int64]
+    starts: Ints
     copies: NDArray[np.int32]
-    pack_of: NDArray[np.int64]
-    strata: NDArray[np.int64]
+    pack_of: Ints
+    strata: Ints
     """[packs] stratum that all samples of the pack belong to."""
-    sizes: NDArray[np.int64]
+    sizes: Ints
     """[packs] samples."""
-    tokens: NDArray[np.int64]
+    tokens: Ints
     """[packs] sum of lengths."""
-    squares: NDArray[np.int64]
+    squares: Ints
     """[packs] sum of squared lengths."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def gather(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def gather(self, packs: Ints) -> tuple[Ints, Ints]:
         """(samples of the given packs, pack after pack, the longest first; [packs + 1] where each pack starts)."""
         place = np.full(len(self), len(packs), dtype=np.int64)
         place[packs] = np.arange(len(packs))
@@ -96,7 +96,7 @@ def pack(
     tokens = copies * np.repeat(placed[:, 3], placed[:, 1]).astype(np.int64)
     pack_of = ranges(placed[:, 0], placed[:, 1])
 
-    def total(of_runs: NDArray[np.integer]) -> NDArray[np.int64]:
+    def total(of_runs: NDArray[np.integer]) -> Ints:
         return np.bincount(pack_of, weights=of_runs, minlength=opened[-1]).astype(np.int64)
 
     sizes, tokens_of = total(copies), total(tokens)
@@ -187,7 +187,7 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
     return np.fromiter(placed, np.int32, len(placed)).reshape(-1, 4), opened
 
 
-def ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+def ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> Ints:
     """Concatenation of arange(first, first + count), every count 1 or more."""
     filled = np.ones(int(counts.sum()), dtype=np.int64)
     filled[:1] = firsts[:1]
@@ -195,9 +195,7 @@ def ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[
     return np.cumsum(filled, out=filled)
 
 
-def gather_groups(
-    members: NDArray[np.int64], starts: NDArray[np.int64], groups: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def gather_groups(members: Ints, starts: Ints, groups: Ints) -> tuple[Ints, Ints]:
     """(members, starts) of the chosen groups, in the chosen order."""
     sizes = (starts[1:] - starts[:-1])[groups]
     return members[ranges(starts[:-1][groups], sizes)], np.concatenate(([0], np.cumsum(sizes)))

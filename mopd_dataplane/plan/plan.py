@@ -20,7 +20,7 @@ from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.select import select
-from mopd_dataplane.plan.shuffle import BLOCK, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 WEIGHT_BITS = 24
@@ -161,11 +161,11 @@ def _check(settings: sections.Plan, teachers: list[str], columns: Columns, group
 class _Epoch:
     """An epoch in the order it is trained in: rows of samples, packs, steps."""
 
-    rows: NDArray[np.int64]
-    pack_starts: NDArray[np.int64]
+    rows: Ints
+    pack_starts: Ints
     teachers: NDArray[np.int16]
-    costs: NDArray[np.float64]
-    step_starts: NDArray[np.int64]
+    costs: Floats
+    step_starts: Ints
     tokens: int
     loss_tokens: int
 
@@ -193,7 +193,7 @@ def _arrange(layout: Layout, chosen: Columns, steps_before: int) -> _Epoch:
     )
 
 
-def _order_by_teacher(layout: Layout, costs: NDArray[np.float64], steps_before: int) -> NDArray[np.int64]:
+def _order_by_teacher(layout: Layout, costs: Floats, steps_before: int) -> Ints:
     """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards:
     a step then begins with the teacher the last one ended with, which saves one change of head per step."""
     packs = layout.order
@@ -207,7 +207,7 @@ def _order_by_teacher(layout: Layout, costs: NDArray[np.float64], steps_before: 
     return packs[stable_order(code)]
 
 
-def _join_starts(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _join_starts(parts: list[Ints]) -> Ints:
     """Starts of parts that follow each other; each part begins with 0 and ends with its length."""
     shifts = np.cumsum([0, *(part[-1] for part in parts)])
     return np.concatenate([parts[0][:1], *(part[1:] + shift for part, shift in zip(parts, shifts, strict=False))])

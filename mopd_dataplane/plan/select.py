@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.shuffle import Ints, Mask
 
 
 def select(
     columns: Columns, settings: sections.Plan, *, group_size: int = 1, policy_version: int | None = None
-) -> tuple[Columns, dict[str, NDArray[np.int64]]]:
+) -> tuple[Columns, dict[str, Ints]]:
     """Apply every filter: (the selected samples in admission order, rows of the others by reason).
 
     group_size > 1: a group is planned whole or not at all. policy_version: the version that will train; with
@@ -30,7 +30,7 @@ def select(
     return columns.take(keep) if dropped else columns, dropped
 
 
-def unusable(columns: Columns, settings: sections.Plan, policy_version: int | None) -> dict[str, NDArray[np.bool_]]:
+def unusable(columns: Columns, settings: sections.Plan, policy_version: int | None) -> dict[str, Mask]:
     """Samples that no later signal can make usable: a mask [n] for each reason. Raises InputError for a sample over
     `pack_tokens` when `overlong = "error"`."""
     stale = np.zeros(len(columns), dtype=bool)
@@ -53,9 +53,7 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
     }
 
 
-def leave_out(
-    reasons: Mapping[str, NDArray[np.bool_]], columns: Columns, keep: NDArray[np.bool_]
-) -> dict[str, NDArray[np.int64]]:
+def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict[str, Ints]:
     """Take the samples that some reason is against out of `keep`; their rows, each under the first of its reasons."""
     dropped = {}
     for reason, fails in reasons.items():
@@ -66,8 +64,8 @@ def leave_out(
     return dropped
 
 
-def whole_groups(groups: NDArray[np.int64], keep: NDArray[np.bool_], group_size: int) -> NDArray[np.bool_]:
+def whole_groups(groups: Ints, keep: Mask, group_size: int) -> Mask:
     """[n] whether all members of the sample's group are kept."""
     _, codes = np.unique(groups, return_inverse=True)
-    whole: NDArray[np.bool_] = np.bincount(codes, weights=keep) >= group_size
+    whole: Mask = np.bincount(codes, weights=keep) >= group_size
     return whole[codes]

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 BLOCK = 1 << 17
 """Elements that are worked on at once, so that they stay in the cache."""
 FEWEST_BITS = 16
@@ -26,7 +29,7 @@ def philox_key(seed: int, *parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=16, person=b"mopd-shuffle").digest(), "little")
 
 
-def permutation(n: int, key: int) -> NDArray[np.int64]:
+def permutation(n: int, key: int) -> Ints:
     """[n] int64, a uniformly drawn order of range(n). 64 - log2(n) random bits rank the elements; a tie (40 bits at
     10 M: some 45 pairs) falls back to index order."""
     words = np.random.Philox(key=key).random_raw(n) if n else np.empty(0, dtype=np.uint64)
@@ -36,14 +39,12 @@ def permutation(n: int, key: int) -> NDArray[np.int64]:
     return _positions(words)
 
 
-def uniforms(n: int, key: int) -> NDArray[np.float64]:
+def uniforms(n: int, key: int) -> Floats:
     """[n] uniformly drawn numbers in [0, 1)."""
     return (np.random.Philox(key=key).random_raw(n) >> np.uint64(11)) * np.float64(2.0**-53)
 
 
-def sort_codes(
-    codes: NDArray[np.int64], key: int | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def sort_codes(codes: Ints, key: int | None = None) -> tuple[Ints, Ints, Ints]:
     """Sort non-negative codes: ([distinct] each code once, in order; [distinct] where it starts among the sorted;
     [n] the position that each of the sorted had). The memory of `codes` is used up.
 
@@ -59,7 +60,7 @@ def sort_codes(
     return (words[firsts] >> shift).view(np.int64), firsts, _positions(words)
 
 
-def stable_order(codes: NDArray[np.integer], *, spent: bool = False) -> NDArray[np.int64]:
+def stable_order(codes: NDArray[np.integer], *, spent: bool = False) -> Ints:
     """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values.
     spent: the memory of the codes, of 64 bits each, is used up; it is the positions' then."""
     if codes.dtype.itemsize <= 2 or _code_bits(codes) + len(codes).bit_length() > 64:
@@ -73,7 +74,7 @@ def ascends(values: NDArray[np.integer]) -> bool:
     return all(bool(np.all(block[1:] > block[:-1])) for block in blocks)
 
 
-def _sorted_words(codes: NDArray[np.int64], key: int | None) -> tuple[NDArray[np.uint64], np.uint64]:
+def _sorted_words(codes: Ints, key: int | None) -> tuple[NDArray[np.uint64], np.uint64]:
     """(sorted words, in the memory of the codes: code, random bits with a key, position; the place of the code)."""
     n, code_bits = len(codes), _code_bits(codes)
     words, shift, index_bits = codes.view(np.uint64), np.uint64(64 - code_bits), _index_bits(n)
@@ -91,7 +92,7 @@ def _sorted_words(codes: NDArray[np.int64], key: int | None) -> tuple[NDArray[np
     return words, shift
 
 
-def _positions(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+def _positions(words: NDArray[np.uint64]) -> Ints:
     words &= _index_bits(len(words))
     return words.view(np.int64)
 
@@ -100,7 +101,7 @@ def _code_bits(codes: NDArray[np.integer]) -> int:
     return max(1, int(codes.max(initial=0)).bit_length())
 
 
-def _changes(words: NDArray[np.uint64], shift: np.uint64) -> Iterator[NDArray[np.int64]]:
+def _changes(words: NDArray[np.uint64], shift: np.uint64) -> Iterator[Ints]:
     """Places where a word differs from the one before it in its high bits."""
     for first in range(0, len(words), BLOCK):
         block = words[first : first + BLOCK + 1] >> shift
