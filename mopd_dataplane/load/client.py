@@ -102,15 +102,13 @@ class LoaderClient:
             if "end" in header:
                 self._position = {"window": window + 1, "step": 0}
                 return
-            self._position = {"window": window, "step": int(header["step"]) + 1}
+            step = int(header["step"])
+            self._position = {"window": window, "step": step + 1}
+            packs = _LazyPacks(self, step, header["packs"], lent)
             self._batch = LoadedBatch(
-                stage=stage,
-                window=window,
-                step=int(opened["base"]) + int(header["step"]),
-                packs=_LazyPacks(self, int(header["step"]), header["packs"], lent),
-                loss_tokens=int(header["loss_tokens"]),
-                sequences=int(header["sequences"]),
-            )
+                stage=stage, window=window, step=int(opened["base"]) + step, packs=packs,
+                loss_tokens=int(header["loss_tokens"]), sequences=int(header["sequences"]),
+            )  # fmt: skip
             yield self._batch
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
@@ -221,9 +219,8 @@ class LoaderClient:
         """Give leases back. The loader is told now, or with the last pack of those it lent together."""
         self._released += leases
         if tell and self._released:
-            message = {"op": "release", "leases": self._released}
-            self._released = []
-            self._say(message)
+            told, self._released = self._released, []
+            self._say({"op": "release", "leases": told})
 
     def _ask(self, message: Message) -> Message:
         return self._request(message)[0]

@@ -10,6 +10,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
@@ -291,8 +292,7 @@ class Loader:
 
     def _forget_before(self, consumer: Consumer, place: tuple[int, int]) -> None:
         """A consumer will not ask for items before this step of a window."""
-        earlier = list(takewhile(lambda item: item.place[:2] < place, consumer.group.items))
-        for item in earlier:
+        for item in list(takewhile(lambda item: item.place[:2] < place, consumer.group.items)):
             self._forget(consumer.group, item, consumer.id)
 
     def _forget(self, group: ConsumerGroup, item: Item, consumer_id: int) -> None:
@@ -336,10 +336,8 @@ class Loader:
                 if group.source is not None and group.source.steps and group.next_step >= group.source.steps
             }
         for window in ends:
-            try:
+            with suppress(MopdError):  # the trainer that opens this window will be told
                 self._windows.find(window)
-            except MopdError:
-                continue  # the trainer that opens this window will be told
 
     def _choose(self) -> list[Item]:
         """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every group."""

@@ -154,8 +154,7 @@ class _Conversation:
         source, step, packs, lent = found
         loss_tokens, sequences = source.totals(step)
         entries = [source.entry(pack) for pack in packs]
-        answer = {"step": step, "packs": entries, "loss_tokens": loss_tokens, "sequences": sequences}
-        self._send_lent(answer, lent)
+        self._send_lent({"step": step, "packs": entries, "loss_tokens": loss_tokens, "sequences": sequences}, lent)
 
     def _send_lent(self, answer: Message, lent: Lent) -> None:
         """Answer with what is lent, and with the descriptors of slots that this trainer has not seen."""

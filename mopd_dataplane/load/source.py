@@ -289,20 +289,16 @@ class WindowSource:
         return self._store.take_samples(self.plan.sample_rows, [column], self.plan.snapshot)[column]
 
     def _rewards(self) -> Outcomes:
-        table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)
-        parts = list(self._store.scan_samples(["stage", "group_id"], self.plan.snapshot))
+        plan, spec = self.plan, self._spec
+        table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=plan.snapshot)
+        parts = list(self._store.scan_samples(["stage", "group_id"], plan.snapshot))
         rows = np.concatenate([rows for rows, _ in parts])
         # A group is named after its prompt and iteration: two stages that ask one prompt have two groups.
         groups = pa.chunked_array(
             [pc.binary_join_element_wise(batch["stage"], batch["group_id"], "\0") for _, batch in parts]
         )
         return group_outcomes(
-            table,
-            rows,
-            groups,
-            self.plan.sample_rows,
-            verifier=self._spec.verifier,
-            divide_by_std=self._spec.reward_std,
+            table, rows, groups, plan.sample_rows, verifier=spec.verifier, divide_by_std=spec.reward_std
         )
 
     def _topk_widths(self) -> dict[str, int]:
