@@ -24,8 +24,7 @@ size.py          how large a run is: bytes, bandwidth, nodes, money
 gpu.py           `make gpu`: measurements on a GPU, and their page
 gpu_parts.py     its parts, one a process
 gpu_step.py      the training step that one of them measures
-apart.py         a function in a process of its own
-clock.py         wall time of a call
+calls.py         wall time of a call, and a call in a process of its own
 crowd.py         several concurrent processes, measured from outside
 opened.py        which files are opened while a block runs
 """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mopd_dataplane.bench.apart import apart
+from mopd_dataplane.bench.calls import apart
 from mopd_dataplane.bench.crowd import pss_bytes
 from mopd_dataplane.bench.train_memory import check_whole_model
 

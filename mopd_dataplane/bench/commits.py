@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane.bench.clock import seconds
+from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.write import bench_sample
 from mopd_dataplane.store import fragments, table
 from mopd_dataplane.store.dataset import Store

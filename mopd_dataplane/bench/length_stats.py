@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+Lengths = NDArray[np.int64]
+Strata = NDArray[np.int32]
+"""[N] kind of prompt of each sample."""
 PERMUTATIONS = 9999
 EQUIVALENCE = 0.02
 """Means whose ratio lies within 1 +- this are called equal."""
@@ -22,7 +25,7 @@ class Equivalence:
     """Small: the ratio lies within 1 +- the margin. The larger of the two one-sided p-values."""
 
 
-def equivalence(ours: NDArray[np.int64], theirs: NDArray[np.int64], *, margin: float = EQUIVALENCE) -> Equivalence:
+def equivalence(ours: Lengths, theirs: Lengths, *, margin: float = EQUIVALENCE) -> Equivalence:
     """Whether the mean of `ours` [N] equals that of `theirs` [N], pair by pair, up to a relative margin.
 
     Each bound r is tested on the differences ours - r * theirs, whose mean is 0 exactly when the ratio of the means is
@@ -45,13 +48,7 @@ def equivalence(ours: NDArray[np.int64], theirs: NDArray[np.int64], *, margin: f
 
 
 def permutation_p(
-    ours: NDArray[np.int64],
-    our_strata: NDArray[np.int32],
-    theirs: NDArray[np.int64],
-    their_strata: NDArray[np.int32],
-    *,
-    seed: int,
-    longer: bool,
+    ours: Lengths, our_strata: Strata, theirs: Lengths, their_strata: Strata, *, seed: int, longer: bool
 ) -> float:
     """One-sided permutation test on summed length, permuting within prompts of the same kind. The mean length is the
     sufficient statistic of an exponential tilt, hence the most powerful one against it."""
@@ -69,12 +66,7 @@ def permutation_p(
     return float((excess >= excess[0]).mean())
 
 
-def tilt(
-    ours: NDArray[np.int64],
-    our_strata: NDArray[np.int32],
-    theirs: NDArray[np.int64],
-    their_strata: NDArray[np.int32],
-) -> float:
+def tilt(ours: Lengths, our_strata: Strata, theirs: Lengths, their_strata: Strata) -> float:
     """Maximum-likelihood h when each kind of prompt, of reference law f, is accepted with density f(l) exp(-h l): the
     tilted means, weighted by how many of each kind were accepted, then add up to what was seen."""
     laws = [(theirs[their_strata == s], int((our_strata == s).sum())) for s in np.unique(our_strata)]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.base.files import publish_figure
-from mopd_dataplane.bench.clock import seconds
+from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.crowd import Crowd, measure_crowd
 from mopd_dataplane.bench.peers import PEERS, write_work
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
@@ -154,12 +154,8 @@ def compare(
         total = int(tokens.samples(["total_len"])["total_len"].to_numpy().sum())
         _write_token_work(tokens, root / "token-work")
         _write_hidden_work(hidden, root / "hidden-work")
-        found = {
-            "mopd": _figures(
-                deliver(tokens.uri, root, SPEC), deliver(tokens.uri, root, SPEC, members=SAME_PACKS),
-                deliver(hidden.uri, root, HIDDEN_SPEC), total,
-            )
-        }  # fmt: skip
+        alone, together = (deliver(tokens.uri, root, SPEC, members=count) for count in (1, SAME_PACKS))
+        found = {"mopd": _figures(alone, together, deliver(hidden.uri, root, HIDDEN_SPEC), total)}
         report("mopd", found["mopd"])
         for name in PEERS:
             found[name] = _peer(name, root, total)

@@ -204,22 +204,15 @@ def ray(work: Work) -> Pass:
 
     cluster.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
 
-    class Reader:
-        def __init__(self, folder: Path) -> None:
-            self._work = Work(folder)
-
-        def read(self, samples: list[int]) -> Bytes:
-            return self._work.join(samples)
-
-    actor = cluster.remote(Reader).remote(work.folder)
+    actor = cluster.remote(Work).remote(work.folder)
 
     def one_pass() -> Iterator[Bytes]:
         left = iter(work.packs)
-        coming = [actor.read.remote(pack) for pack in islice(left, GROUP)]
+        coming = [actor.join.remote(pack) for pack in islice(left, GROUP)]
         while coming:
             values: Bytes = cluster.get(coming.pop(0))
             yield values
-            coming += [actor.read.remote(pack) for pack in islice(left, 1)]
+            coming += [actor.join.remote(pack) for pack in islice(left, 1)]
 
     return one_pass
 

@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.memory import freed_memory_kept
-from mopd_dataplane.bench.apart import apart
-from mopd_dataplane.bench.clock import seconds
+from mopd_dataplane.bench.calls import apart, seconds
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples

@@ -15,6 +15,7 @@ from mopd_dataplane.errors import InputError
 
 Fidelity = Literal["logprob", "topk", "hidden"]
 Codec = Literal["fp32", "bf16", "int8", "fp8", "mxfp4"]
+Figures = Mapping[str, float]
 
 TOKEN_BYTES = 4
 """Token id, stored as it is."""
@@ -103,15 +104,16 @@ def size(workload: Workload, machine: Machine | None = None) -> dict[str, Any]:
         name: daily * (workload.hidden_days if name == "hidden" else workload.days) for name, daily in per_day.items()
     }
     compute = _compute(workload, rates, responses, scored, length)
+    requests = _requests(workload, samples, compute)
     return {
         "samples_per_day": samples,
         "bytes_per_token": {name: daily / workload.tokens_per_day for name, daily in per_day.items()},
         "bytes_per_day": {**per_day, "all": sum(per_day.values())},
         "bytes_held": {**held, "all": sum(held.values())},
         "bandwidth": _bandwidth(workload, per_day, responses, compute),
-        "requests": _requests(workload, samples, compute),
+        "requests": requests,
         "compute": compute,
-        "cost": _cost(workload, rates, held, samples, compute),
+        "cost": _cost(rates, held, requests, compute),
     }
 
 
@@ -139,9 +141,7 @@ def _compute(workload: Workload, rates: Machine, responses: float, scored: float
     }
 
 
-def _bandwidth(
-    workload: Workload, per_day: Mapping[str, float], responses: float, compute: Mapping[str, float]
-) -> dict[str, float]:
+def _bandwidth(workload: Workload, per_day: Figures, responses: float, compute: Figures) -> dict[str, float]:
     """Bytes per second of each stage."""
     wanted = workload.fidelity
     train_nodes = max(1, math.ceil(compute["train_gpus"] / workload.gpus_per_node))
@@ -156,32 +156,28 @@ def _bandwidth(
     }
 
 
-def _requests(workload: Workload, samples: float, compute: Mapping[str, float]) -> dict[str, float]:
+def _requests(workload: Workload, samples: float, compute: Figures) -> dict[str, float]:
     """Object-store requests per second, and how busy the commits of `samples` keep their table."""
     writers = max(1.0, math.ceil(compute["rollout_gpus"]))
-    finished = samples / DAY_S / writers
+    per_s = samples / DAY_S
+    finished = per_s / writers
     rollout = writers * min(finished, max(1 / COMMIT_WINDOW_S, finished / COMMIT_SAMPLES))
     kinds = 1 if workload.fidelity == "logprob" else 2
-    scored = samples / DAY_S * workload.teachers_per_sample * kinds / 512
+    scored = per_s * workload.teachers_per_sample * kinds / 512
     ranges = math.ceil(workload.response_tokens * signal_bytes(workload) / RANGE_BYTES)
-    reads = (
-        samples / DAY_S * (READS_PER_ROW * workload.teachers_per_sample + workload.passes * (READS_PER_ROW + ranges))
-    )
+    reads = per_s * (READS_PER_ROW * workload.teachers_per_sample + workload.passes * (READS_PER_ROW + ranges))
     return {
         "puts_per_s": OBJECTS_PER_COMMIT * (rollout + scored),
         "gets_per_s": reads + 6 * (rollout + scored),
         "commits_per_s": rollout,
         "commit_load": rollout * COMMIT_S,
-        "samples_per_commit": samples / DAY_S / rollout,
+        "samples_per_commit": per_s / rollout,
         "samples_per_commit_needed": max(1.0, 2 * COMMIT_S * samples / DAY_S),
     }
 
 
-def _cost(
-    workload: Workload, rates: Machine, held: Mapping[str, float], samples: float, compute: Mapping[str, float]
-) -> dict[str, float]:
+def _cost(rates: Machine, held: Figures, requests: Figures, compute: Figures) -> dict[str, float]:
     """Dollars a day."""
-    requests = _requests(workload, samples, compute)
     storage = sum(held.values()) / 1e9 * rates.gb_month / MONTH_DAYS
     asked = (requests["puts_per_s"] * rates.million_puts + requests["gets_per_s"] * rates.million_gets) * DAY_S / 1e6
     gpus = compute["gpus"] * 24 * rates.gpu_hour
@@ -205,26 +201,25 @@ _LADDER: dict[str, Workload] = {
 
 def ladder(fidelity: Fidelity, codec: Codec, topk: int) -> list[dict[str, Any]]:
     """One row for each size of a run, from a laptop to 1,000 GPUs, at one fidelity."""
-    rows = []
-    for name, workload in _LADDER.items():
-        sized = replace(workload, fidelity=fidelity, codec=codec, topk=topk)
-        found = size(sized)
-        rows.append(
-            {
-                "size": name,
-                "tokens/day": f"{workload.tokens_per_day:.0e}",
-                "signal B/token": signal_bytes(sized),
-                "written/day": human(found["bytes_per_day"]["all"]),
-                "held": human(found["bytes_held"]["all"]),
-                "read by a training node": human(found["bandwidth"]["train_read_per_node"]) + "/s",
-                "PUT/s": round(found["requests"]["puts_per_s"], 2),
-                "GET/s": round(found["requests"]["gets_per_s"], 2),
-                "commit load": round(found["requests"]["commit_load"], 3),
-                "GPUs": int(found["compute"]["gpus"]),
-                "data share of cost": f"{100 * found['cost']['data_share']:.1f} %",
-            }
-        )
-    return rows
+    sized = {name: replace(rung, fidelity=fidelity, codec=codec, topk=topk) for name, rung in _LADDER.items()}
+    return [_rung(name, workload) for name, workload in sized.items()]
+
+
+def _rung(name: str, workload: Workload) -> dict[str, Any]:
+    found = size(workload)
+    return {
+        "size": name,
+        "tokens/day": f"{workload.tokens_per_day:.0e}",
+        "signal B/token": signal_bytes(workload),
+        "written/day": human(found["bytes_per_day"]["all"]),
+        "held": human(found["bytes_held"]["all"]),
+        "read by a training node": human(found["bandwidth"]["train_read_per_node"]) + "/s",
+        "PUT/s": round(found["requests"]["puts_per_s"], 2),
+        "GET/s": round(found["requests"]["gets_per_s"], 2),
+        "commit load": round(found["requests"]["commit_load"], 3),
+        "GPUs": int(found["compute"]["gpus"]),
+        "data share of cost": f"{100 * found['cost']['data_share']:.1f} %",
+    }
 
 
 def human(count: float) -> str:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.bench.apart import apart
+from mopd_dataplane.bench.calls import apart
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.models.hf import check_model_folder

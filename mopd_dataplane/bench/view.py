@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import numpy as np
 
-from mopd_dataplane.bench.clock import seconds
+from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.crowd import tree_pss_bytes
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.store.dataset import Store

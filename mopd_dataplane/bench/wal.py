@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane.bench.clock import seconds as seconds_of
+from mopd_dataplane.bench.calls import seconds as seconds_of
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger

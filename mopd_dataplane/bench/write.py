@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mopd_dataplane.bench.clock import seconds
+from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.synthetic import SAMPLED, bench_teacher
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.records import Sample, Signal

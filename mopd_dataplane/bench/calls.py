@@ -1,13 +1,21 @@
-"""A function of a benchmark in a process of its own, whose memory and time are those of that work alone."""
+"""Calls that are measured: the wall time of one, and one in a process of its own, whose memory and time are its own."""
 
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from mopd_dataplane.errors import EngineError
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def apart(function: Callable[..., Any], *arguments: str | int | bool, timeout_s: float) -> Any:
