@@ -104,11 +104,9 @@ def run(
     if stage is not None:
         loaded.stage(stage)
     require(packages(loaded))
-
     if rehearsal:
         _rehearse(loaded, stage, ray, as_json=as_json)
         return
-
     from mopd_dataplane.run import pipeline
 
     result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray)
@@ -287,7 +285,6 @@ def one_stage(function: str, of: OneStage, given: Given, **options: Any) -> None
     """Run one function of the pipeline on one stage and print what it returns."""
     job = load(of.job, given)
     stage = choose_stage(job, of.stage, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
-
     work: Callable[..., Any] = getattr(mopd_dataplane, function)
     summary = plain(work(job, stage, console=stderr(), **options))
     print_json(summary) if given.as_json else print_facts(summary)
