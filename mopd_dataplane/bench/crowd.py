@@ -42,8 +42,10 @@ class Crowd:
 
 
 def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()) -> Crowd:
-    """Run commands together; helpers: processes that work for them. Raises EngineError when one ends early (its
-    messages are on stderr), DeadlineError when one is stuck."""
+    """Run commands together; helpers: processes that work for them.
+
+    Raises EngineError when one ends early (its messages are on stderr), DeadlineError when one is stuck.
+    """
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) for command in commands
     ]

@@ -142,8 +142,7 @@ class _Bench:
         return [_response(s.tokens[s.prompt_len :], s.logprobs) for s in ordered if s.logprobs is not None]
 
     def interrupted(self, hazard: float, *, restart: bool, fresh: bool) -> list[Response]:
-        """Arms C and D (restart), F and H (keep the prefix): an interruption may follow every token. C and H then meet
-        fresh noise, D and F the sample's own from its beginning."""
+        """Arms C, D, F, H: an interruption may follow every token; the sample then starts over, or its noise does."""
         answers: dict[int, Response] = {}
         attempts = [self._request(i, self._key(i)) for i in range(self._samples)]
         prefixes = [Response((), b"")] * self._samples
@@ -204,7 +203,9 @@ def live(
     max_new_tokens: int, render: Callable[[Prompt], list[int]],
 ) -> None:  # fmt: skip
     """Begin a rollout, or go on with it, until it ends or its engine is interrupted, and raise what interrupted it.
-    kept: what was committed by uid, to which it adds. folder: of the token log."""
+
+    kept: what was committed by uid, to which it adds. folder: of the token log.
+    """
     task = RolloutTask(
         stage=stage, iteration=0, seed=seed, rollout=sections.Rollout(max_new_tokens=max_new_tokens),
         wal=sections.Wal(), wal_dir=folder, render=render,

@@ -50,8 +50,10 @@ def equivalence(ours: Lengths, theirs: Lengths, *, margin: float = EQUIVALENCE) 
 def permutation_p(
     ours: Lengths, our_strata: Strata, theirs: Lengths, their_strata: Strata, *, seed: int, longer: bool
 ) -> float:
-    """One-sided permutation test on summed length, permuting within prompts of the same kind. The mean length is the
-    sufficient statistic of an exponential tilt, hence the most powerful one against it."""
+    """One-sided permutation test on summed length, permuting within prompts of the same kind.
+
+    The mean length is the sufficient statistic of an exponential tilt, hence the most powerful one against it.
+    """
     if np.array_equal(ours, theirs):
         return 1.0
     draw = np.random.Generator(np.random.Philox(key=seed, counter=2 << 64))
@@ -67,8 +69,10 @@ def permutation_p(
 
 
 def tilt(ours: Lengths, our_strata: Strata, theirs: Lengths, their_strata: Strata) -> float:
-    """Maximum-likelihood h when each kind of prompt, of reference law f, is accepted with density f(l) exp(-h l): the
-    tilted means, weighted by how many of each kind were accepted, then add up to what was seen."""
+    """Maximum-likelihood h when each kind of prompt, of reference law f, is accepted with density f(l) exp(-h l).
+
+    It is the h at which the tilted means, weighted by how many of each kind were accepted, add up to what was seen.
+    """
     laws = [(theirs[their_strata == s], int((our_strata == s).sum())) for s in np.unique(our_strata)]
     low, high = 0.0, 1.0
     for _ in range(60):

@@ -13,8 +13,10 @@ _EVENT = struct.Struct("iIII")
 
 @contextmanager
 def opened_files(*folders: Path) -> Iterator[list[Path]]:
-    """Files in these folders, and in the folders below that exist now, that were opened inside the block, each once.
-    The list is filled when the block ends. Raises OSError when a folder is missing."""
+    """Files in these folders, and in the folders below that exist now, that were opened inside the block.
+
+    The list is filled when the block ends; a file opened twice is in it once. Raises OSError when a folder is missing.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if watcher < 0:

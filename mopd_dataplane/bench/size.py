@@ -46,8 +46,10 @@ MONTH_DAYS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The planned run, such as Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120). Its fields
-    are options of `mopd bench size`."""
+    """The planned run; its fields are options of `mopd bench size`.
+
+    Example: Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120, fidelity="hidden").
+    """
 
     tokens_per_day: Annotated[float, Option("--tokens-per-day", min=1, help="Prompt and response tokens.")] = 1e8
     """Tokens of new samples."""

@@ -1,5 +1,7 @@
-"""A trainer process that only reads: `python -m mopd_dataplane.bench.trainer SOCKET STAGE MEMBER MEMBERS`. Each pass
-touches every byte; crowd.py says when it makes one."""
+"""A trainer process that only reads: `python -m mopd_dataplane.bench.trainer SOCKET STAGE MEMBER MEMBERS`.
+
+It makes one pass to warm up, then a measured pass for every line on stdin; each touches every byte. See crowd.py.
+"""
 
 import sys
 import time

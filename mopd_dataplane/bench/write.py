@@ -122,8 +122,10 @@ def _in_turn(
 
 
 def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
-    """Median of durable commits into stores that have so many samples; the first, which loads the keys, is not one. The
-    stores take turns, so that a disturbance of the machine meets all sizes."""
+    """Median of durable commits into stores that have so many samples; the first, which loads the keys, is not one.
+
+    The stores take turns, so that a disturbance of the machine meets all sizes.
+    """
     stores = {count: Store.create(folder / f"rows-{count}") for count in counts}
     times: dict[int, list[float]] = {count: [] for count in counts}
     for count, store in stores.items():
@@ -158,8 +160,9 @@ def filled_samples(
     *,
     before: Callable[[slice, pa.Array], None] | None = None,
 ) -> None:
-    """Add `count` rows to `samples` in large files, without payload: one short sample over and over but for its uid and
-    the given columns. columns: [rows] arrays by name, for a slice of all rows; `before` sees slice and uids first."""
+    """Add `count` rows to `samples` in large files, without payload: one short sample over and over but for its uid
+    and the given columns. columns: [rows] arrays by name, for a slice of all rows; `before` sees slice and uids first.
+    """
     one = sample_rows([bench_sample(0, 1)])
     for start in range(0, count, FILL):
         rows = slice(start, min(start + FILL, count))

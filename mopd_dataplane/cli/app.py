@@ -80,7 +80,9 @@ def _wants_json() -> bool:
 @contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
     """Signals of Ctrl-C and `kill` so far; each raises KeyboardInterrupt, so that children end before their parent.
-    What that becomes may be another error, from DuckDB or from a peer that died."""
+
+    What that becomes may be another error, from DuckDB or from a peer that died.
+    """
     seen: list[int] = []
 
     def interrupt(number: int, _: FrameType | None) -> None:

@@ -270,8 +270,10 @@ def load(path: str, given: Overrides) -> Job:
 
 
 def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
-    """The named stage, or the only one that fits; `sampled` asks for stages that roll out. Raises JobFileError naming
-    the stages when the choice is open."""
+    """The named stage, or the only one that fits; `sampled` asks for stages that roll out.
+
+    Raises JobFileError naming the stages when the choice is open.
+    """
     if name is not None:
         return job.stage(name)
     fitting = [stage for stage in job.stages if stage.data == "rollout" or not sampled]

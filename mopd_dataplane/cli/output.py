@@ -1,5 +1,7 @@
-"""Output of commands: answers on stdout, everything else on stderr. Data is never markup: model text passes through
-`visible`, and tables are built of plain Text."""
+"""Output of commands: answers on stdout, everything else on stderr.
+
+Data is never markup: model text passes through `visible`, and tables are built of plain Text.
+"""
 
 from __future__ import annotations
 

@@ -54,13 +54,14 @@ class LoaderClient:
         verify: bool = True,
         pin: bool = False,
     ) -> None:
-        """Connect. Raises DeadlineError when nobody answers, and what the loader refuses with.
+        """Connect.
 
         rank, world_size: of data parallelism. member, members: place inside a tensor- or context-parallel group, whose
         processes read the same packs from the same slots. deadline_s: longest silence of the loader. window_deadline_s:
         longest wait for data while the loader says that it is coming (a window that is still being planned); default
         deadline_s. verify: check each slot's checksum. pin: register each slot with CUDA once, so that its torch views
         are pinned memory; a copy from one must have ended before its pack is released.
+        Raises DeadlineError when nobody answers, and what the loader refuses with.
         """
         self._views = views
         self._deadline_s = deadline_s
@@ -102,17 +103,19 @@ class LoaderClient:
             if "end" in header:
                 self._position = {"window": window + 1, "step": 0}
                 return
-            step = int(header["step"])
-            self._position = {"window": window, "step": step + 1}
-            packs = _LazyPacks(self, step, header["packs"], lent)
+            self._position = {"window": window, "step": int(header["step"]) + 1}
             self._batch = LoadedBatch(
-                stage=stage, window=window, step=int(opened["base"]) + step, packs=packs,
-                loss_tokens=int(header["loss_tokens"]), sequences=int(header["sequences"]),
-            )  # fmt: skip
+                stage=stage,
+                window=window,
+                step=int(opened["base"]) + int(header["step"]),
+                packs=_LazyPacks(self, int(header["step"]), header["packs"], lent),
+                loss_tokens=int(header["loss_tokens"]),
+                sequences=int(header["sequences"]),
+            )
             yield self._batch
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
-        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps: the log is closed."""
+        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps mean a closed log."""
         self._check_stage(stage)
         return self._ask({"op": "plan", "window": window})
 

@@ -86,7 +86,9 @@ class Loader:
 
     def open(self, consumer: Consumer, window: int, step: int, beat: Beat) -> tuple[int, int]:
         """Move a consumer to a step of a window once that is planned: (the window's steps, stage steps before it).
-        Packs that were read ahead are kept when they are the ones asked for."""
+
+        Packs that were read ahead are kept when they are the ones asked for.
+        """
         source = self._windows.wait_for(window, beat)
         self._wait_for_members(consumer, beat)
         if not 0 <= step <= source.steps:
@@ -364,8 +366,10 @@ class Loader:
         return chosen
 
     def _coming(self, source: WindowSource, chosen: list[Item]) -> list[int]:
-        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups. At a
-        window's beginning few, then ever more: a trainer waits, and should not wait for what it needs later."""
+        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups.
+
+        At a window's beginning few, then ever more: a trainer waits, and should not wait for what it needs later.
+        """
         packs = [item.pack for item in chosen if item.source is source]
         most = min(AHEAD_GROWTH * source.looked_up, AHEAD_PACKS)
         with self._changed:

@@ -48,8 +48,8 @@ class Placed:
 class Payload:
     """Tokens of some packs, and the signals that lie in lists.
 
-    A part, in every method, is the stretch of `placed` that one pack takes; DamagedError is raised where the payload of
-    a sample has other lengths than its metadata says.
+    A part, in every method, is the stretch of `placed` that one pack takes.
+    Raises DamagedError, in every method, where the payload of a sample has other lengths than its metadata says.
     """
 
     def __init__(

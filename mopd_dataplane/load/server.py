@@ -182,8 +182,10 @@ def _ages(given: list[Any]) -> list[float]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open. Raises InputError for a path too long for a socket,
-    ResourceError when another loader listens there."""
+    """A listening Unix socket that only this user can open.
+
+    Raises InputError for a path too long for a socket, ResourceError when another loader listens there.
+    """
     if len(os.fsencode(path)) > 107:
         raise InputError(f"socket path of {len(os.fsencode(path))} bytes, at most 107 are possible: {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

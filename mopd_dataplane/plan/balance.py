@@ -68,8 +68,10 @@ def deal_steps(costs: Floats, step_starts: Ints, ranks: int) -> tuple[Ints, Floa
 
 
 def _order_of_rows(work: Floats) -> Ints:
-    """[steps, n] columns of each row by work, the least first. Sorts values, several times faster than an argsort:
-    floats that are not negative sort as their bits do, and the last bits make room for the column."""
+    """[steps, n] columns of each row by work, the least first. Sorts values, several times faster than an argsort.
+
+    Floats that are not negative sort as their bits do; the last bits make room for the column.
+    """
     column_bits = np.uint64((1 << work.shape[1].bit_length()) - 1)
     words = (work.view(np.uint64) & ~column_bits) | np.arange(work.shape[1], dtype=np.uint64)
     words.sort(axis=1)

@@ -23,8 +23,10 @@ from mopd_dataplane.plan.shuffle import Ints, permutation, philox_key, stable_or
 
 @dataclass(slots=True)
 class Layout:
-    """Packs as they were made, of positions in the selected columns, and the steps they are dealt to: step s trains on
-    packs order[step_starts[s]:step_starts[s + 1]]."""
+    """Packs as they were made, of positions in the selected columns, and the steps they are dealt to.
+
+    Step s trains on packs order[step_starts[s]:step_starts[s + 1]].
+    """
 
     packs: Packs
     teachers: NDArray[np.int16]
@@ -35,8 +37,10 @@ class Layout:
 
 @dataclass(slots=True)
 class Units:
-    """The units of shuffling: samples, or whole groups. Group u holds members[starts[u]:starts[u + 1]]; both are None
-    where every sample is its own unit."""
+    """The units of shuffling: samples, or whole groups.
+
+    Group u holds members[starts[u]:starts[u + 1]]; both are None where every sample is its own unit.
+    """
 
     domains: NDArray[np.int16]
     members: Ints | None = None
@@ -135,7 +139,7 @@ def _batches_then_packs(
 def _packs_then_batches(
     packs: Packs, teachers: Ints, shuffled: Ints, settings: sections.Plan, left_out: dict[str, int]
 ) -> Layout:
-    """Deal the packs of a whole epoch, in the order drawn, to steps of equally many. teachers: [packs] of each pack."""
+    """Deal the packs of a whole epoch, in the order drawn, to steps of an equal number of packs."""
     tokens, samples = int(packs.tokens.sum()), int(packs.sizes.sum())
     per_step = _packs_per_step(tokens, samples, len(packs), settings)
     steps = len(packs) // per_step if settings.drop_last else -(-len(packs) // per_step)
@@ -147,8 +151,10 @@ def _packs_then_batches(
 
 
 def _packs_per_step(tokens: int, samples: int, packs: int, settings: sections.Plan) -> int:
-    """Packs of one step, rounded to a multiple of the largest power of two up to an eighth of it: a step of 8 R packs
-    or more splits evenly over R = 2^k ranks, and the batch is off by at most a sixteenth."""
+    """Packs of one step, rounded to a multiple of the largest power of two up to an eighth of it.
+
+    So a step of 8 R packs or more splits evenly over R = 2^k ranks, and the batch is off by at most a sixteenth.
+    """
     share = settings.batch_tokens / tokens if settings.batch_tokens else settings.batch_samples / samples
     wanted = max(1, round(packs * share))
     grain = 1 << max(0, (wanted // 8).bit_length() - 1)

@@ -15,8 +15,15 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.shuffle import BLOCK, Ints, Mask, ascends, stable_order
 
 SAMPLE_COLUMNS = (
-    "iteration", "writer", "writer_seq", "domain", "finish_reason", "policy_version_first", "total_len", "loss_tokens",
-)  # fmt: skip
+    "iteration",
+    "writer",
+    "writer_seq",
+    "domain",
+    "finish_reason",
+    "policy_version_first",
+    "total_len",
+    "loss_tokens",
+)
 """Columns of `samples` that every plan is made from."""
 GROUP_COLUMN = "group_id"
 """Needed too where groups are planned whole."""
@@ -94,10 +101,11 @@ def collect_columns(
 
     samples: (rows in `samples`, their metadata) of some samples at a time, the metadata with at least SAMPLE_COLUMNS,
     with GROUP_COLUMN where groups matter and EFFORT_COLUMN where efforts do. Nothing of it is kept but numbers.
-    limit: the most samples there can be. route: (domain, effort) → teacher name, the effort empty where it was not
-    read; None when the objective needs no teacher. teachers: names that the teacher codes index. scores: columns
-    sample_row, teacher, kind. signals: kinds every sample must have from its own teacher. rewards: column sample_row;
-    None when none is needed.
+    limit: the most samples there can be.
+    route: (domain, effort) → teacher name, the effort empty where it was not read; None when the objective needs no
+    teacher.
+    teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
+    signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
     held = _Numbers(limit)
@@ -232,8 +240,10 @@ class _Numbers:
         return names
 
     def put_in_order(self) -> Ints:
-        """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer. Returns [n]
-        row of each. What only this order needs is given up."""
+        """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer.
+
+        Returns [n] row of each. What only this order needs is given up.
+        """
         writers, names = self.codes("writer")
         iteration, admission = self["iteration"], np.require(self["writer_seq"], requirements="W")
         if self._count:

@@ -26,8 +26,10 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled. A window
-    without steps closes the log: no window follows."""
+    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled.
+
+    A window without steps closes the log: no window follows.
+    """
 
     window: PlanWindow | None = None
     wait: str = ""
@@ -97,9 +99,16 @@ def next_window(
         if not chosen.any():
             return Decision(wait=_progress(columns, due, ready, pending, settings), dropped=dropped)
     plan = build_window(
-        columns.take(chosen), settings, mixed=True, seed=seed, stage=stage, window=window, snapshot=snapshot,
-        teachers=teachers, training=training,
-    )  # fmt: skip
+        columns.take(chosen),
+        settings,
+        mixed=True,
+        seed=seed,
+        stage=stage,
+        window=window,
+        snapshot=snapshot,
+        teachers=teachers,
+        training=training,
+    )
     age = policy_version - columns.version_first[chosen]
     plan.stats["staleness_max"] = float(age.max())
     if settings.max_staleness:
@@ -109,11 +118,18 @@ def next_window(
 
 def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWindow:
     """The empty window that closes a stage's plan log: a reader that meets it stops."""
-    empty, start = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
     plan = PlanWindow(
-        stage=stage, window=window, seed=seed, settings={}, snapshot=snapshot, sample_rows=empty, pack_starts=start,
-        pack_teachers=empty.astype(np.int16), step_starts=start, teachers=[],
-    )  # fmt: skip
+        stage=stage,
+        window=window,
+        seed=seed,
+        settings={},
+        snapshot=snapshot,
+        sample_rows=np.empty(0, dtype=np.int64),
+        pack_starts=np.zeros(1, dtype=np.int64),
+        pack_teachers=np.empty(0, dtype=np.int16),
+        step_starts=np.zeros(1, dtype=np.int64),
+        teachers=[],
+    )
     plan.digest = plan_digest(plan)
     return plan
 
@@ -130,8 +146,10 @@ def _first_gap(ordinals: Ints, pending: Mask, numbered: bool) -> int:
 def _choose(
     columns: Columns, settings: sections.Plan, training: Training, key: int, usable: Mask, *, whole: bool
 ) -> Mask:
-    """[n] the first batch of usable samples in admission order, or in the mixture's, drawn from `key`. While they are
-    not all there: none if `whole`, else those that are."""
+    """[n] the first batch of usable samples in admission order, or in the mixture's, drawn from `key`.
+
+    While they are not all there: none if `whole`, else those that are.
+    """
     members = _units(columns, np.flatnonzero(usable), training.group_size)
     if settings.mixture and len(members):
         members = members[_in_turn(columns, members[:, 0], settings.mixture, training.first_step, key)]
@@ -150,8 +168,10 @@ def _choose(
 
 
 def _units(columns: Columns, positions: Ints, group_size: int) -> Ints:
-    """[units, group_size] positions of each unit, units in the order of their first member's admission. The list ends
-    before the first group that is not whole: what comes later never changes what came before."""
+    """[units, group_size] positions of each unit, units in the order of their first member's admission.
+
+    The list ends before the first group that is not whole: what comes later never changes what came before.
+    """
     if group_size == 1:
         return positions[:, None]
     _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)

@@ -33,9 +33,10 @@ def group_outcomes(
     """Rewards and group-relative advantages of given samples.
 
     rewards: columns sample_row, verifier, reward. rows: [n] every sample of the store, ascending. groups: [n] the group
-    of each: every rewarded sample with one group_id, whether or not it is planned, so leaving a sample out of training
-    does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its division unless
-    `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
+    of each.
+    A group is every rewarded sample with one group_id, whether or not it is planned, so leaving a sample out of
+    training does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its
+    division unless `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
     Raises MismatchError when several verifiers rewarded one sample of these groups and none is named.
     """
     codes = pc.dictionary_encode(groups).combine_chunks().indices.to_numpy()

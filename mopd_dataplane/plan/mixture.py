@@ -19,8 +19,10 @@ from mopd_dataplane.plan.shuffle import Floats, Ints, stable_order, uniforms
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Number of units that an epoch takes of each domain, and the steps at which. Example: weights 2 : 1, 60 and 50
-    samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up."""
+    """Number of units that an epoch takes of each domain, and the steps at which.
+
+    Example: weights 2 : 1, 60 and 50 samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up.
+    """
 
     quota: Ints
     """[domains] units the epoch takes."""
@@ -34,8 +36,10 @@ class Mixture:
 
 
 def weights_of_steps(weights: Mapping[str, Weight], names: Sequence[str], first_step: int, steps: int) -> Floats:
-    """[steps, names] weight of each name at each step, summing to 1 in a step; a name without a weight has 0. Raises
-    InputError for a step at which all are 0."""
+    """[steps, names] weight of each name at each step, summing to 1 in a step; a name without a weight has 0.
+
+    Raises InputError for a step at which all are 0.
+    """
     at = [weight_at(weights.get(name, 0.0), np.arange(first_step, first_step + steps)) for name in names]
     table = np.stack(at, axis=1)
     empty = np.flatnonzero(table.sum(axis=1) <= 0)
@@ -91,8 +95,10 @@ def thin_and_order(mixture: Mixture, domains: NDArray[np.integer], order: Ints, 
 def order_by_due(
     mixture: Mixture, domains: Sequence[int] | NDArray[np.integer], strata: Sequence[Ints], key: int
 ) -> Ints:
-    """Elements of every stratum, in their order, spread over the steps as the stratum's domain (`domains`) is. One
-    random offset per stratum, from `key`, decides where between two places."""
+    """Elements of every stratum, in their order, spread over the steps as the domain of the stratum is.
+
+    domains: domain of each stratum. One random offset per stratum, from `key`, decides where between two places.
+    """
     due = [
         mixture.due(int(domain), (np.arange(len(stratum)) + offset) / max(len(stratum), 1))
         for domain, stratum, offset in zip(domains, strata, uniforms(len(strata), key), strict=True)

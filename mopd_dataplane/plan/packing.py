@@ -21,8 +21,10 @@ from mopd_dataplane.plan.shuffle import BLOCK, Ints, sort_codes, stable_order
 
 @dataclass(slots=True)
 class Packs:
-    """Packs as they were made. What a pack holds of one length is a run; runs are several times fewer than samples. Run
-    r is samples[starts[r]:starts[r] + copies[r]], in pack pack_of[r]."""
+    """Packs as they were made. What a pack holds of one length is a run; runs are several times fewer than samples.
+
+    Run r is samples[starts[r]:starts[r] + copies[r]], in pack pack_of[r].
+    """
 
     samples: Ints
     """[n] places of the samples in what was packed: by stratum, there the longest first."""
@@ -64,9 +66,10 @@ def pack(
 ) -> Packs:
     """Pack samples so that no pack exceeds `cap` tokens or mixes two strata.
 
-    lengths: [n] tokens, each in 1..cap, else InputError is raised. strata: [n] non-negative codes; None is one stratum.
-    Samples of equal length are taken in the given order, or in one drawn from `key`: a shuffled order gives shuffled
-    packs. At most 2^31 - 1 packs.
+    lengths: [n] tokens, each in 1..cap. strata: [n] non-negative codes; None is one stratum. Samples of equal length
+    are taken in the given order, or in one drawn from `key`: a shuffled order gives shuffled packs. At most 2^31 - 1
+    packs.
+    Raises InputError when a length is outside 1..cap.
     """
     shortest, longest = int(lengths.min(initial=cap)), int(lengths.max(initial=1))
     if shortest < 1 or longest > cap:

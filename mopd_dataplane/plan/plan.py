@@ -29,8 +29,10 @@ WEIGHT_BITS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings of training that a window's plan depends on or records, such as
-    Training(epochs=2, group_size=8, policy_version=3)."""
+    """Settings of training that a window's plan depends on or records.
+
+    Example: Training(epochs=2, group_size=8, policy_version=3).
+    """
 
     epochs: int = 1
     """Passes over the samples of the window, each in a fresh order."""
@@ -61,7 +63,8 @@ def build_window(
     """Plan one window: every selected sample once per epoch, in a fresh order each epoch.
 
     teachers: names that columns.teachers indexes. mixed: the samples were chosen in the proportions of the mixture; all
-    of them are planned. Raises InputError when nothing is selected, or these samples cannot meet the settings.
+    of them are planned.
+    Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
     _check(settings, teachers, columns, training.group_size)
     chosen, dropped = select(columns, settings, group_size=training.group_size, policy_version=training.policy_version)
@@ -194,8 +197,10 @@ def _arrange(layout: Layout, chosen: Columns, steps_before: int) -> _Epoch:
 
 
 def _order_by_teacher(layout: Layout, costs: Floats, steps_before: int) -> Ints:
-    """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards:
-    a step then begins with the teacher the last one ended with, which saves one change of head per step."""
+    """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards.
+
+    A step then begins with the teacher the last one ended with, which saves one change of head per step.
+    """
     packs = layout.order
     steps = np.repeat(np.arange(steps_before, steps_before + len(layout.step_starts) - 1), np.diff(layout.step_starts))
     code = layout.teachers[packs] + np.int64(1)

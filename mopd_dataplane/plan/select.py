@@ -31,8 +31,10 @@ def select(
 
 
 def unusable(columns: Columns, settings: sections.Plan, policy_version: int | None) -> dict[str, Mask]:
-    """Samples that no later signal can make usable: a mask [n] for each reason. Raises InputError for a sample over
-    `pack_tokens` when `overlong = "error"`."""
+    """Samples that no later signal can make usable: a mask [n] for each reason.
+
+    Raises InputError for a sample over `pack_tokens` when `overlong = "error"`.
+    """
     stale = np.zeros(len(columns), dtype=bool)
     if policy_version is not None and settings.max_staleness and settings.stale == "drop":
         stale = policy_version - columns.version_first > settings.max_staleness

@@ -30,8 +30,10 @@ def philox_key(seed: int, *parts: str | int) -> int:
 
 
 def permutation(n: int, key: int) -> Ints:
-    """[n] int64, a uniformly drawn order of range(n). 64 - log2(n) random bits rank the elements; a tie (40 bits at
-    10 M: some 45 pairs) falls back to index order."""
+    """[n] int64, a uniformly drawn order of range(n).
+
+    64 - log2(n) random bits rank the elements; a tie (40 bits at 10 M: some 45 pairs) falls back to index order.
+    """
     words = np.random.Philox(key=key).random_raw(n) if n else np.empty(0, dtype=np.uint64)
     words &= ~_index_bits(n)
     words |= np.arange(n, dtype=np.uint64)
@@ -62,7 +64,9 @@ def sort_codes(codes: Ints, key: int | None = None) -> tuple[Ints, Ints, Ints]:
 
 def stable_order(codes: NDArray[np.integer], *, spent: bool = False) -> Ints:
     """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values.
-    spent: the memory of the codes, of 64 bits each, is used up; it is the positions' then."""
+
+    spent: the memory of the codes, of 64 bits each, is used up; it is the positions' then.
+    """
     if codes.dtype.itemsize <= 2 or _code_bits(codes) + len(codes).bit_length() > 64:
         return np.argsort(codes, kind="stable")  # of the small ones, numpy has a radix sort
     return _positions(_sorted_words(codes.astype(np.int64, copy=not spent), None)[0])
