@@ -116,7 +116,6 @@ def cpu_seconds(roots: Iterable[int]) -> float:
 
 
 def tree_pss_bytes(roots: Iterable[int]) -> int:
-    """Proportional set size of all processes of the trees."""
     return sum(pss_bytes(pid) for pid in process_tree(roots))
 
 

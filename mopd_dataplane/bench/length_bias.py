@@ -1,19 +1,7 @@
 """Does an interruption make samples shorter? Eight ways to treat one, on a deterministic engine.
 
-    A  uninterrupted                 the reference
-    B  log resume                    what this project does: the product's own run_rollout, killed and run again
-    C  naive restart                 from the prompt, with fresh noise
-    D  restart with equal noise      from the prompt, with the sample's own noise
-    E  drop and replace              a new sample of another prompt takes the slot
-    F  resume, replayed noise        a stateful generator seeded again: the same noise from its beginning
-    G  first finished                a batch takes whoever ends first and drops the rest
-    H  resume, fresh noise           from the prefix, with noise that no token has met
-
-With interruptions at rate h per token, restarting with fresh noise accepts length l with density f(l) exp(-h l): the
-sample is tilted towards short. B and D must equal A token for token; C, E and G must come out short, F long, since
-replayed noise repeats what did not end the sample; H is another draw from the same distribution. The tilt that C shows
-must be the one the theory predicts (maximum-likelihood estimate within 20 % of h), at every dose, and the samples
-shorter the higher the dose.
+B and D must equal A token for token; C, E and G must come out short, and F long; H is another draw from A's
+distribution. docs/durability.md (Length bias) says what theory predicts for C, and what was measured.
 """
 
 from __future__ import annotations
@@ -41,13 +29,13 @@ from mopd_dataplane.testing.toy_engine import ToyEngine
 
 ARMS = {
     "A": "uninterrupted",
-    "B": "log resume",
-    "C": "naive restart",
-    "D": "restart, equal noise",
-    "E": "drop and replace",
-    "F": "resume, replayed noise",
-    "G": "first finished",
-    "H": "resume, fresh noise",
+    "B": "log resume",  # what this project does: the product's own run_rollout, killed and run again
+    "C": "naive restart",  # from the prompt, with fresh noise
+    "D": "restart, equal noise",  # from the prompt, with the sample's own noise
+    "E": "drop and replace",  # a new sample of another prompt takes the slot
+    "F": "resume, replayed noise",  # a stateful generator seeded again: the same noise from its beginning
+    "G": "first finished",  # a batch takes whoever ends first and drops the rest
+    "H": "resume, fresh noise",  # from the prefix, with noise that no token has met
 }
 DOSES = (0.1, 0.25, 0.5)
 """Interruptions per sample of mean length (h times the mean) at which arm C is measured."""
@@ -225,7 +213,6 @@ class Interrupted:
     """Steps until then; 0: it lives on."""
 
     def step(self) -> StepOutput:
-        """See Engine.step."""
         self.left -= 1
         if self.left == 0 and self.how == "killed":
             raise Killed

@@ -142,7 +142,6 @@ def draw(figures: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    """Print the figures, and draw them."""
     parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.bench.packing", description=__doc__)
     parser.add_argument("--samples", type=int, default=65_536)
     parser.add_argument("--plot", type=Path, metavar="FILE")

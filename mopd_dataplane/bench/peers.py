@@ -262,7 +262,6 @@ def _read_tensor(read: Callable[[Sequence[int]], Bytes], pack: Sequence[int]) ->
 
 
 def main() -> None:
-    """Run one peer."""
     name, folder = sys.argv[1:3]
     work = Work(Path(folder))
     one_pass = PEERS[name](work)

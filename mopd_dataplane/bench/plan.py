@@ -1,8 +1,5 @@
 """Benchmark of planning: seconds from a store's metadata tables to a finished window, on one core.
 
-    make      a store whose `samples` has N rows of the usual columns, in commits of 250,000
-    measure   a fresh process, pinned to one core: open the store, read the columns, plan
-
 Files of payload tables that are opened meanwhile are watched for; their bytes count as payload read.
 """
 

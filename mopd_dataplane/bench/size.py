@@ -247,5 +247,4 @@ def readable(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inputs(workload: Workload, machine: Machine) -> dict[str, Any]:
-    """Inputs of the figures."""
     return {**asdict(workload), **asdict(machine)}

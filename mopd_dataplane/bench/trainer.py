@@ -31,7 +31,6 @@ def one_pass(client: LoaderClient, stage: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one trainer."""
     socket, stage, member, members = sys.argv[1:5]
     with LoaderClient(socket, member=int(member), members=int(members), views="numpy", deadline_s=DEADLINE_S) as client:
         make_passes(lambda: one_pass(client, stage))

@@ -1,5 +1,4 @@
-"""Commands that read stores: SQL, one sample token by token, one HTML report, two policies beside each other, and what
-tables and columns mean."""
+"""Commands that read stores: SQL, one sample, one report, two policies side by side, what tables and columns mean."""
 
 from __future__ import annotations
 

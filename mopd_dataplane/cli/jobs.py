@@ -25,8 +25,6 @@ PANEL = "Jobs"
 
 
 class RayAnywhere(TyperCommand):
-    """`--ray` with or without an address."""
-
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Give a bare `--ray` its empty address, which the parser insists on."""
         given: list[str] = []

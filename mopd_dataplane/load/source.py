@@ -85,7 +85,6 @@ class WindowSource:
         self._parts: dict[int, slice] = {}
         """The packs that it was looked up for, and the samples of each among all of them."""
         self._to_fill: set[int] = set()
-        """Those of them that are not filled yet."""
         if self.steps:
             first = int(np.searchsorted(plan.pack_starts[:-1], LOOKED_UP_FIRST))
             self._tokens.look_up(rows[: plan.pack_starts[first]])

@@ -2,8 +2,6 @@
 
     batches then packs   cut the order into steps, pack inside each step            (plan.strict_batches)
     packs then batches   pack the whole epoch, deal shuffled packs to steps
-
-Ranks and the cost of a pack play no part here.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ class Units:
 
     @classmethod
     def of(cls, chosen: Columns, group_size: int) -> Units:
-        """The units of the selected samples."""
         if group_size == 1:
             return cls(chosen.domains)
         _, codes = np.unique(chosen.groups, return_inverse=True)
@@ -113,7 +110,6 @@ def plan_epoch(
 def _batches_then_packs(
     chosen: Columns, units: Units, order: Ints, settings: sections.Plan, left_out: dict[str, int]
 ) -> Layout:
-    """Cut the order into steps, then pack inside each step."""
     samples, unit_starts = units.samples(order)
     weight = chosen.total_len if settings.batch_tokens else np.ones(len(chosen), dtype=np.int64)
     limit = settings.batch_tokens or settings.batch_samples

@@ -26,10 +26,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled.
-
-    A window without steps closes the log: no window follows.
-    """
+    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled."""
 
     window: PlanWindow | None = None
     wait: str = ""
@@ -58,12 +55,9 @@ def next_window(
     columns: every sample of the stage that is visible. settled_rows: rows planned or dropped before. admission: [n]
     ordinal of each sample, counted from 0 without gaps in the order generations were admitted; default: the order of
     their rows, which is the order in which they finished. oldest_in_flight: oldest policy version of generations that
-    are not visible yet; None when there are none. finished: the producers have ended; the remaining samples are
-    planned, those that still lack a signal dropped and recorded. training: how the window would be trained; its
-    policy_version is the version that would start it. With `stale = "drop"`, samples over `max_staleness` are dropped.
-    With "wait" nothing is dropped: the trainer waits while one more version would make unfinished samples older than
-    the bound. With a mixture, the window waits until every weighted domain has its share; at the end, samples beyond a
-    domain's share are dropped and recorded. Raises InputError as build_window does.
+    are not visible yet; None when there are none. finished: the producers have ended. training: how the window would be
+    trained; its policy_version is the version that would start it. docs/planning.md says what a window waits for and
+    what is dropped. Raises InputError as build_window does.
     """
     policy_version, group_size = training.policy_version or 0, training.group_size
     ordinals = columns.sample_rows if admission is None else admission

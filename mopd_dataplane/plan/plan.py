@@ -1,7 +1,6 @@
 """From metadata columns to a plan window: select, shuffle, batch, pack, order by teacher, balance, digest.
 
-A window is a pure function of (columns, settings, seed, stage, window, epochs), independent of ranks. The batches of an
-epoch are made in batches.py.
+A window is a pure function of (columns, settings, seed, stage, window, epochs), independent of ranks.
 """
 
 import hashlib
