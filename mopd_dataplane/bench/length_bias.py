@@ -79,7 +79,11 @@ def measure(
         "F": list(bench.interrupted(hazard, restart=False, fresh=False)),
         "G": bench.first_finished(whole),
     }
-    doses = {str(each): _restarted(bench, whole, each / lengths.mean(), seed) for each in DOSES}
+    doses = {}
+    for each in DOSES:
+        rate = each / lengths.mean()
+        found = _verdict("C", bench.interrupted(rate, restart=True, fresh=True), whole, rate, seed)
+        doses[str(each)] = {name: found[name] for name in ("difference_percent", "p_value", "tilt_over_hazard")}
     arms["H"] = list(bench.interrupted(hazard, restart=False, fresh=True))
     if plot is not None:
         draw_plot(arms, plot)
@@ -91,12 +95,6 @@ def measure(
         "arms": {name: _verdict(name, arm, whole, hazard, seed) for name, arm in arms.items()},
         "doses": doses,
     }
-
-
-def _restarted(bench: _Bench, whole: Sequence[Response], hazard: float, seed: int) -> dict[str, float]:
-    """Arm C at one dose."""
-    found = _verdict("C", bench.interrupted(hazard, restart=True, fresh=True), whole, hazard, seed)
-    return {name: found[name] for name in ("difference_percent", "p_value", "tilt_over_hazard")}
 
 
 class _Bench:

@@ -353,9 +353,8 @@ class _HiddenStates:
 
     def fill(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Read the states of the samples one after the other into `out`."""
-        places = [self._places[row] for row in rows.tolist()]
-        if sum(size for _, size in places) != len(out):
-            said = f"{sum(size for _, size in places):,} bytes, the pack expects {len(out):,}"
+        payload_rows, sizes = zip(*(self._places[row] for row in rows.tolist()), strict=True)
+        if (found := sum(sizes)) != len(out):
+            said = f"{found:,} bytes, the pack expects {len(out):,}"
             raise DamagedError(f"hidden states of teacher {self._teacher!r}: {said}")
-        payload_rows, sizes = zip(*places, strict=True)
         self._reader.read_whole(payload_rows, sizes, memoryview(out.data))

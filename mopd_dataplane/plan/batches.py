@@ -1,7 +1,7 @@
 """One epoch: an order of samples becomes packs, and packs become steps, in one of two ways.
 
-    batches then packs   cut the order into steps, pack inside each step            (plan.strict_batches)
-    packs then batches   pack the whole epoch, deal shuffled packs to steps
+Batches then packs (plan.strict_batches): cut the order into steps, pack inside each step. Packs then batches: pack the
+whole epoch, deal shuffled packs to steps.
 """
 
 from __future__ import annotations
