@@ -54,8 +54,7 @@ class StepLineage:
     step: pa.Table
     plan: pa.Table
     samples: pa.Table
-    """Metadata of the samples of the step's batch but for deleted ones, in pack order, with columns `sample_row`,
-    `pack`, `teacher`."""
+    """Metadata of the batch's samples, deleted ones left out, in pack order; with `sample_row`, `pack`, `teacher`."""
 
 
 def find_sample(store: Store, uid: str) -> tuple[str, int]:
@@ -98,10 +97,7 @@ def sample_lineage(store: Store, uid: str) -> SampleLineage:
 
 
 def uses_of(store: Store, sample_rows: Sequence[int], snapshot: Snapshot | None = None) -> dict[int, pa.Table]:
-    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch.
-
-    All plans are read once, whatever the number of rows.
-    """
+    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch."""
     wanted = np.asarray(sample_rows, np.int64)
     uses: dict[int, list[dict[str, object]]] = {int(row): [] for row in wanted}
     columns = ["stage", "window", "digest", "sample_rows", "pack_starts", "step_starts"]

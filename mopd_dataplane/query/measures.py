@@ -184,8 +184,10 @@ def newest(rows: Rows) -> Rows:
 
 
 def from_the_start(rows: Rows, starts: dict[str, str]) -> Rows:
-    """Rows by version, with a stage's version 0 taken from the policy it starts from: its own version 0 when that is no
-    stage (`init`), else its newest version."""
+    """Rows by version, with a stage's version 0 taken from the policy it starts from.
+
+    That policy is evaluated as its own version 0 when it is no stage (`init`), else as its newest version.
+    """
     own = [row for row in rows if row["policy_version"] > 0]
     newest = {row["policy"]: row["policy_version"] for row in rows}  # rows rise by version
     first = [

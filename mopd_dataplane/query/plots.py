@@ -1,7 +1,4 @@
-"""The plots of a report: inline SVG in one style, readable on light and dark, each with an alternative text.
-
-Colours are drawn as placeholders and leave as CSS variables, so that the page's theme decides them. Text stays text.
-"""
+"""The plots of a report: inline SVG in one style, with an alternative text and the colours of the page's theme."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
+"""Placeholders, which leave as CSS variables."""
 SERIES = tuple(f"#0400{index:02x}" for index in range(8))
 DASHES = ("-", "--", ":")
 MOST_SERIES = len(SERIES) * len(DASHES)

@@ -99,13 +99,12 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
 
 
 def accuracy_section(measures: Measures) -> Section:
-    """Domain × policy: accuracy of every policy's newest version, the share of its teachers' lead that a student has
-    recovered, and the mean reward."""
+    """The section on accuracy alone."""
     return made(PARTS[:1], measures)[0]
 
 
 def accuracy(measures: Measures) -> Section:
-    """See accuracy_section."""
+    """Domain × policy: accuracy of newest versions, recovered share of the teachers' lead, and mean reward."""
     rows = measures.accuracy
     if not rows:
         return Section()

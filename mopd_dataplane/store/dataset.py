@@ -84,8 +84,10 @@ class Store:
 
     @classmethod
     def find(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store | None:
-        """Open an existing store, None when there is none and one could be made there. Raises InputError for a place
-        where none can be made, MismatchError and DamagedError as `open` does."""
+        """Open an existing store, None when there is none and one could be made there.
+
+        Raises InputError for a place where none can be made, MismatchError and DamagedError as `open` does.
+        """
         place = Place(uri, storage_options)
         mark = read_mark(place)
         if mark is None:
@@ -99,8 +101,10 @@ class Store:
         cls, uri: str | Path, storage_options: dict[str, str] | None = None, *, single_writer: bool = False
     ) -> Store:
         """Open the store at `uri`, or create it. store.json is written last: an incomplete store does not open.
+
         single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
-        object store that ignores preconditions (ResourceError without it)."""
+        object store that ignores preconditions (ResourceError without it).
+        """
         existing = cls.find(uri, storage_options)
         if existing is not None:
             existing._place.admit_writer()
@@ -220,8 +224,11 @@ class Store:
         *,
         verify: bool = False,
     ) -> pa.Table:
-        """Columns of `tokens` for rows of `samples`, in the asked order. Raises UnknownNameError for an unknown column,
-        DamagedError when a payload row is not the sample's (uid echo) or, with `verify`, its checksum differs."""
+        """Payload of given rows of `samples`, in the asked order: columns of `tokens`.
+
+        Raises UnknownNameError for a column that there is not, DamagedError when a payload row is not the sample's
+        (uid echo) or, with `verify`, when its checksum differs.
+        """
         tokens = self.dataset("tokens", snapshot)
         wanted = list(columns) if columns is not None else list(tokens.schema.names)
         return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, wanted, verify=verify)
@@ -260,8 +267,7 @@ class Store:
     def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
         """Make samples visible and durable, payload first, exactly once by uid.
 
-        Repeating the call with the same samples, here or in another process, changes nothing, also where a process
-        that was stopped in the middle wakes up after its successor.
+        Repeating the call with the same samples changes nothing, in whichever process, whatever was stopped meanwhile.
         Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
         drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
         """
@@ -287,8 +293,10 @@ class Store:
         return {row["name"]: Teacher(**row) for row in rows}
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
-        """Make one teacher's signals visible and durable, except those the store has already; returns how many are new.
-        Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN)."""
+        """Make one teacher's signals visible and durable, but those the store has; returns how many are new.
+
+        Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN).
+        """
         known = self.teachers()
         if teacher not in known:
             raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
@@ -316,10 +324,7 @@ class Store:
     def signal_reader(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
     ) -> PayloadReader:
-        """Reader of one signal for any of the given rows of `samples`, which are looked up once.
-
-        Raises UnknownNameError naming the first sample that lacks it.
-        """
+        """Reader of one signal for any of these rows of `samples`, looked up once; raises as signal_rows does."""
         rows = np.unique(np.asarray(sample_rows, np.int64))
         found = self.signal_rows(teacher, kind, rows, snapshot)
         return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
@@ -428,7 +433,7 @@ class Store:
         return maintain.describe(self._place, {name: self._table(name) for name in self.names()})
 
     def verify(self, deep: bool = True) -> VerifyReport:
-        """Audit every row and, when `deep`, every payload byte; nothing is changed.
+        """Audit every row and file and, when `deep`, every byte of payload and tensors; nothing is changed.
 
         It reads in this process, which damaged bytes may end; verify_apart.verify_apart audits in a child process.
         """

@@ -103,7 +103,7 @@ def check_format(version: int, where: str) -> None:
 
 
 def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
-    """Refuse another format, no stable row ids, or columns other than the spec's; further nullable ones are allowed."""
+    """Refuse a dataset of another format, without stable row ids or with other columns, save further nullable ones."""
     where, found = dataset.uri, dataset.schema
     metadata = found.metadata or {}
     if FORMAT_KEY not in metadata:
@@ -120,10 +120,7 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
 
 
 def read_mark(place: Place) -> dict[str, Any] | None:
-    """Content of store.json; None where there is none.
-
-    Raises MismatchError for another format version, DamagedError when it is not what was written.
-    """
+    """Content of store.json, None where there is none. Raises MismatchError and DamagedError as Store.open does."""
     content = place.read(MARK)
     if content is None:
         return None

@@ -40,9 +40,10 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 
 
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
-    """Merge neighbouring files smaller than `limit` bytes; returns how many were replaced. Rows keep their ids, the
-    handle moves to the new version. Raises OSError when another commit came first, DamagedError when a row is not as it
-    was committed or was not copied right; nothing has changed then."""
+    """Merge neighbouring files below `limit` bytes; how many were replaced. The handle moves to the new version.
+
+    Raises OSError when another commit came first, DamagedError as check_copies does; nothing has changed then.
+    """
     sizes = _sizes(dataset.get_fragments())
     large = [number for number, size in sizes.items() if size >= limit]
     small = [size for number, size in sizes.items() if number not in large]
@@ -66,10 +67,7 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
 
 def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
-    """Drop versions older than KEEP that no tag pins, and their files; returns (versions, bytes) dropped.
-
-    Files that no version names (of interrupted commits) are removed when they are seven days old.
-    """
+    """See drop_versions, of those older than KEEP; files of interrupted commits go when they are seven days old."""
     return drop_versions(dataset, older_than=KEEP)
 
 

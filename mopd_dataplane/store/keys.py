@@ -25,8 +25,11 @@ Rows = NDArray[np.int64]
 
 
 class KeyDirectory:
-    """Row ids of one table by its key columns. Commits give out ids in order, and none twice; so what was appended
-    since the last look has ids from `_end` on, wherever a merge has put it."""
+    """Row ids of one table by its key columns.
+
+    Ids are given out by commits, in order, and none twice; so what was appended since the last look has ids from `_end`
+    on, wherever a merge has put it.
+    """
 
     def __init__(self, key: tuple[str, ...]) -> None:
         self._key = list(key)

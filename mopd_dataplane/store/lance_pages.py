@@ -79,10 +79,7 @@ def list_counts(encoding: bytes) -> ListCounts:
 # A file of many commits has many pages, whose elements are all encoded alike.
 @lru_cache(maxsize=64)
 def flat_bits(encoding: bytes) -> int:
-    """Bits of each value of a page that holds them without nulls, packing or compression, in its only buffer.
-
-    Raises NotPlain for another page.
-    """
+    """Bits of each value of a page of plain values, none null, in its only buffer. Raises NotPlain for another."""
     # ArrayEncoding.nullable, Nullable.no_nulls, NoNull.values, ArrayEncoding.flat
     flat = _inside(encoding, 2, 1, 1, 1)
     bits, buffer = flat.get(1, (0,))[-1], flat.get(2, (b"",))[-1]

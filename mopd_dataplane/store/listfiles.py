@@ -268,8 +268,10 @@ def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tup
 
 @lru_cache(maxsize=LAYOUTS)
 def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
-    """Layout of a list column; own, below: places of it and of its elements among the file's columns. It is kept, since
-    files never change and the next window reads most of them again. Raises NotPlain, OSError."""
+    """Layout of a list column; own, below: places of it and of its elements among the file's columns.
+
+    Files never change, and the next window reads most of them again. Raises NotPlain, OSError.
+    """
     path = Path(file[0])
     lists, held = read_pages(path, own), [page for page in read_pages(path, below) if page.positions]
     if any(flat_bits(page.encoding) != 8 * dtype.itemsize for page in held):

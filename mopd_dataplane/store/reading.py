@@ -82,8 +82,10 @@ def take_offsets(dataset: lance.LanceDataset, offsets: NDArray[np.int64], column
 
 
 def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str]) -> pa.Table:
-    """take_rows of a heavy table; where rows are many in each file, file by file, since a take over several files
-    copies what it has read once more, into memory that is new: that is most of its time."""
+    """take_rows of a heavy table, where rows are many in each file: file by file.
+
+    A take over several files copies what it has read once more, into memory that is new; that is most of its time.
+    """
     wanted = row_ids(dataset).offsets(rows)
     if len(wanted) < 2 * ROWS_OF_A_FILE or (np.diff(wanted) < 0).any():
         return take_offsets(dataset, wanted, columns)
@@ -159,10 +161,7 @@ def _crcs_of(payload: pa.Table) -> list[int]:
 def scored_rows(
     scores: lance.LanceDataset, teacher: str, kind: str, sample_rows: NDArray[np.int64] | None = None
 ) -> pa.Table:
-    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal.
-
-    sample_rows: only these; a few of them are looked up, without the other columns of the table being read.
-    """
+    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of all samples, or these rows, with this signal."""
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
     few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
     wanted = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
@@ -239,10 +238,7 @@ class PayloadReader:
     def lists(
         self, sample_rows: NDArray[np.int64], columns: Sequence[str] | None = None, *, verify: bool
     ) -> dict[str, Lists]:
-        """Columns of the payload of some of the samples, in the asked order; by default those of the checksum.
-
-        Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
-        """
+        """Payload columns of some samples, in the asked order, by default the checksum's; raises as read_tokens."""
         self.look_up(sample_rows)
         at, wanted = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
         rows, sizes = self._rows[at], self._sizes[at]

@@ -3,8 +3,7 @@
     replace   every file of which no row is needed by one with the same rows and no states: one commit
     drop      the versions that still name the old files, but for those that are pinned or in use
 
-Rows keep their ids: the new file's rows get those of the old file's. The codec of a freed row is FREED. After a kill
-the same call does the rest.
+Rows keep their ids, and the codec of a freed row is FREED. After a kill the same call does the rest.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,7 @@ from mopd_dataplane.store.tags import drop_versions, tagged
 
 @dataclass(frozen=True)
 class Freed:
-    """Result of a call that frees, such as two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
+    """Result of a call that frees, for example two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
 
     rows: int
     """Rows that lost their states by this call."""
@@ -44,10 +43,7 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 
 
 def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]) -> Freed:
-    """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served.
-
-    in_use: snapshots that readers still have open or will open. Tagged versions are always kept.
-    """
+    """See Store.free_hidden. in_use: snapshots that readers still have open or will open."""
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         codecs = dataset.to_table(columns=["codec"])["codec"]

@@ -1,7 +1,4 @@
-"""Reads ranges of the sidecar files in which Lance keeps blobs: on a local disk, or on an object store.
-
-Both take many ranges in one call and fill memory the caller owns.
-"""
+"""Reads ranges of the sidecar files in which Lance keeps blobs, on a local disk or on an object store."""
 
 import os
 from collections.abc import Sequence

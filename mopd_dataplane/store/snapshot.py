@@ -22,8 +22,10 @@ TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
 
 def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
-    """The newest version of every table, such that every row it shows has its payload, and handles of them. Rewards and
-    scores are opened first, then samples, then payload: so what metadata points to is there."""
+    """The newest version of every table, such that every row it shows has its payload; and handles of them.
+
+    Rewards and scores are opened first, then samples, then payload, so that what metadata points to is there.
+    """
     opened = {name: tables[name].open() for name in sorted(tables, key=_order)}
     versions = {name: dataset.version for name, dataset in opened.items()}
     return Snapshot(uri=place.uri, versions=versions), list(opened.values())
@@ -34,10 +36,7 @@ def _order(name: str) -> int:
 
 
 def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | None = None) -> Snapshot:
-    """The snapshot under this tag; when there is none, `wanted` gets it, or one taken now.
-
-    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `wanted`.
-    """
+    """The snapshot under this tag; where there is none, `wanted` gets it, or one taken now. Safe to repeat."""
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
     if (held := _held(place, tag)) is not None:

@@ -277,9 +277,11 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
 
 class _Batches(NamedTuple):
-    """A scanner for DuckDB that reads rows when asked, in the thread that asks. Arrow's reads ahead in a thread of its
-    own, which a query with a limit leaves in the middle: it still calls into Lance when the process ends, whose
-    thread-locals are gone by then, and the process aborts or waits for ever."""
+    """A scanner for DuckDB that reads rows when asked, in the thread that asks.
+
+    Arrow's reads ahead in a thread of its own. A query with a limit leaves that in the middle, and it still calls into
+    Lance when the process ends: Lance's thread-locals are gone by then, and the process aborts or waits for ever.
+    """
 
     projected_schema: pa.Schema
     """Columns that `to_reader` gives, in its order."""

@@ -98,9 +98,11 @@ class Table:
         self.make_durable(made)
 
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
-        """The dataset at a version (default: the newest). Clean-up leaves the version alone as long as the handle lives
-        (in a folder; see held.py). Changes nothing. Raises UnknownNameError when there is none, MismatchError when its
-        format version or columns are not this package's, DamagedError when an acknowledged version is gone."""
+        """The dataset at a version (default: the newest); UnknownNameError when there is none. Changes nothing.
+
+        Clean-up leaves the version alone as long as the handle lives (in a folder; see held.py). Raises MismatchError
+        for another format version or other columns, DamagedError when an acknowledged version is gone.
+        """
         acknowledged = 0
         if not self._checked:
             acknowledged = self._acknowledged.newest()

@@ -1,5 +1,7 @@
-"""Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags. Lance lists a
-folder, then reads each file: a tag deleted in between ends the call, for whatever version, and the call is repeated."""
+"""Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags too.
+
+A tag that is deleted while Lance lists their folder and then reads each file ends the call, which is then repeated.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence

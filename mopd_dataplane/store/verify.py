@@ -29,10 +29,7 @@ CHUNK = 512
 
 
 def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
-    """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors.
-
-    Every kind of damage becomes a finding; an audit does not fail.
-    """
+    """See Store.verify. Every kind of damage becomes a finding; an audit does not fail."""
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     read: dict[str, set[str]] = {}
@@ -296,7 +293,7 @@ def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, i
 def _echo(
     name: str, rows: pa.Table, target_name: str, target: lance.LanceDataset, pointer: str, numbers: NDArray[np.int64]
 ) -> Generator[Finding, None, NDArray[np.int64]]:
-    """Check that each pointer leads to a row of the same uid; returns the sound places. numbers: [n] ids of `rows`."""
+    """Findings, by the ids `numbers`, of pointers to a row of another uid; returns the places of the sound ones."""
     points = rows[pointer].to_numpy()
     total, offsets = target.count_rows(), row_ids(target).find(points)
     inside = offsets >= 0
