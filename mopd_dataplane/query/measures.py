@@ -50,7 +50,6 @@ class Measures:
     """Newest version of every policy: `accuracy` with its interval `low`, `high`, `answers`, and the mean `reward` with
     its standard error `reward_error`. Accuracy is None where the reward is no verifier, reward where none is known."""
     accuracy_by_version: Rows
-    """Held-out accuracy of every version of every policy."""
     heldout_kl: Rows = _answer("""
         select policy, policy_version, domain, avg(reverse_kl)::double as reverse_kl, count(*) as answers
         from evals where not isnan(reverse_kl) group by policy, policy_version, domain

@@ -71,8 +71,7 @@ class Store:
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
         """Open an existing store.
 
-        Raises UnknownNameError when there is none, MismatchError when its format version is another one, DamagedError
-        when its mark is not as it was written.
+        Raises UnknownNameError when there is none, MismatchError for another format version, DamagedError for damage.
         """
         store = cls.find(uri, storage_options)
         if store is None:
@@ -281,8 +280,7 @@ class Store:
     def add_teacher(self, teacher: Teacher) -> None:
         """Record a teacher in `teachers`.
 
-        Raises MismatchError when another one has the name (digests compared), InputError when the name or the head
-        file's place would leave the store.
+        Raises MismatchError when the name is another's (by digests), InputError when name or head file leave the store.
         """
         check_teacher(teacher)
         self._insert("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))

@@ -1,8 +1,7 @@
 """Merges small files of a table, so that their number stays small however many commits there are. Rows keep their ids.
 
-Tiers by size: when more than COUNT files lie between the limit before and a LIMIT, they and all smaller ones become
-one. Each byte is copied about once a tier, so commit time stays flat, and a table of any size has about a hundred files
-beside its gigabyte ones.
+Tiers by size: when more than COUNT files lie between one LIMIT and the next, they and all smaller ones become one.
+Each byte is copied about once a tier, so commit time stays flat; about a hundred files lie beside the gigabyte ones.
 """
 
 from datetime import timedelta

@@ -112,8 +112,7 @@ class ListFiles:
     def locate(
         self, offsets: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
     ) -> dict[str, Lists] | None:
-        """Some columns of the rows at these offsets of the scan, in the asked order; None when they must be read
-        through Lance.
+        """Some columns of the rows at these offsets of the scan, in the asked order; None when Lance must read them.
 
         crcs: [n] checksum that each row was committed with.
         """

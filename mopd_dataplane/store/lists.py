@@ -205,7 +205,6 @@ class FileLists:
 
 
 Lists = HeldLists | FileLists
-"""A list column of some rows."""
 
 
 def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

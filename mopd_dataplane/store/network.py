@@ -1,7 +1,6 @@
 """Errors of an object store by cause: no answer, refused credentials, no bucket.
 
-The text of a refusal may hold access keys and the string that was signed, so none of it is passed on: only the status
-and the error code are.
+Of a refusal only status and error code are passed on: its text may hold access keys and the string that was signed.
 """
 
 import re

@@ -57,8 +57,7 @@ class ObjectFiles:
     def create(self, name: str, content: bytes) -> bool:
         """Write a file unless there is one (If-None-Match: *); whether this call made it.
 
-        False also when a reply was lost and the retry met the file of the first try: compare the content where that
-        matters.
+        False also when a reply was lost and the retry met the first try's file: compare the content where that matters.
         """
         from obstore.exceptions import AlreadyExistsError
 

@@ -189,8 +189,7 @@ def _filter(keys: Iterable[Key]) -> str:
 
 
 def _needs(dataset: lance.LanceDataset) -> tuple[list[int], list[int]]:
-    """(offsets of rows with a value, in files of which they are the smaller part by MOVE_BELOW; files without a row
-    that is needed).
+    """(offsets of the values of files of which they are less than MOVE_BELOW; files without a row that is needed).
 
     Needed is a key's value; or its clearing, while an older row of it is kept.
     """

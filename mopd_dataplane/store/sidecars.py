@@ -115,7 +115,6 @@ class ObjectSidecars:
 
 
 Sidecars = LocalSidecars | ObjectSidecars
-"""The sidecar files of one table."""
 
 
 def _pieces(part: Part) -> list[Part]:

@@ -1,8 +1,7 @@
 """One read-only SQL statement over the tables of a store, at pinned versions, by DuckDB.
 
-Tables go by their names; `signals/<teacher>/<kind>` is called "signals_<teacher>_<kind>" (quoted when the teacher's
-name has a dash or a dot). Views and macros for common queries are available too (views.py). Nothing outside the
-store can be read or written by a query.
+Tables go by their names, `signals/<teacher>/<kind>` by "signals_<teacher>_<kind>" (quoted for a dash or a dot in the
+name), views and macros by those in views.py. A query can read and write nothing outside the store.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Limits:
 def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
     """Answer a query; see Store.sql.
 
-    limits: none by default. Raises QueryError for anything but one readable statement, and for one that takes more
-    memory; DeadlineError for one that takes longer.
+    Raises QueryError for anything but one readable statement within `limits`, DeadlineError for one that takes longer.
     """
     with ExitStack() as resources:
         config: dict[str, str | bool | int | float | list[str]] = {"python_enable_replacements": "false"}
