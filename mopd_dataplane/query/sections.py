@@ -237,12 +237,11 @@ def divergence(measures: Measures) -> Section:
         caption = "Reverse KL of the training batches."
         lines = lines_of(steps, "stage", "step", "reverse_kl")
         found.append((caption, "Reverse KL of the training batches by step.", "step", lines))
-    return Section(
-        plots=[
-            curves(f"kl{place}", caption, alt, lines, x=x, y="nat per token")
-            for place, (caption, alt, x, lines) in enumerate(found)
-        ]
-    )
+    plots = [
+        curves(f"kl{place}", caption, alt, lines, x=x, y="nat per token")
+        for place, (caption, alt, x, lines) in enumerate(found)
+    ]
+    return Section(plots=plots)
 
 
 def suitability(measures: Measures) -> Section:
@@ -310,13 +309,11 @@ def staleness(measures: Measures) -> Section:
         for what in ("mean", "max") for line in lines_of(rows, "stage", "step", f"staleness_{what}")
     ]  # fmt: skip
     if not lines:
-        return Section(
-            text="No token was older than the policy that trained on it: staleness is 0 versions on every step."
-        )
+        text = "No token was older than the policy that trained on it: staleness is 0 versions on every step."
+        return Section(text=text)
     alt = "Policy versions between sampling and training by step."
-    return Section(
-        plots=[curves("stale", "Versions between sampling and training.", alt, lines, x="step", y="versions")]
-    )
+    plot = curves("stale", "Versions between sampling and training.", alt, lines, x="step", y="versions")
+    return Section(plots=[plot])
 
 
 def times(measures: Measures) -> Section:
@@ -377,9 +374,8 @@ PARTS: Parts = (
 
 def lines_of(rows: Rows, by: str, x: str, y: str) -> list[Line]:
     """A line for each value of the column `by`: columns x and y of its rows."""
-    return [
-        Line(name=name, x=[row[x] for row in own], y=[row[y] for row in own]) for name, own in grouped(rows, by).items()
-    ]
+    groups = grouped(rows, by).items()
+    return [Line(name=name, x=[row[x] for row in own], y=[row[y] for row in own]) for name, own in groups]
 
 
 def curves(

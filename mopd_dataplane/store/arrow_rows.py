@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.sampling_masks import SamplingMasks
-from mopd_dataplane.errors import InputError, MismatchError, nearest
+from mopd_dataplane.errors import InputError, MismatchError, nearest, require_known
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, value
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
 from mopd_dataplane.store.repetition import repetition
@@ -102,19 +102,14 @@ def check_sample(sample: Sample) -> None:
         )
     if starts[-1] > max(length - 1, 0):
         raise MismatchError(f"{where}: a version span starts at {starts[-1]}, past the {length} response tokens")
-    for name, said, allowed in (
-        ("finish_reason", sample.finish_reason, FINISH_REASONS),
-        ("resume", sample.resume, RESUME_KINDS),
-    ):
-        if said not in allowed:
-            raise MismatchError(f"{where}: {name} {said!r}: {nearest(said, allowed)}")
+    for name, allowed in (("finish_reason", FINISH_REASONS), ("resume", RESUME_KINDS)):
+        require_known(getattr(sample, name), allowed, f"{where}: {name}", MismatchError)
     _check_sampling_masks(sample, where)
     for field in RECORDED:
         if field.axis in PLACES and (array := value(sample, field.name)) is not None:
             _check_recorded(sample, field, array, where)
     for name in sample.extra:
-        if name not in {field.name for field in RECORDED}:
-            raise MismatchError(f"{where}: extra has {name!r}: {nearest(name, [field.name for field in RECORDED])}")
+        require_known(name, [field.name for field in RECORDED], f"{where}: extra has", MismatchError)
 
 
 def _check_recorded(sample: Sample, field: Field, array: NDArray[Any], where: str) -> None:

@@ -300,9 +300,8 @@ class Store:
             raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
         payload = self._table(signal_table(teacher, kind))
         with self._place.committing(payload.name):
-            return signals.commit_signals(
-                self._table("scores"), self._table("samples"), payload, known[teacher], kind, batch
-            )
+            scores, samples = self._table("scores"), self._table("samples")
+            return signals.commit_signals(scores, samples, payload, known[teacher], kind, batch)
 
     def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
         """[m] those of the given rows of `samples` that lack this signal, in the asked order."""

@@ -322,12 +322,10 @@ def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) ->
 
 def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
     """Raise DamagedError when a payload row belongs to another sample than its metadata row says."""
-    if metadata["uid"].to_pylist() == payload["uid"].to_pylist():
-        return
     rows, uids, others = metadata["payload_row"], metadata["uid"], payload["uid"]
-    pairs = zip(rows.to_pylist(), uids.to_pylist(), others.to_pylist(), strict=True)
-    row, uid, other = next(pair for pair in pairs if pair[1] != pair[2])
-    raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
+    for row, uid, other in zip(rows.to_pylist(), uids.to_pylist(), others.to_pylist(), strict=True):
+        if uid != other:
+            raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
 
 
 def check_crcs(name: str, metadata: pa.Table, found: Sequence[int]) -> None:

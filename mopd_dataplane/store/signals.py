@@ -67,11 +67,9 @@ def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
         columns[field.column] = blob_column(flat) if field.blob else list_column(flat, listed)
         if field.width:
             columns[field.width] = [array.shape[1] for array in own]
-        if "rows" in table.schema.names:
-            columns["rows"] = [len(array) for array in own]
-    for name in table.schema.names:
-        if name not in columns:
-            columns[name] = [getattr(signal, name) for signal in signals]
+        columns["rows"] = [len(array) for array in own]
+    for name in set(table.schema.names) - columns.keys():
+        columns[name] = [getattr(signal, name) for signal in signals]
     return pa.table({name: columns[name] for name in table.schema.names}, schema=table.schema)
 
 

@@ -26,13 +26,10 @@ def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, 
 
     Rewards and scores are opened first, then samples, then payload, so that what metadata points to is there.
     """
-    opened = {name: tables[name].open() for name in sorted(tables, key=_order)}
+    order = sorted(tables, key=lambda name: (name == "tokens" or name.startswith("signals/"), name == "samples"))
+    opened = {name: tables[name].open() for name in order}
     versions = {name: dataset.version for name, dataset in opened.items()}
     return Snapshot(uri=place.uri, versions=versions), list(opened.values())
-
-
-def _order(name: str) -> int:
-    return {"samples": 1, "tokens": 2}.get(name, 2 if name.startswith("signals/") else 0)
 
 
 def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | None = None) -> Snapshot:

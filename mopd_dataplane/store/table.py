@@ -300,10 +300,8 @@ class Table:
         if not self.spec.heavy:
             rows = with_row_crcs(rows)
         held = set(rows.column_names)
-        columns = [name for name in dataset.schema.names if name in held]
-        fragments = write_fragments(
-            rows.select(columns), dataset, mode="append", data_storage_version=self.spec.storage
-        )
+        rows = rows.select([name for name in dataset.schema.names if name in held])
+        fragments = write_fragments(rows, dataset, mode="append", data_storage_version=self.spec.storage)
         if self.barrier is not None:
             self.barrier.sync_data(fragments)
         return fragments

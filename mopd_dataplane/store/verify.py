@@ -175,9 +175,8 @@ def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[F
 
 def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Iterator[Finding]:
     """P + R = L and 0 <= M <= R."""
-    prompt, response, total, scored = (
-        samples[name].to_numpy() for name in ("prompt_len", "response_len", "total_len", "loss_tokens")
-    )
+    names = ("prompt_len", "response_len", "total_len", "loss_tokens")
+    prompt, response, total, scored = (samples[name].to_numpy() for name in names)
     for row in np.flatnonzero((prompt + response != total) | (scored > response) | (scored < 0)).tolist():
         problem = f"lengths P {prompt[row]}, R {response[row]}, L {total[row]}, M {scored[row]} do not fit together"
         yield Finding("samples", int(numbers[row]), samples["uid"][row].as_py(), problem)
