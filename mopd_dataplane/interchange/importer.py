@@ -21,6 +21,7 @@ from mopd_dataplane.interchange.rows import Messages, Row
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.interchange.teachers_in import Teachers
 from mopd_dataplane.interchange.vocabulary import Vocabulary
+from mopd_dataplane.job.sections import NAME
 from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
@@ -31,8 +32,6 @@ BATCH = 1024
 """Samples committed together, at most."""
 BATCH_BYTES = 256 << 20
 """Signals committed together, about."""
-STAGE_NAME = r"[a-z0-9][a-z0-9_.-]{0,63}"
-"""As a job file allows."""
 IMPORTED = "imported"
 """In place of the weights' digest of a teacher of whom only log-probs are known."""
 CHECKED = ("uid", "prompt_id", "group_id", "stage", "tokenizer")
@@ -244,7 +243,7 @@ def _converted(
     for name, value in (("domain", domain), ("stage", stage)):
         if not value:
             raise InputError(f"{row.place}: the row names no {name}; give --{name} NAME")
-    if not re.fullmatch(STAGE_NAME, stage):
+    if not re.fullmatch(NAME, stage):
         raise InputError(f"{row.place}: stage {stage!r:.80}: allowed are up to 64 of a-z, 0-9, '_', '.', '-'")
     if row.iteration < 0:
         raise InputError(f"{row.place}: iteration is {row.iteration}; allowed: 0 and above")
