@@ -99,7 +99,6 @@ class AdapterReader(HfReader):
         return super().head
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """See Reader."""
         self.act()
         return super().predicting_states(sequences, predicted)
 
@@ -157,7 +156,6 @@ class VllmAdapterReader:
             self.head = hf.load_head(folder, dtype="float32", device=str(self.head.weight.device))
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """See Reader."""
         self._act()
         return self._shared.predicting_states(sequences, predicted)
 
@@ -174,7 +172,6 @@ class VllmAdapterLogprobs:
         self.vocab_size = shared.vocab_size
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
-        """See LogprobReader."""
         self._act()
         return self._shared.read(sequences, k)
 

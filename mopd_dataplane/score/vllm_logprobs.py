@@ -42,14 +42,13 @@ class LogprobReader(Protocol):
 
 
 class VllmLogprobs(VllmBatches):
-    """A teacher that vLLM runs on this machine. Raises InputError without vLLM, EngineError when it does not start."""
+    """The LogprobReader of a teacher that vLLM runs on this machine."""
 
     def __init__(self, folder: Path, *, dtype: str, options: Mapping[str, Any]) -> None:
         self.vocab_size = int(model_shape(folder)["vocab_size"])
         super().__init__(folder, {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}, options)
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
-        """See LogprobReader."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
