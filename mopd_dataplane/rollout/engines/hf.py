@@ -50,7 +50,7 @@ class MixedTeacher:
 
 
 class HfEngine:
-    """Decodes with a transformers model on one device.
+    """The Engine of a transformers model on one device.
 
     folder: model folder (config, safetensors, tokenizer). slots: sequences decoded together. threads: CPU threads, 0
     leaves the choice to torch. Raises UnknownNameError without weights, MismatchError for an unsupported architecture,
@@ -186,7 +186,6 @@ class HfEngine:
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        """See Engine.step."""
         live = self._live
         logits = self._forward()
         positions = live["length"] - live["prompt"]
@@ -262,7 +261,6 @@ class HfEngine:
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """See Engine.release."""
         for row in np.flatnonzero(self._live["slot"] == slot):
             self._leave(int(row))
 

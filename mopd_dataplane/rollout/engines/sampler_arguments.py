@@ -28,7 +28,6 @@ class SamplerArguments:
     """The sampler's arguments for one request."""
 
     sample_key: int
-    """See sampling.sample_key."""
     first: int
     """Response position of the first token that the engine draws."""
     again: tuple[int, ...]
