@@ -120,8 +120,9 @@ class Turn:
 class SubprocessSandbox:
     """One folder per sample; commands run there as plain processes with an empty environment.
 
-    An agent process claims each command's key before it starts, and outlives the rollout (sandbox_agent.py), so a key
-    is never run twice. It does not protect against hostile commands: use a container for those.
+    An agent process (sandbox_agent.py) that outlives the rollout claims each command's key before it starts and writes
+    its result durably, so a key is never run twice. It does not protect against hostile commands: use a container for
+    those.
     """
 
     def __init__(self, folder: Path) -> None:
