@@ -1,8 +1,8 @@
 """Compares the teachers of a domain, and a teacher with itself as quantised.
 
 A useful teacher differs from the student, is informative on the student's own answers, and pushes the student in the
-direction of the verifier. No single number measures that, a better benchmark score neither (arXiv 2604.13016), so
-several are reported side by side.
+direction of the verifier. No single number measures that, so several are reported side by side: arXiv 2604.13016 argues
+that a better benchmark score alone does not predict success.
 """
 
 from collections.abc import Iterator, Sequence

@@ -121,8 +121,7 @@ class SubprocessSandbox:
     """One folder per sample; commands run there as plain processes with an empty environment.
 
     An agent process (sandbox_agent.py) that outlives the rollout claims each command's key before it starts and writes
-    its result durably, so a key is never run twice. It does not protect against hostile commands: use a container for
-    those.
+    its result durably, so a key is never run twice. It is no protection from hostile commands; a container is.
     """
 
     def __init__(self, folder: Path) -> None:
