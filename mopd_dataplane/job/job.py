@@ -183,8 +183,7 @@ class Job(Section):
 def load_job(path: Place, *, overrides: list[str] | None = None) -> Job:
     """Read and check a job file, the `job.toml` of a job folder (paths or URLs), or the `job.json` that a store keeps.
 
-    overrides: `key.path=value` in TOML syntax, stages by their names, as in `stages.student.objective="full-vocab"`.
-    Raises JobFileError.
+    overrides: `key.path=value` in TOML, stages by name: `stages.student.objective="full-vocab"`. Raises JobFileError.
     """
     raw, where = read_job(path, overrides or [])
     return check_job(raw, where=where)

@@ -118,8 +118,7 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     store is made when the place is empty.
 
     Raises JobFileError when the job cannot run, UnknownNameError when there is no store to go on with, MismatchError
-    when the store was made by a job with another seed or student, or when a domain or a stage that has run reads
-    differently.
+    when the store was made by a job with another seed or student, or other settings of a domain or stage that has run.
     """
     prompts: dict[str, list[Prompt]] = {}
     if make:

@@ -36,8 +36,7 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
     """Run a job to its end, or one stage of it; returns every evaluated policy's accuracy by domain.
 
     ray: address of the Ray cluster that rolls out and scores, see docs/ray.md; None: this process does. On a node
-    besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; whatever was finished stays, and
-    the same call continues.
+    besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; the same call then continues.
     """
     if node_rank() > 0:
         join_job(job, Progress(console), only)

@@ -2,8 +2,7 @@
 
 Engine replicas sample a share of an iteration each; teachers, one each, are placed where their resources are free and
 ended when their samples are scored. A share is a set of uids and the name of the token log it goes through. Unfinished
-samples of a log belong to that log, so their uids are assigned first and under its name, whichever worker or run
-continues it.
+samples of a log belong to it: their uids are assigned first and under its name, whichever worker or run continues it.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ def drive(
 ) -> None:
     """Run every task of every group; `done` gets each result, `tick` is called twice a second, `say` gets notices.
 
-    Raises what a task raised, EngineError when a task has ended DEATHS workers, DeadlineError when the cluster has had
-    no room for a day.
+    Raises what a task raised, EngineError when a task has ended DEATHS workers, DeadlineError after a day without room.
     """
     import ray
 
