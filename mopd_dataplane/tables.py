@@ -40,15 +40,11 @@ def _list_of(dtype: str) -> pa.DataType:
     return pa.list_(pa.field("item", _type(dtype), nullable=False))
 
 
-def _blob(name: str, doc: str) -> pa.Field:
-    """A Lance blob column (large bytes read by range); declared without importing lance."""
-    return pa.field(name, pa.large_binary(), nullable=False, metadata={"doc": doc, "unit": "bytes", "blob": "v2"})
-
-
 def _fields(some: Iterable[fields.Field]) -> list[pa.Field]:
-    """Columns of per-token fields (fields.py): lists, but for blobs."""
+    """Columns of per-token fields (fields.py): lists, but for blobs, large bytes that Lance reads by range."""
+    blob = {"unit": "bytes", "blob": "v2"}
     return [
-        _blob(field.column, field.doc)
+        pa.field(field.column, pa.large_binary(), nullable=False, metadata={"doc": field.doc, **blob})
         if field.blob
         else _field(field.column, _list_of(field.dtype), field.doc, null=field.null, unit=field.unit)
         for field in some

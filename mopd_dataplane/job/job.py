@@ -135,9 +135,7 @@ class Job(Section):
 
     def objective(self, stage: Stage) -> Objective:
         """The objective a stage names; `cross-entropy` needs no table."""
-        if stage.objective in self.objectives:
-            return self.objectives[stage.objective]
-        return Objective(cross_entropy=CrossEntropyTerm())
+        return self.objectives.get(stage.objective) or Objective(cross_entropy=CrossEntropyTerm())
 
     def domains_of(self, stage: Stage) -> tuple[str, ...]:
         """Domain names of a stage, in the job's order."""

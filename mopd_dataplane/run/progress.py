@@ -8,18 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as RichProgress
 from rich.table import Column
 from rich.text import Text
 
@@ -41,16 +32,16 @@ class StepReport:
     seconds: float = 0.0
 
 
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
+class _Rate(bars.ProgressColumn):
+    def render(self, task: bars.Task) -> Text:
         speed, unit = task.finished_speed or task.speed, task.fields["unit"]
         return Text(f"{speed:,.1f}{' ' if unit else ''}{unit}/s" if speed else "", style="progress.data.speed")
 
 
-class _Facts(ProgressColumn):
+class _Facts(bars.ProgressColumn):
     """The facts beside a bar, cut where the terminal ends."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         return Text(task.fields["facts"], no_wrap=True, overflow="ellipsis")
 
 
@@ -84,10 +75,10 @@ class Progress:
         began = time.monotonic()
         narrow = self.console.width < NARROW
         whole = partial(Column, no_wrap=True)  # numbers are never cut: bar and facts take what room is left
-        bar = RichProgress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(8 if narrow else 40),
-            MofNCompleteColumn(table_column=whole()), _Rate(table_column=whole()),
-            TimeRemainingColumn(table_column=whole()), _Facts(),
+        bar = bars.Progress(
+            bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(8 if narrow else 40),
+            bars.MofNCompleteColumn(table_column=whole()), _Rate(table_column=whole()),
+            bars.TimeRemainingColumn(table_column=whole()), _Facts(),
             console=self.console, transient=True, disable=self.quiet or not self.console.is_terminal,
         )  # fmt: skip
         with bar:
