@@ -86,7 +86,6 @@ class Field:
 
     @property
     def is_float(self) -> bool:
-        """Whether the values are floats."""
         return self.dtype[1] == "f"
 
 
@@ -210,7 +209,6 @@ RECORDS = tuple(dict.fromkeys(field.record for field in RECORDED))
 
 
 def column_names(some: Iterable[Field]) -> tuple[str, ...]:
-    """Names of their columns."""
     return tuple(field.column for field in some)
 
 

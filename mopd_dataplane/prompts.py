@@ -64,11 +64,7 @@ def _splits(domain: Domain) -> dict[str, int]:
 
 
 def render(
-    text: str | list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    template: str = "{prompt}",
-    context: str = "",
+    text: str | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str = "{prompt}", context: str = ""
 ) -> list[int]:
     """Token ids of a prompt as a model reads it, special tokens of the tokenizer included.
 

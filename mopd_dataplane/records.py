@@ -47,7 +47,7 @@ class Column(NamedTuple):
 
     doc: str
     dtype: str = ""
-    """numpy name, such as f4; empty for text."""
+    """numpy name, such as f4; empty for text, JSON included; in brackets for a list, such as [i8]."""
     unit: str = ""
     null: bool = False
 
@@ -235,30 +235,27 @@ class Snapshot:
 
 @dataclass(kw_only=True, slots=True)
 class PlanWindow:
-    """A window of a plan: which samples make up which packs, and which packs which step.
+    """A window of a plan: which samples make up which packs, and which packs which step; one row of `plans`.
 
     Packs are numbered through the window; pack k holds sample_rows[pack_starts[k]:pack_starts[k+1]]
     and step s holds packs step_starts[s] up to step_starts[s+1].
     """
 
-    stage: str
-    window: int
-    seed: int
-    settings: dict[str, Any]
-    snapshot: Snapshot
-    sample_rows: NDArray[np.int64]
-    """[samples] rows of `samples`, in pack order."""
-    pack_starts: NDArray[np.int64]
-    """[packs + 1]"""
-    pack_teachers: NDArray[np.int16]
-    """[packs] index into teachers; -1 when the objective needs no teacher."""
-    step_starts: NDArray[np.int64]
-    """[steps + 1]"""
-    teachers: list[str]
-    stats: dict[str, float] = field(default_factory=dict)
+    stage: Annotated[str, Column("job stage the plan is for")]
+    window: Annotated[int, Column("ordinal inside the stage", "i4")]
+    digest: Annotated[str, Column("over snapshot, seed, settings and layout")] = ""
+    """32 hex digits over everything except stats."""
+    seed: Annotated[int, Column("shuffle seed", "i8")]
+    settings: Annotated[dict[str, Any], Column("JSON")]
+    snapshot: Annotated[Snapshot, Column("JSON: version of every table")]
+    teachers: Annotated[list[str], Column("names that pack_teachers indexes", "[]")]
+    sample_rows: Annotated[NDArray[np.int64], Column("[samples] row ids in `samples`, in pack order", "[i8]")]
+    pack_starts: Annotated[NDArray[np.int64], Column("[packs + 1]", "[i8]")]
+    pack_teachers: Annotated[NDArray[np.int16], Column("[packs]", "[i2]")]
+    """Index into teachers; -1 when the objective needs no teacher."""
+    step_starts: Annotated[NDArray[np.int64], Column("[steps + 1]", "[i8]")]
+    stats: Annotated[dict[str, float], Column("JSON: density, straggler ratio, counts")] = field(default_factory=dict)
     """density, straggler_ratio, tokens, samples, packs, teacher_switches, dropped_<reason>."""
-    digest: str = ""
-    """32 hex digits over everything above except stats."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The columns: the Arrow schema of every table, one constant each.
 
-The columns of `prompts`, `teachers` and `steps` are the attributes of their records, and stand there (records.py).
+The columns of `prompts`, `teachers`, `plans` and `steps` are the attributes of their records, where they stand.
 Every field carries its meaning under the metadata key `doc` and, where one could guess wrong, its `unit`.
 `schemas/<table>/v2.json` is generated from here (`make schemas`) and a test fails when the two drift. Evolution is
 additive: new nullable columns only. FORMAT_VERSION counts incompatible changes; a store of a newer one is refused.
@@ -32,7 +32,10 @@ def _field(name: str, kind: pa.DataType, doc: str, *, null: bool = False, unit: 
 
 
 def _type(dtype: str) -> pa.DataType:
-    return pa.from_numpy_dtype(np.dtype(dtype))
+    """Type of a column by the `dtype` of records.Column."""
+    if dtype.startswith("["):
+        return pa.list_(_STRING) if dtype == "[]" else _list_of(dtype[1:-1])
+    return pa.from_numpy_dtype(np.dtype(dtype)) if dtype else _STRING
 
 
 def _list_of(dtype: str) -> pa.DataType:
@@ -41,7 +44,7 @@ def _list_of(dtype: str) -> pa.DataType:
 
 
 def _fields(some: Iterable[fields.Field]) -> list[pa.Field]:
-    """Columns of per-token fields (fields.py): lists, but for blobs, large bytes that Lance reads by range."""
+    """Columns of per-token fields (fields.py): lists, but for Lance's blobs, large bytes read by range."""
     blob = {"unit": "bytes", "blob": "v2"}
     return [
         pa.field(field.column, pa.large_binary(), nullable=False, metadata={"doc": field.doc, **blob})
@@ -54,10 +57,10 @@ def _fields(some: Iterable[fields.Field]) -> list[pa.Field]:
 def _columns(record: type) -> list[pa.Field]:
     """Columns of a record that is a row as it is: of its attributes, in their order."""
     hints = get_type_hints(record, include_extras=True)
-    said = ((name, column) for name, hint in hints.items() for column in hint.__metadata__)
     return [
-        _field(name, _type(column.dtype) if column.dtype else _STRING, column.doc, null=column.null, unit=column.unit)
-        for name, column in said
+        _field(name, _type(column.dtype), column.doc, null=column.null, unit=column.unit)
+        for name, hint in hints.items()
+        for column in hint.__metadata__
     ]
 
 
@@ -238,21 +241,7 @@ REWARDS = TableSpec(
 PLANS = TableSpec(
     "plans",
     "One row is a planned window: a pure function of (snapshot, seed, settings), recorded before it is used.",
-    (
-        _field("stage", _STRING, "job stage the plan is for"),
-        _field("window", pa.int32(), "ordinal inside the stage"),
-        _field("digest", _STRING, "over snapshot, seed, settings and layout"),
-        _field("seed", pa.int64(), "shuffle seed"),
-        _field("settings", _STRING, "JSON"),
-        _field("snapshot", _STRING, "JSON: version of every table"),
-        _field("teachers", pa.list_(_STRING), "names that pack_teachers indexes"),
-        _field("sample_rows", _list_of("i8"), "[samples] row ids in `samples`, in pack order"),
-        _field("pack_starts", _list_of("i8"), "[packs + 1]"),
-        _field("pack_teachers", _list_of("i2"), "[packs]"),
-        _field("step_starts", _list_of("i8"), "[steps + 1]"),
-        _field("stats", _STRING, "JSON: density, straggler ratio, counts"),
-        _CREATED_AT,
-    ),
+    (*_columns(records.PlanWindow), _CREATED_AT),
     key=("stage", "window"),
 )
 

@@ -149,10 +149,6 @@ class Job(Section):
                 return routing[key]
         raise JobFileError(f"no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]")
 
-    def routes_by_effort(self, stage: Stage) -> bool:
-        """Whether some domain of a stage has a teacher for one effort mode only."""
-        return any("/" in key for key in stage.routing or self.routing)
-
     def members_of(self, teacher: str) -> tuple[str, ...]:
         """Teachers with weights of their own that a teacher is made of: itself, or the members of its blend."""
         return tuple(self.teachers[teacher].blend) or (teacher,)
@@ -181,7 +177,8 @@ class Job(Section):
 def load_job(path: Place, *, overrides: list[str] | None = None) -> Job:
     """Read and check a job file, the `job.toml` of a job folder (paths or URLs), or the `job.json` that a store keeps.
 
-    overrides: `key.path=value` in TOML, stages by name: `stages.student.objective="full-vocab"`. Raises JobFileError.
+    overrides: `key.path=value` in TOML syntax, stages by their names, as in `stages.student.objective="full-vocab"`.
+    Raises JobFileError.
     """
     raw, where = read_job(path, overrides or [])
     return check_job(raw, where=where)

@@ -115,14 +115,12 @@ class PolicyGradientTerm(Term):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """See Term."""
         if not self.teacher_coef:
             return ()
         return ("logprob",) if self.baseline == "none" else ("logprob", self.baseline)
 
     @property
     def needs_rewards(self) -> bool:
-        """See Term."""
         return bool(self.reward_coef)
 
     @model_validator(mode="after")
@@ -190,7 +188,6 @@ class DivergenceTerm(Term):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """See Term."""
         return tuple(dict.fromkeys((self.signal, "hidden") if self.topk_agreement else (self.signal,)))
 
     @field_validator("kind")

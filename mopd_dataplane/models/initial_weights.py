@@ -55,12 +55,10 @@ def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     characters = string.digits + string.ascii_letters + string.punctuation + " \n"
-    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    ids = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])])
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
     return PreTrainedTokenizerFast(

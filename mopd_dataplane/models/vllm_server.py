@@ -167,7 +167,6 @@ class VllmServer:
         return answer
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
 

@@ -78,7 +78,6 @@ def start_engine(
 ) -> Engine:
     """A new engine with the job's settings and this policy. Raises MismatchError, EngineError."""
     settings = job.engine
+    kind = engine_kind(settings.kind)
     dtype = settings.dtype or job.student.dtype
-    return engine_kind(settings.kind).open(
-        folder, version, settings, dtype=dtype, mixed_teacher=mixed_teacher, adapter=adapter
-    )
+    return kind.open(folder, version, settings, dtype=dtype, mixed_teacher=mixed_teacher, adapter=adapter)

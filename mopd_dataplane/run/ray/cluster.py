@@ -195,7 +195,6 @@ class TeacherWorker(_Worker):
         self._student = student_topk(self._run, self._stage)
 
     def work(self, task: ScoreTask) -> ScoredTask:
-        """Score and commit one task."""
         return score_task(self._run, self._stage, self._pool, self._student, task)
 
 

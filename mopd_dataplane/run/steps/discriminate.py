@@ -52,9 +52,8 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     teachers = _teacher_texts(run, stage, settings.text)
     pairs = [Pair(teachers[prompt.as_py()], text) for prompt, text in zip(samples["prompt_id"], students, strict=True)]
     free_device_memory()
-    critic = Discriminator(
-        run.policies.start(stage), settings, seed=run.job.seed, device=resolve_device(stage.score.device)
-    )
+    device = resolve_device(stage.score.device)
+    critic = Discriminator(run.policies.start(stage), settings, seed=run.job.seed, device=device)
     before, after = (f"discriminators/{stage.name}/v{version}" for version in (window, window + 1))
     epochs = settings.epochs + (0 if window else settings.warmup_epochs)
     facts: dict[str, float] = {}

@@ -135,9 +135,8 @@ def generate(engine: Engine, requests: Sequence[Request], reply: Reply = lambda 
         if admitted:
             engine.admit(admitted)
         output = engine.step()
-        for slot, token, finished in zip(
-            *(a.tolist() for a in (output.slots, output.token_ids, output.finished)), strict=True
-        ):
+        columns = (output.slots.tolist(), output.token_ids.tolist(), output.finished.tolist())
+        for slot, token, finished in zip(*columns, strict=True):
             ordinal = running[slot]
             found, request = answers[ordinal], requests[ordinal]
             found.ids.append(token)
@@ -156,9 +155,7 @@ def generate(engine: Engine, requests: Sequence[Request], reply: Reply = lambda 
     return answers
 
 
-def _reverse_kl(
-    run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt], answers: Sequence[Answer]
-) -> dict[str, float]:
+def _reverse_kl(run: Run, stage: Stage, folder: Path, prompts: list[Prompt], answers: list[Answer]) -> dict[str, float]:
     """Mean exact KL(student | teacher) over the tokens that the policy wrote of each answer, by prompt id."""
     import torch
     from mopd_kernels import divergence

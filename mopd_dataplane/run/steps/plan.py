@@ -99,7 +99,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Sna
     objective = run.job.objective(stage)
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
-    columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
+    columns += [EFFORT_COLUMN] if any("/" in key for key in stage.routing or run.job.routing) else []
     if stage.data == "stored":
         _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)

@@ -50,7 +50,9 @@ class Part:
 
 def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
     """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
-    The policy is the version the iteration starts from; with `follow` the newest, also one published in the middle."""
+
+    The policy is the version the iteration starts from; with `follow` the newest, also one published in the middle.
+    """
     prompts = prompts_of(run, stage, iteration)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
     already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
@@ -162,7 +164,6 @@ def roll_out(
 
 
 def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
-    """The teacher that is mixed into every draw."""
     if not part.sampler.mixed_teacher:
         return None
     return MixedTeacher(run.policies.teacher(part.sampler.mixed_teacher, part.stage), part.stage.rollout.teacher_mix)

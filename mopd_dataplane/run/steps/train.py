@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import numpy as np
@@ -72,9 +71,8 @@ class Training:
         self._resources = contextlib.ExitStack()
 
     def train(self, plan: PlanWindow) -> None:
-        """Train a recorded window unless its policy version exists, from the last checkpoint on.
+        """Train a recorded window unless its version exists, from the last checkpoint on; `settle` waits for the next.
 
-        The checkpoint behind this window is still being written when the version is there: `settle` waits for it.
         Raises the trainer's error under its own exit code, EngineError when it died without one.
         """
         run, stage, version = self._run, self._stage, plan.window + 1
@@ -130,9 +128,7 @@ class Training:
             self.settle()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._resources.close()
         self._trainer = None
         if node_rank() == 0:
@@ -189,9 +185,11 @@ class Training:
         teachers, student = run.job.teachers_of(stage), run.job.student
         from_hub = stage.start == "init" and is_hub_name(student.path)
         known = run.store.teachers()
-        heads = {name: known[name] for name in teachers if name in known and known[name].head_file}
-        for record in heads.values():
-            run.work.fetch_file(record.head_file)
+        heads = {}
+        for name in teachers:
+            if name in known and (file := known[name].head_file):
+                run.work.fetch_file(file)
+                heads[name] = HeadFile(path=str(run.root / file), digest=known[name].head_digest)
         return TrainSpec(
             stage=stage.name,
             start=str(run.policies.start(stage)),
@@ -202,10 +200,7 @@ class Training:
             socket=str(scratch / "loader.sock"),
             train=stage.train,
             objective=run.job.objective(stage),
-            heads={
-                name: HeadFile(path=str(run.root / record.head_file), digest=record.head_digest)
-                for name, record in heads.items()
-            },
+            heads=heads,
             teachers=teachers,
             total_steps=self._steps_expected(),
             seed=run.job.seed,
