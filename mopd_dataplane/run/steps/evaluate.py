@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -80,20 +81,13 @@ def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
 
 def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]) -> list[Answer]:
     """A policy's answers to prompts at the evaluation temperature."""
-    rollout, settings = stage.rollout, run.job.eval
+    limit = run.job.eval.max_new_tokens or stage.rollout.max_new_tokens
+    request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=limit, stop=stage.rollout.stop)
     requests = []
     for prompt in prompts:
         uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
-        requests.append(
-            Request(
-                uid=uid,
-                prompt_ids=np.array(run.prompt_ids(prompt), np.int32),
-                key=sample_key(uid),
-                temperature=settings.temperature,
-                max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
-                stop=rollout.stop,
-            )
-        )
+        ids = np.array(run.prompt_ids(prompt), np.int32)
+        requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid)))
     environment = environments_of(run.job, list(run.job.domains), run.tokenizer, run.decode)
     with (
         run.engines.use(folder, version, adapter=stage.adapter) as engine,

@@ -216,10 +216,8 @@ def _mixture(domains: pa.ChunkedArray, lengths: NDArray[np.int64]) -> dict[str, 
     found = {}
     for name in sorted(pc.unique(domains).to_pylist()):
         inside = np.asarray(pc.equal(domains, name))
-        found[name] = {
-            "samples": round(float(inside.mean()), 4),
-            "tokens": round(float(lengths[inside].sum() / lengths.sum()), 4),
-        }
+        shares = {"samples": inside.mean(), "tokens": lengths[inside].sum() / lengths.sum()}
+        found[name] = {unit: round(float(share), 4) for unit, share in shares.items()}
     return found
 
 

@@ -174,9 +174,8 @@ def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
     prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
-    return iteration_prompts(
-        prompts, count=stage.rollout.prompts_per_iteration, iteration=iteration, seed=run.job.seed, stage=stage.name
-    )
+    count = stage.rollout.prompts_per_iteration
+    return iteration_prompts(prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name)
 
 
 def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:

@@ -89,10 +89,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
                 if not set(run.job.members_of(task.teacher)) <= set(pool.resident):
                     advance(int(counts["signals"]), now=_loading(run, stage, task.teacher))
                 count(score_task(run, stage, pool, student, task))
-        report.facts = {
-            "signals": f"{int(counts['signals']):,}",
-            "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
-        }
+        kinds = "+".join(dict.fromkeys(kind for _, kind in work))
+        report.facts = {"signals": f"{int(counts['signals']):,}", "kinds": kinds}
     run.record_time(stage, iteration, "score", report.seconds)
     return counts
 
@@ -142,10 +140,8 @@ def record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[S
             samples = [one for one in stored_samples(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
             if not samples:
                 continue
-            effect = quantisation_effect(
-                pool, member, samples, stage.score, render_prompt=prompt_renderer(run, task.teacher, samples)
-            )
-            facts = asdict(effect)
+            reads = prompt_renderer(run, task.teacher, samples)
+            facts = asdict(quantisation_effect(pool, member, samples, stage.score, render_prompt=reads))
             detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}
             for measure, found in reversed(facts.items()):  # kl comes last: where it is, all are
                 event = f"quantisation/{member}/{measure}"
@@ -191,9 +187,8 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
     samples = list(stored_samples(run, task.rows))
     reads = prompt_renderer(run, task.teacher, samples)
     by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
-    for signal in score_samples(
-        pool, task.teacher, list(task.kinds), samples, stage.score, render_prompt=reads, student=student
-    ):
+    found = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
+    for signal in found:
         by_kind[signal.kind].append(signal)
     new = positions = 0
     for kind, signals in by_kind.items():
