@@ -49,8 +49,7 @@ class Stage(Section):
     train: sections.Train = sections.Train()
     """Keys of `[train]` that differ in this stage."""
     concurrent: bool = False
-    """Rollout, scoring and training run concurrently, each in a process of its own; `plan.max_staleness` bounds the
-    staleness."""
+    """Rollout, scoring and training run concurrently, in a process each; `plan.max_staleness` bounds the staleness."""
     discriminator: sections.Discriminator | None = None
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 

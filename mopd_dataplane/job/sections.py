@@ -115,8 +115,7 @@ class Teacher(Section):
 
     one_of = ("source", "blend")
     source: str = ""
-    """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), a folder, or a name on
-    the hub."""
+    """`stage:NAME` (the policy of a stage of this job), `student` (the stage's own start), a folder, or a hub name."""
     revision: str = ""
     """Branch, tag or commit of a name on the hub, as for the student."""
     blend: dict[str, float] = {}
@@ -239,8 +238,7 @@ class Rollout(Section):
     """alpha: each token is drawn from alpha p_T + (1 - alpha) p_S of the prompt's own teacher and the student, and its
     log-prob is the mixture's (MiniLLM, arXiv 2306.08543). 0 is the student alone."""
     student_share: Fraction = 1.0
-    """lambda of GKD (arXiv 2306.13649): share of an iteration's prompts that `policy` answers, drawn prompt by prompt.
-    """
+    """lambda of GKD (arXiv 2306.13649): share of an iteration's prompts that `policy` answers, drawn one by one."""
     rest: str = "reference"
     """Who answers the others: `reference` for the stored answers, the name of a teacher, or `routed`."""
     policy: str = "self"
@@ -430,8 +428,7 @@ class Train(Section):
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak of the schedule (AdamW)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, over the steps of the stage: constant, or down to 0 linearly or as
-    a cosine."""
+    """Learning rate after the warm-up, over the steps of the stage: constant, or down to 0 linearly or as a cosine."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -450,8 +447,7 @@ class Train(Section):
     """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
     changes the loss."""
     checkpoint_steps: int = Field(default=50, ge=1)
-    """Optimizer steps between checkpoints inside a window; one is also written after every window. A kill costs the
-    steps since the last one."""
+    """Optimizer steps between checkpoints; every window ends with one. A kill costs the steps since the last one."""
     freeze_head: bool = False
     """Train everything but the LM head."""
     master_weights: bool = False
