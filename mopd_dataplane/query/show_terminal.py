@@ -23,7 +23,8 @@ STRONGEST = 8
 
 def render(view: SampleView) -> Group:
     """The whole page."""
-    parts: list[RenderableType] = [_facts(view), _panel("prompt", visible(view.prompt)), _response(view), _legend(view)]
+    prompt = Panel(Text(visible(view.prompt)), title="prompt", title_align="left", border_style="dim")
+    parts: list[RenderableType] = [_facts(view), prompt, _response(view), _legend(view)]
     parts += [_strongest(view)] if view.teacher else []
     return Group(*parts, *_lineage(view))
 
@@ -73,10 +74,6 @@ def _response(view: SampleView) -> Panel:
 def _compared(view: SampleView, token: Token) -> float | None:
     """The value that colours a token: the log-ratio, or the teacher's log-prob if the sampler's is not known."""
     return token.log_ratio if view.has_sampler_logprobs else token.teacher_logprob
-
-
-def _panel(title: str, body: str) -> Panel:
-    return Panel(Text(body), title=title, title_align="left", border_style="dim")
 
 
 def _legend(view: SampleView) -> Text:

@@ -21,11 +21,6 @@ from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import SCORES
 
 
-def signal_crc(signal: Signal) -> int:
-    """payload_crc over the arrays of the kind, in stored dtypes."""
-    return payload_crc(*(_typed(signal, field).reshape(-1) for field in of_signal(signal.kind)))
-
-
 def _typed(signal: Signal, field: Field) -> NDArray[Any]:
     array = value(signal, field.name)
     assert array is not None  # check_signal has seen it
@@ -102,7 +97,7 @@ def commit_signals(
         return 0
     fresh = [signals[i] for i in absent.tolist()]
     loss_tokens = metadata["loss_tokens"].to_numpy()[absent]
-    crcs = [signal_crc(signal) for signal in fresh]
+    crcs = [payload_crc(*(_typed(signal, field).reshape(-1) for field in of_signal(kind))) for signal in fresh]
     payload.create()
     places, dataset = place_payload(
         payload,
