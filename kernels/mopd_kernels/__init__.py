@@ -13,6 +13,9 @@
     reference          the definition of every op in a few lines of PyTorch
 
 Names load on first use: ``row_bytes`` and the layouts need no torch.
+
+Axes, in every file: N rows (response tokens), C rows of a chunk, D hidden width (Ds student, Dt teacher), V vocabulary,
+W columns of a part of it, k stored tokens, G groups of a stored row, B columns or tokens of one Triton program at once.
 """
 
 from __future__ import annotations

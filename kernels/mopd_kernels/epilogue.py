@@ -1,5 +1,4 @@
-"""The epilogue of a product, from ``hidden @ head.T`` to the logits of the softmax: bias, logit scale, softcap,
-temperature.
+"""The epilogue of a product: from ``hidden @ head.T`` to the logits of the softmax.
 
 ``x = cap * tanh(scale * (z + bias) / cap) / temperature`` with every part optional, in the order Hugging Face models
 apply them (Cohere and Granite scale, Gemma 2 caps). Row kernels do the same in registers.

@@ -3,8 +3,6 @@
 Logits rounded to bfloat16 lose 2 % of the reverse-KL gradient at the start of distillation and a third of it near
 convergence (docs/kernels.md), so every product here comes back in float32: half-precision operands keep their tensor
 cores and accumulate into a float32 result; a CPU, which has no such product, upcasts one vocabulary block at a time.
-
-Axes: C rows of a chunk, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations

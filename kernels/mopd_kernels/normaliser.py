@@ -1,8 +1,4 @@
-"""Per-token weights that turn a sum over packed tokens into the mean a recipe asks for.
-
-Denominators belong to the global batch: pass ``total`` when this call sees a part of it (a micro-batch, a rank), so
-that neither changes the loss.
-"""
+"""Per-token weights that turn a sum over packed tokens into the mean a recipe asks for."""
 
 from __future__ import annotations
 
@@ -34,7 +30,8 @@ def token_weights(
     Args:
         loss_mask: [N], 0 or 1 (bool or number).
         sequence_ids: [N] integers, equal within a sequence; for ``sequence_mean``.
-        total: the denominator over the global batch; counted from this call when left out.
+        total: the denominator over the global batch; needed when this call sees a part of it (a micro-batch, a rank),
+            so that neither changes the loss. Counted from this call when left out.
 
     Raises:
         ValueError: unknown mode, or an argument the mode needs is missing.

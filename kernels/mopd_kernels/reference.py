@@ -1,8 +1,6 @@
 """The definition of every op, in plain PyTorch with full [N, V] logits. Differentiable by autograd, exact in float64.
 
 For tests and for reading. ``q`` is the student, ``p`` the teacher.
-
-Axes: N rows, D hidden width, V vocabulary, k stored tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Autograd for ops that map hidden states and a head to per-row numbers.
 
 The gradient is taken in the forward pass wherever the upstream gradient is known to be one factor: for a sum (the
-factor is the scalar upstream gradient) and for per-row losses of a frozen head (one factor a row). That saves the
-products of a second pass. Everywhere else, and in a second backward through a retained graph, the pass runs again with
-the real upstream gradient.
+factor is the scalar upstream gradient) and for per-row losses of a frozen head (one factor a row). Everywhere else, and
+in a second backward through a retained graph, the pass runs again with the real upstream gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Softmax over a sampling mask: for each row only the columns that its token was sampled from.
-
-Axes: C rows of a chunk, U ids of the largest set, V vocabulary.
-"""
+"""Softmax over a sampling mask: for each row only the columns that its token was sampled from, U at most."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Rows are cut twice. A *logit chunk* bounds the float32 products that exist at once; a *gradient group* of several logit
 chunks amortises the read-modify-write of the [V, D] head gradient. Where logit gradients have the logits' own dtype
 they overwrite them, and group and chunk are one.
-
-Axes: N rows, C rows of a chunk, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def length(rows: Rows) -> int:
 
 
 class _Sink:
-    """Accumulates dH, dW and db over gradient groups."""
+    """Accumulates dH, dW and db over ``groups`` gradient groups."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int, needs: Needs) -> None:
         self.weight, self.columns, self.needs = weight.detach()[:columns], columns, needs

@@ -17,8 +17,6 @@ teachers, each time its rows come up (so it may load and drop weights)."""
 
 
 class Teachers:
-    """Resolves teacher numbers to heads and keeps only the current one."""
-
     def __init__(self, heads: Head | Sequence[Head] | Callable[[int], Head]) -> None:
         self.single = isinstance(heads, Head)
         self._heads = [heads] if isinstance(heads, Head) else heads

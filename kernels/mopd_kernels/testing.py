@@ -15,8 +15,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A problem: axes, spread of the logits, distance of the teacher."""
-
     rows: int
     vocabulary: int
     student_width: int
@@ -38,8 +36,6 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Axes: N rows, Ds and Dt widths, V vocabulary."""
-
     student_hidden: Tensor
     """[N, Ds]"""
     student_head: Tensor

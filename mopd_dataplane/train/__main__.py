@@ -20,7 +20,6 @@ from mopd_dataplane.train.stop import EXIT_CODE, Interrupted, Stop, only_writer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m mopd_dataplane.train", description="Train the windows of a stage as they are planned."
     )

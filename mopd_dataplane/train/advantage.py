@@ -62,10 +62,9 @@ def token_advantage(
 
 
 def reward_to_go(gap: Tensor, sequence: Tensor, position: Tensor, term: PolicyGradientTerm) -> Tensor:
-    """Discounted sum of later gaps inside each sequence.
+    """Discounted sum of later gaps inside each sequence, [M] f32; 0 for a token that has nothing to sum.
 
-    gap [M] f32, sequence and position [M] int64, tokens of a sequence in rising position. Returns [M] f32; 0 for a
-    token that has nothing to sum.
+    gap [M] f32, sequence and position [M] int64, tokens of a sequence in rising position.
     """
     if not len(gap):
         return gap

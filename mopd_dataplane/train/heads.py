@@ -18,10 +18,7 @@ READ_S = 600.0
 
 
 class TeacherHeads:
-    """Heads by teacher name, from the head files that scoring left behind.
-
-    `get` drops the head that was resident; `prefetch` reads the next one into host memory while the device works.
-    """
+    """Heads by teacher name, from the head files that scoring left behind."""
 
     def __init__(self, files: Mapping[str, HeadFile], device: torch.device) -> None:
         self._files = dict(files)
@@ -49,7 +46,7 @@ class TeacherHeads:
         return head
 
     def prefetch(self, teacher: str) -> None:
-        """Start reading a head that will be asked for soon; nothing happens when it is already here or on its way."""
+        """Start reading a head that will be asked for soon into host memory, unless it is here or on its way."""
         if any(place is not None and self._same(place[0], teacher) for place in (self._resident, self._ahead)):
             return
         require_known(teacher, self._files, "no head file for teacher")

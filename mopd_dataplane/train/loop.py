@@ -1,8 +1,4 @@
-"""One optimizer step: gradients of the declared objective over a batch of packs, an update, and its metrics.
-
-The loss is a sum of per-micro-batch losses, each already divided by counts of the whole global step, so the number of
-forward passes (passes.py), and of ranks, changes memory and speed but never the loss.
-"""
+"""One optimizer step: gradients of the declared objective over a batch of packs, an update, and its metrics."""
 
 from __future__ import annotations
 

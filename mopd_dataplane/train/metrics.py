@@ -41,11 +41,9 @@ class MetricsLog:
         self._file.flush()
 
     def sync(self) -> None:
-        """Make every line durable."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Sync and close."""
         self.sync()
         self._file.close()
 

@@ -3,12 +3,6 @@
 Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, U ids of the
 largest sampling mask, in the order of the packs. A trained token at column t of a row is predicted by the hidden state
 at column t - 1.
-
-    slot ──side stream──▶ device          the copy of one micro-batch runs while the last one is computed
-      ▲                     │ event
-      └── given back ◀── finish
-
-On a CPU there is nothing to copy, and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
 """
 
 from __future__ import annotations
@@ -81,7 +75,6 @@ class MicroBatch:
     """Fields of fields.py that have no attribute here, by their name in a pack."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """This micro-batch on a device."""
         if device.type == "cpu":
             return self
         tensors = {name: given for name, given in vars(self).items() if torch.is_tensor(given)}
@@ -161,7 +154,10 @@ def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
 
 
 class DeviceCopies:
-    """Copies to one device, in order, on a stream of their own."""
+    """Copies to one device, in order, on a stream of their own: one micro-batch is copied while the last is computed.
+
+    On a CPU there is nothing to copy, and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -186,6 +182,6 @@ class DeviceCopies:
         return moved
 
     def finish(self) -> None:
-        """Wait until the last copy has read its source."""
+        """Wait until the last copy has read its source, whose slots may then be given back."""
         if self._copied is not None:
             self._copied.synchronize()

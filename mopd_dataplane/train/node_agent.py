@@ -3,8 +3,6 @@
 torchrun's own agent starts RANKS processes of mopd_dataplane.train, watches them, and ends them all when one dies. On
 one node they find each other through a file, and talk over the loopback interface. On several nodes torchrun's
 variables say how (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR or PET_RDZV_ENDPOINT, …; docs/ranks.md).
-
-The exit code is that of the rank that failed first.
 """
 
 import logging
@@ -23,7 +21,6 @@ ONE_NODE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_DISAB
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point; returns the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch

@@ -11,8 +11,6 @@ u is the weight of the token's teacher; l_t is
     entropy           -H(pi), over the vocabulary
 
 and the policy gradient may add kl_coef times exp(d_t) - d_t - 1 with d_t = log pi_ref(y_t) - log pi(y_t).
-
-No [N, V] tensor exists: every term is an op of mopd_kernels on hidden states and heads.
 """
 
 from __future__ import annotations

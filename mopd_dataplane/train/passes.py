@@ -16,13 +16,11 @@ from mopd_dataplane.records import Pack
 
 
 class Piece(NamedTuple):
-    """Neighbouring samples of one pack."""
+    """Neighbouring samples of one pack: `first` to `last` - 1 of the one at `place` in its batch."""
 
     place: int
-    """The pack's place in its batch."""
     first: int
     last: int
-    """Samples first to last - 1 of the pack."""
 
 
 def cut_step(teachers: Sequence[str], lengths: Sequence[Sequence[int]], packs: int, tokens: int) -> list[list[Piece]]:

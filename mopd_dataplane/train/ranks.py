@@ -129,12 +129,10 @@ class Ranks:
         return int(found)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         if self.world > 1:
             dist.barrier()
 
     def leave(self) -> None:
-        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

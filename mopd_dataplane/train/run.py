@@ -66,8 +66,7 @@ class Run:
             self._trackers = [self._log, *([] if tracker is None else [tracker])]
 
     def train(self, stop: Stop) -> bool:
-        """Train the remaining windows of the plan log until it is closed. Returns False when `stop` ended it at a
-        checkpoint."""
+        """Train what is left of the plan log until it is closed. Returns False when `stop` ended it at a checkpoint."""
         # A run killed before it published opens its finished window again; else that window may be gone by now.
         published = self._ranks.max(int(self._version_folder(self._position.window).exists()))
         first = self._position.window if published else max(self._position.window - 1, 0)
@@ -166,8 +165,7 @@ class Run:
             yield planned
 
     def _planned(self, window: int) -> Window:
-        """A window as the loader reports it, waiting until it is planned; training of window n starts from version
-        n."""
+        """A window as the loader reports it, waiting until it is planned; window n starts from version n."""
         return Window(window=window, policy_version=window, **self._source.plan(self.spec.stage, window))
 
     def _identity(self, window: Window | None) -> Identity:

@@ -1,4 +1,4 @@
-"""TrainSpec, the settings of the trainer process: one JSON file, written by the job, checked before torch is loaded."""
+"""TrainSpec, the trainer's settings: a JSON file of the job that every rank reads and checks before it loads torch."""
 
 from pathlib import Path
 from typing import Literal
@@ -32,8 +32,6 @@ class Window(Section):
 
 
 class TrainSpec(Section):
-    """Settings of one trainer process (or of all ranks, which read the same file)."""
-
     stage: str
     start: str
     """Policy folder the stage starts from (weights, config, tokenizer)."""

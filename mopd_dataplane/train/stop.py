@@ -37,8 +37,7 @@ class Stop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside the block a stop request raises Interrupted immediately; use it where nothing can be left half
-        done."""
+        """Inside the block a stop request raises Interrupted at once; use it where nothing can be left half done."""
         if self._requested:
             raise Interrupted
         self._waiting = True

@@ -1,7 +1,4 @@
-"""Exact full-vocabulary divergence between student and teacher, from hidden states and heads.
-
-Axes: N rows (response tokens), Ds and Dt hidden widths, V common vocabulary. No [N, V] tensor ever exists.
-"""
+"""Exact full-vocabulary divergence between student and teacher, from hidden states and heads, never [N, V]."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 The first pass leaves a row state a row, jsd and the skew kinds take a second for H, the last writes a slice of logit
 gradients and multiplies it at once. With a trained head that is 6 products for reverse and forward KL and 8 for the
 others, against 4 in the fast mode. A slice's head gradient accumulates in the compute dtype and is rounded once.
-
-Axes: N rows, C rows of a chunk, W columns of a slice, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations

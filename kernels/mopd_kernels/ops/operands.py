@@ -1,7 +1,4 @@
-"""What an op works out of hidden states and one head before its first row: the checks, and the plan of the call.
-
-Axes: N rows, D hidden width, V vocabulary.
-"""
+"""What an op works out of hidden states and one head before its first row: the checks, and the plan of the call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Policy-gradient loss over packed tokens: distillation and reward advantages, clip, train/sampler correction.
-
-Axes: N packed tokens of any number of sequences.
-"""
+"""Policy-gradient loss over packed tokens: distillation and reward advantages, clip, train/sampler correction."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def policy_loss(
     distill_clip: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, PolicyMetrics]:
-    """``-sum_t n_t w_t min(r_t A_t, clip(r_t) A_t)`` and metrics of the same pass.
+    """``-sum_t n_t w_t min(r_t A_t, clip(r_t) A_t)`` over N packed tokens, and metrics of the same pass.
 
     With ``r = exp(logprob - old)`` and ``rho = exp(old - sampler)``, both clamped to exp(+-20):
 
@@ -47,9 +44,8 @@ def policy_loss(
       ``+-distill_clip``; the on-policy distillation advantage of Thinking Machines and MiMo (arXiv 2601.02780, eq. 7).
     * ``clip=(below, above)``: PPO's pessimistic bound on r at ``1 - below`` and ``1 + above``; None leaves r A.
     * ``w_t``, a constant: 1 for ``none``; for ``icepop`` rho inside ``band`` (closed) and 0 outside; for ``tis``
-      rho limited to ``band`` at both ends; for ``mis`` as
-      icepop, but with ``sequence_ids`` a sequence is kept or dropped whole, by the geometric mean of rho over its
-      tokens, and a kept one's tokens weigh their own rho.
+      rho limited to ``band`` at both ends; for ``mis`` as icepop, but with ``sequence_ids`` a sequence is kept or
+      dropped whole, by the geometric mean of rho over its tokens, and a kept one's tokens weigh their own rho.
     * ``n_t = weights_t * mask_t``: build it with :func:`token_weights`. A token that a correction drops keeps its place
       in the denominator; a token with n_t = 0 counts nowhere.
 

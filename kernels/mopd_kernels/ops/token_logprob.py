@@ -1,7 +1,4 @@
-"""Log-probability (and entropy) of sampled tokens from hidden states and a head, differentiable, never [N, V].
-
-Axes: N rows, D hidden width, V vocabulary.
-"""
+"""Log-probability (and entropy) of sampled tokens from hidden states and a head, differentiable, never [N, V]."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def token_logprob(
         [N], or ([N], [N]) with the entropy; float32 (float64 for float64 inputs).
 
     A frozen head takes the gradient in the forward pass; a trained one recomputes the logits (4 products), because
-    every row has its own upstream gradient. :func:`fused_policy_loss` knows it and needs 3.
+    every row has its own upstream gradient. :func:`fused_policy_loss` knows it while the logits exist, and needs 3.
 
     Raises:
         ValueError: shapes, dtypes, ids or settings that do not fit together.

@@ -1,7 +1,4 @@
-"""Divergence from a teacher stored as its top-k log-probabilities.
-
-Axes: N rows, k stored tokens, D hidden width, V vocabulary.
-"""
+"""Divergence from a teacher stored as its top-k log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Divergence of a teacher known on k tokens only, as buckets of log-probabilities.
 
-Everything here is [C, k] or smaller. ``weight_h`` and the means follow :mod:`mopd_kernels.forms`: the logit gradient of
-column v is ``q_v (h_bucket(v) - H)``.
-
-Axes: C rows of a chunk, k stored tokens.
+Everything here is [C, k] or smaller. ``weighted_h`` and the means follow :mod:`mopd_kernels.forms`: the logit gradient
+of column v is ``q_v (h_bucket(v) - H)``.
 """
 
 from __future__ import annotations

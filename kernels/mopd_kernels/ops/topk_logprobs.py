@@ -1,7 +1,4 @@
-"""Log-probabilities of k tokens of every row, the k largest or k given ones, as a scoring pass stores them.
-
-Axes: N rows, D hidden width, V vocabulary, k stored tokens.
-"""
+"""Log-probabilities of k tokens of every row, the k largest or k given ones, as a scoring pass stores them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """f-divergence of logit rows, its gradient and its statistics, in vocabulary tiles.
 
-Axes: C rows of a chunk, V vocabulary. Only tile-sized temporaries exist besides the logits. The three phases (state,
-mean, gradient) are public because a vocabulary-sliced or vocabulary-parallel caller runs them on parts of V.
+Only tile-sized temporaries exist besides the logits. The three phases (state, mean, gradient) are public because a
+vocabulary-sliced or vocabulary-parallel caller runs them on parts of V.
 """
 
 from __future__ import annotations
@@ -167,10 +167,9 @@ def scan_gradient(
 
 
 def fdiv_rows(z: Products, form: Form, coefficient: Tensor, gradient: Tensor | None) -> tuple[Tensor, RowStats]:
-    """Divergence [C] and statistics of whole rows.
+    """Divergence [C] and statistics of whole rows; exact zeros where the coefficient is zero.
 
-    ``gradient`` [C, V], when given, receives ``coefficient * dD/dzs`` and may be ``z.zs`` itself. Rows with a zero
-    coefficient come back as exact zeros.
+    ``gradient`` [C, V], when given, receives ``coefficient * dD/dzs`` and may be ``z.zs`` itself.
     """
     state = scan_state(z)
     mean = scan_mean(z, state, form) if form.needs_mean else mean_from_state(state, form)

@@ -1,6 +1,6 @@
 """Policy-gradient term of every token, its derivative and its metrics, elementwise.
 
-Axes: N packed tokens. Formulas are documented at :func:`mopd_kernels.policy_loss`.
+Formulas are documented at :func:`mopd_kernels.policy_loss`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class TokenConstants(NamedTuple):
 def policy_rows(
     logprob: Tensor, constants: TokenConstants, weights: Tensor, settings: PolicySettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss terms [N], d(loss term)/d(logprob) [N] and metric sums [len(METRICS)]. Tokens of weight zero count
-    nowhere."""
+    """Loss terms [N], derivatives by logprob [N], metric sums [len(METRICS)]. Tokens of weight zero count nowhere."""
     logprob = logprob.detach()
     old, sampler, advantage, teacher, kept = constants
     old = logprob if old is None else old

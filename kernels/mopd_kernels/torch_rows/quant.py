@@ -1,6 +1,6 @@
 """Grouped quantisation of hidden-state rows to bytes and back.
 
-Axes: N rows, D hidden width, G groups of a row. Rounding is to nearest, ties to even, in every codec.
+Rounding is to nearest, ties to even, in every codec.
 """
 
 from __future__ import annotations

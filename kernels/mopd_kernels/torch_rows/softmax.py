@@ -1,7 +1,4 @@
-"""Softmax rows: log-partition, entropy, top-1, chosen columns, and the gradient of any function of them.
-
-Axes: C rows of a chunk, V vocabulary.
-"""
+"""Softmax rows: log-partition, entropy, top-1, chosen columns, and the gradient of any function of them."""
 
 from __future__ import annotations
 

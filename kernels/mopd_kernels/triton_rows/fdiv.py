@@ -1,14 +1,8 @@
 """K1: f-divergence of logit rows, its gradient and its statistics. One program a row, no matrix product inside.
 
 Whole rows take two reads of both logit matrices (three for jsd and the skew kinds). The last read walks the row
-backwards, so that its first tiles are still in L2. The same three passes exist as separate kernels for callers that
-hold only part of the vocabulary.
-
-Axes: C rows of a chunk, V vocabulary, W columns of a part, B columns a program holds at once.
+backwards, so that its first tiles are still in L2.
 """
-
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 

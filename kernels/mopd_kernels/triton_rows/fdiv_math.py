@@ -1,8 +1,5 @@
 """Device functions of the f-divergence: the same formulas as ``torch_rows/fdiv.py``, in registers."""
 
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-
 import triton
 import triton.language as tl
 

@@ -3,9 +3,6 @@
 A program holds a few whole groups of one row, so nothing is carried from one tile to the next.
 """
 
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-
 from __future__ import annotations
 
 import torch

@@ -4,9 +4,6 @@ A lane past the vocabulary holds ``OUTSIDE``, far enough below any logit that it
 every difference with it stays finite.
 """
 
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,12 +1,7 @@
 """K3: policy-gradient term, its derivative and its metric sums, elementwise over packed tokens.
 
 Each program writes its own partial metric sums and a second, fixed-order sum adds them: repeatable bit for bit.
-
-Axes: N packed tokens, B tokens a program.
 """
-
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 

@@ -2,13 +2,8 @@
 ``torch_rows/quant.py``.
 
 Eight-bit floats are packed and unpacked with integer arithmetic: the same bytes on every GPU generation and in the
-interpreter, none of which agree on converting them.
-
-Axes: N rows, D hidden width. One program handles one row and one span of whole groups.
+interpreter, none of which agree on converting them. One program handles one row and one span of whole groups.
 """
-
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ The factor of a loss that is the root of the graph is exactly one. Asking the ho
 multiplying anyway would move the whole [V, D] head gradient through memory; each program looks for itself.
 """
 
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-
 from __future__ import annotations
 
 import triton

@@ -2,12 +2,7 @@
 
 Serves sampled log-probs, the fused policy loss and top-k teachers: the few columns that carry more than the softmax are
 read and written outside. One read of the logits for the statistics, one read and one write for the gradient.
-
-Axes: C rows of a chunk, V vocabulary, B columns a program holds at once.
 """
-
-# A kernel is typed by the compiler that reads it, not by Python.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 
