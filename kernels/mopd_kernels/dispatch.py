@@ -55,11 +55,6 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def interpreting() -> bool:
-    """Whether Triton kernels run in its Python interpreter (``TRITON_INTERPRET=1``)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def choose_backend(
     device: torch.device, compute: torch.dtype, requested: Backend
 ) -> tuple[Literal["torch", "triton"], str]:
@@ -72,7 +67,7 @@ def choose_backend(
         obstacle = "triton is not installed; pip install triton"
     elif compute == torch.float64:
         obstacle = "row kernels compute in float32 and the inputs are float64"
-    elif not on_gpu and not interpreting():
+    elif not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
         obstacle = f"tensors are on {device.type}; row kernels need CUDA, or TRITON_INTERPRET=1"
     if requested == "triton":
         if obstacle is not None:

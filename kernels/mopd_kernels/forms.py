@@ -23,17 +23,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 REVERSE, FORWARD, JSD, SKEW_FORWARD, SKEW_REVERSE = range(5)
 Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
-KINDS: dict[str, int] = {
-    "reverse": REVERSE,
-    "forward": FORWARD,
-    "jsd": JSD,
-    "skew_forward": SKEW_FORWARD,
-    "skew_reverse": SKEW_REVERSE,
-}
+KINDS: dict[str, int] = dict(zip(get_args(Kind), range(5), strict=True))
 SERIES_ORDERS = range(2, 7)
 
 

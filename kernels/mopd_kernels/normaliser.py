@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Normalisation = Literal["token_mean", "sequence_mean", "sum", "constant"]
-NORMALISATIONS: tuple[Normalisation, ...] = ("token_mean", "sequence_mean", "sum", "constant")
 
 
 def token_weights(
@@ -36,8 +35,8 @@ def token_weights(
     Raises:
         ValueError: unknown mode, or an argument the mode needs is missing.
     """
-    if mode not in NORMALISATIONS:
-        raise ValueError(f"unknown normalisation {mode!r}; choose one of {', '.join(NORMALISATIONS)}")
+    if mode not in get_args(Normalisation):
+        raise ValueError(f"unknown normalisation {mode!r}; choose one of {', '.join(get_args(Normalisation))}")
     mask = (loss_mask != 0).to(dtype)
     if mode == "sum":
         return mask

@@ -58,8 +58,10 @@ def length(rows: Rows) -> int:
 class _Sink:
     """Accumulates dH, dW and db over ``groups`` gradient groups."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int, needs: Needs) -> None:
-        self.weight, self.columns, self.needs = weight.detach()[:columns], columns, needs
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int, needs: Needs, groups: int
+    ) -> None:
+        self.weight, self.columns = weight.detach()[:columns], columns
         self.operand = operand_dtype(hidden, weight)
         self.tensor_cores = hidden.is_cuda and self.operand in HALF
         dtype = compute_dtype(hidden, weight)
@@ -68,14 +70,10 @@ class _Sink:
         self.weight_written = False
         self.bias_grad = torch.zeros_like(bias, dtype=dtype) if needs.bias and bias is not None else None
         self.bias_dtype = bias.dtype if bias is not None else dtype
-        self.wide: Tensor | None = None
-
-    def expect(self, groups: int, dtype: torch.dtype) -> None:
-        """Choose where the head gradient accumulates, knowing how many groups will come."""
-        if self.weight_grad is None or self.weight_grad.dtype == dtype:
-            return
-        if not (self.tensor_cores and self.weight_grad.dtype == self.operand and groups <= DIRECT_ADDITIONS):
-            self.wide = torch.empty_like(self.weight, dtype=dtype)
+        direct = self.tensor_cores and weight.dtype == self.operand and groups <= DIRECT_ADDITIONS
+        widened = needs.weight and weight.dtype != dtype and not direct
+        self.wide = torch.empty_like(self.weight, dtype=dtype) if widened else None
+        """Where the head gradient accumulates, unless in itself."""
 
     def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
         """Fold in one group: hidden [C, D], logit gradients [C, V]."""
@@ -141,8 +139,7 @@ def sweep(
     group_rows = plan.logit_rows if in_place else plan.grad_rows
     groups = [(i, group) for i, segment in enumerate(segments) for group in cut(segment, group_rows)]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        sink = _Sink(hidden, weight, bias, columns, needs)
-        sink.expect(len(groups), dtype)
+        sink = _Sink(hidden, weight, bias, columns, needs, len(groups))
         head = weight[:columns]
         buffer = None
         if wanted and not in_place and groups:

@@ -6,7 +6,7 @@ distance from the student, down to the near-convergence case where rounding deci
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -90,11 +90,6 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, device: str =
     floats = (student_hidden, student_head, teacher_hidden, teacher_head)
     placed = [t.to(device=device, dtype=dtype) for t in floats]
     return Inputs._make((*placed, token_ids.to(device), weights.to(device)))
-
-
-def scaled(case: Case, rows: int) -> Case:
-    """The case with another number of rows."""
-    return replace(case, rows=rows)
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:

@@ -41,8 +41,7 @@ def main(arguments: list[str]) -> int:
     except SignalException:
         return EXIT_CODE
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return report(codes)
+        return report({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0
 
 

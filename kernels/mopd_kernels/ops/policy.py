@@ -116,12 +116,10 @@ def sequences_in_band(
     old: Tensor, sampler: Tensor, factor: Tensor, sequence_ids: Tensor, band: tuple[float, float]
 ) -> Tensor:
     """[N] 1.0 where the geometric mean of rho over the sequence's live tokens lies in ``band``."""
-    numbers = sequence_ids.long()
-    slots = len(numbers)
-    _, compact = torch.unique(numbers, return_inverse=True)
+    _, compact = torch.unique(sequence_ids.long(), return_inverse=True)
     live = (factor != 0).to(old.dtype)
     log_rho = torch.where(live != 0, old - sampler, 0)
-    total = torch.zeros(slots, dtype=old.dtype, device=old.device).index_add_(0, compact, log_rho)
+    total = torch.zeros_like(old).index_add_(0, compact, log_rho)
     tokens = torch.zeros_like(total).index_add_(0, compact, live)
     mean = (total / tokens.clamp(min=1)).exp()
     return ((mean >= band[0]) & (mean <= band[1])).to(old.dtype)[compact]

@@ -120,11 +120,11 @@ def token_logprob(
     live = tokens.live.to(model.dtype)
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream, needs: Needs) -> PassResult:
-        given = upstream or (None,)
-        logprob_factor = live if given[0] is None and upstream is None else live * _or_zero(given[0], live)
-        entropy_factor = None
-        if return_entropy and entropy_gradient and upstream is not None and given[1] is not None:
-            entropy_factor = live * given[1].to(model.dtype)
+        logprob_factor, entropy_factor = live, None
+        if upstream is not None:
+            logprob_factor = torch.zeros_like(live) if upstream[0] is None else live * upstream[0].to(model.dtype)
+            if return_entropy and entropy_gradient and upstream[1] is not None:
+                entropy_factor = live * upstream[1].to(model.dtype)
         logprob, entropy = model.zeros(), model.zeros()
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
@@ -142,7 +142,3 @@ def token_logprob(
     outputs = 2 if return_entropy and entropy_gradient else 1
     result = row_loss(hidden, model.head.weight, model.head.bias, run, summed=False, outputs=outputs)
     return (result[0], result[1]) if return_entropy else result[0]
-
-
-def _or_zero(upstream: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if upstream is None else upstream.to(like.dtype)

@@ -14,7 +14,7 @@ from mopd_kernels.forms import Form, Kind, divergence_form
 from mopd_kernels.heads import Head
 from mopd_kernels.ops.divergence import Reduction
 from mopd_kernels.ops.operands import HeadOptions, operands_of
-from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
+from mopd_kernels.ops.topk_buckets import BUCKETS, OFF_SUPPORT, TOPK_MODES, TopkMode, renormalised, supported_kinds
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss, times_upstream
 from mopd_kernels.sweep import Gradients, Needs, Rows, cut, length, sweep
 from mopd_kernels.teachers import live_rows
@@ -96,7 +96,7 @@ def topk_divergence(
             here = present[rows]
             logits = epilogue.of_columns(z, ids[rows])
             log_q = torch.where(here, found.log_prob(logits), OFF_SUPPORT)
-            result = buckets(log_q, log_p[rows], form, mode)
+            result = BUCKETS[mode](log_q, log_p[rows], form)
             loss[rows] = result.loss
             if gradient is None:
                 return

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mopd_kernels.forms import FORWARD, REVERSE, Form
+from mopd_kernels.forms import FORWARD, KINDS, REVERSE, Form
 from mopd_kernels.torch_rows.fdiv import centred_loss, columns_of, weighted_h
 
 TopkMode = Literal["tail", "renormalised", "corrected", "truncated_biased"]
@@ -88,15 +88,8 @@ def _log_softmax(values: Tensor, present: Tensor) -> Tensor:
 
 def supported_kinds(mode: TopkMode) -> tuple[str, ...]:
     """Divergences with a meaning in ``mode``."""
-    if mode in ("tail", "renormalised"):
-        return ("reverse", "forward", "jsd", "skew_forward", "skew_reverse")
-    return ("reverse", "forward")
+    return tuple(KINDS) if mode in ("tail", "renormalised") else ("reverse", "forward")
 
 
-def buckets(log_q: Tensor, log_p: Tensor, form: Form, mode: TopkMode) -> BucketGradient:
-    """Loss and gradient pieces of the modes that see the whole softmax."""
-    if mode == "tail":
-        return tail_buckets(log_q, log_p, form)
-    if mode == "corrected":
-        return corrected_sum(log_q, log_p, form)
-    return truncated_sum(log_q, log_p, form)
+BUCKETS = {"tail": tail_buckets, "corrected": corrected_sum, "truncated_biased": truncated_sum}
+"""Loss and gradient pieces of the modes that see the whole softmax."""

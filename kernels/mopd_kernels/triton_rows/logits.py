@@ -41,14 +41,14 @@ def chain(x, scale, cap, temperature, HAS_CAP: tl.constexpr):
 
 def epilogue_arguments(epilogue: Epilogue, rows: Tensor) -> tuple[Tensor, float, float, float, bool, bool]:
     """(bias, scale, cap, temperature, HAS_BIAS, HAS_CAP) of a launch; absent parts become harmless placeholders."""
-    has_bias, has_cap = epilogue.bias is not None, epilogue.softcap is not None
+    bias, cap = epilogue.bias, epilogue.softcap
     return (
-        epilogue.bias.contiguous() if epilogue.bias is not None else rows,
+        rows if bias is None else bias.contiguous(),
         epilogue.scale,
-        epilogue.softcap if epilogue.softcap is not None else 1.0,
+        1.0 if cap is None else cap,
         epilogue.temperature,
-        has_bias,
-        has_cap,
+        bias is not None,
+        cap is not None,
     )
 
 

@@ -15,9 +15,6 @@ from torch import Tensor
 from mopd_kernels.layout import Codec
 from mopd_kernels.torch_rows.quant import E8M0_BIAS, FP4_MAX_EXPONENT, FP8_MAX, INT8_MAX
 
-INT8, FP8 = 0, 1
-CODES = {"int8": INT8, "fp8": FP8}
-KIND_INT8 = tl.constexpr(INT8)
 I8_MAX = tl.constexpr(INT8_MAX)
 F8_MAX = tl.constexpr(FP8_MAX)
 BIAS = tl.constexpr(E8M0_BIAS)
@@ -80,7 +77,7 @@ def _from_e2m1(code):
 
 @triton.jit
 def _encode_bytes_kernel(
-    rows, scales, codes, D, groups, stride, stride_bytes, KIND: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr
+    rows, scales, codes, D, groups, stride, stride_bytes, INT8: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * G + tl.arange(0, G)
@@ -88,12 +85,12 @@ def _encode_bytes_kernel(
     inside = o < D
     v = tl.load(rows + row * stride + o, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(v), 1)
-    limit = I8_MAX if KIND == KIND_INT8 else F8_MAX
+    limit = I8_MAX if INT8 else F8_MAX
     scale = tl.where(largest > 0.0, tl.math.div_rn(largest, largest * 0.0 + limit), 1.0)
     tl.store(scales + row * (stride_bytes // 4) + group, scale, mask=group < groups)
     scaled = tl.math.div_rn(v, tl.broadcast_to(scale[:, None], (G, GROUP)))
     scaled = tl.where(scaled > limit, limit, tl.where(scaled < -limit, -limit, scaled))
-    if KIND == KIND_INT8:
+    if INT8:
         code = ((scaled + ROUND) - ROUND).to(tl.int32)
     else:
         code = _to_e4m3(scaled)
@@ -102,7 +99,7 @@ def _encode_bytes_kernel(
 
 @triton.jit
 def _decode_bytes_kernel(
-    scales, codes, out, D, groups, stride_bytes, stride, KIND: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr
+    scales, codes, out, D, groups, stride_bytes, stride, INT8: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * G + tl.arange(0, G)
@@ -110,7 +107,7 @@ def _decode_bytes_kernel(
     inside = o < D
     scale = tl.load(scales + row * (stride_bytes // 4) + group, mask=group < groups, other=0.0)
     code = tl.load(codes + row * stride_bytes + o, mask=inside, other=0).to(tl.int32)
-    if KIND == KIND_INT8:
+    if INT8:
         v = tl.where(code >= 128, code - 256, code).to(tl.float32)
     else:
         v = _from_e4m3(code)
@@ -173,7 +170,7 @@ def encode_rows(rows: Tensor, codec: Codec) -> Tensor:
     else:
         _encode_bytes_kernel[grid](
             rows, encoded.view(torch.float32), encoded[:, codec.codes_offset(width) :], width, groups, width, size,
-            KIND=CODES[codec.name], G=GROUPS, GROUP=codec.group, num_warps=4,
+            INT8=codec.name == "int8", G=GROUPS, GROUP=codec.group, num_warps=4,
         )  # fmt: skip
     return encoded
 
@@ -193,6 +190,6 @@ def decode_rows(encoded: Tensor, codec: Codec, width: int, dtype: torch.dtype) -
     else:
         _decode_bytes_kernel[grid](
             encoded.view(torch.float32), encoded[:, codec.codes_offset(width) :], out, width, groups, size, width,
-            KIND=CODES[codec.name], G=GROUPS, GROUP=codec.group, num_warps=4,
+            INT8=codec.name == "int8", G=GROUPS, GROUP=codec.group, num_warps=4,
         )  # fmt: skip
     return out
