@@ -77,8 +77,9 @@ class RolloutLoop:
         self._handle = np.zeros(self.engine.slots, np.uint32)
         self._due = np.full(self.engine.slots, _FREE, np.int32)
         self._asks = np.zeros(self.engine.slots, np.bool_)
+        """Slots whose sample has its sampling masks recorded."""
         self._asks_experts = np.zeros(self.engine.slots, np.bool_)
-        """Slots whose sample has its sampling masks, or its experts, recorded."""
+        """Slots whose sample has its experts recorded."""
         self._work: deque[int | SampleSpec] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()

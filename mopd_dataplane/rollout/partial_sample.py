@@ -40,8 +40,9 @@ class SampleSpec:
     tokenizer: str
     prompt_ids: tuple[int, ...]
     sampling_mask: bool = False
+    """Whether the sampling masks of its tokens are recorded."""
     experts: bool = False
-    """Whether the sampling masks of its tokens, and their experts, are recorded."""
+    """Whether the experts of its tokens are recorded."""
     sampler: str = FIRST_SAMPLER
     """Name of what draws its tokens, see sampling.SAMPLERS; OWN_NOISE where the engine draws with noise of its own."""
 

@@ -50,7 +50,8 @@ class Scorable:
     versions: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """[R] policy version of each response token; read for the student's top-k only."""
     temperature: float = 1.0
-    """Temperature of the sampler, at which teacher log-probs are taken so that equal models agree; 0 (greedy) is 1."""
+    """Temperature of the sampler. Teacher log-probs are taken at it too, so that equal models agree; 0 (greedy) counts
+    as 1."""
 
 
 @dataclass(frozen=True, slots=True)

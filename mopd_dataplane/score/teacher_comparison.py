@@ -42,7 +42,8 @@ class Comparison:
     answers: int
     tokens: int
     mean_logprob: float
-    """Mean teacher log-prob of the student's tokens; far below the student's own where the text is foreign to it."""
+    """Mean teacher log-prob of the student's tokens; far below the student's own, the text is foreign to the
+    teacher."""
     reverse_kl: float
     """Exact KL(student | teacher): what training can reduce."""
     entropy: float

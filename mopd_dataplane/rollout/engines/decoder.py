@@ -27,7 +27,10 @@ _GROWTH = 64
 
 
 class Decoder:
-    """A stock transformers causal LM on one device."""
+    """A stock transformers causal LM on one device.
+
+    Raises UnknownNameError without weights, MismatchError for an unsupported architecture.
+    """
 
     def __init__(self, folder: Path, *, rows: int, dtype: str, device: str) -> None:
         self.model = load_model(folder, dtype=dtype, device=device)
@@ -129,7 +132,8 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._slots))
 
     def place(self, columns: Tensor, width: int) -> Tensor:
-        """Announce a decode step of n rows up to column `width` - 1; its attention mask, bool [n, 1, 1, width]."""
+        """Announce a decode step of n rows, the furthest into column `width` - 1; returns its attention mask, bool
+        [n, 1, 1, width]."""
         self.columns = columns
         self.width = width
         return (torch.arange(self.width, device=columns.device) <= columns[:, None])[:, None, None, :]

@@ -45,8 +45,9 @@ class Request:
     stop: tuple[str, ...] = ()
     """Stop strings, matched over the whole response text."""
     sampling_mask: bool = False
+    """Whether the engine must report the sampling mask of each token."""
     experts: bool = False
-    """Whether the engine must report the sampling mask of each token, and the experts of each that it read."""
+    """Whether the engine must report the experts of each token that it read."""
 
     def digest(self) -> str:
         """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
@@ -85,7 +86,8 @@ class StepOutput:
     masks: SamplingMasks | None = None
     """Sampling masks of the B tokens, empty for those whose request does not ask; None when no request asks"""
     routes: Routes | None = None
-    """Experts of what was read since the step before, or since a request was admitted; None when no request asks"""
+    """Experts of the tokens that were read for the B tokens, since the request was admitted or its step before; None
+    when no request asks"""
 
 
 @runtime_checkable

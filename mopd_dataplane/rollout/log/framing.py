@@ -9,7 +9,8 @@ Record, 32-byte header little-endian, then the body, then zeros up to a multiple
 The checksum covers salt + rest of the header + body, and the padding is compared with zeros: no byte is outside a
 check. salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
 
-`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written (recovery.py).
+`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written. A record that
+cannot be read but lies at or below a watermark was damaged; above every watermark it may just not have been written.
 """
 
 import struct

@@ -2,9 +2,10 @@
 
     intent durable  ->  dispatch  ->  result durable  ->  its tokens may enter the sample
 
-Calls of one sample are totally ordered. When a turn is replayed after a crash, a call that has a result executes
-nothing. One that has an intent only is *in doubt*: the sandbox is asked by the call's key. Where it does not know, and
-where the environment asks for another command than the logged one, the sample is abandoned: nothing is run on a guess.
+Calls of one sample are totally ordered. When a turn is replayed after a crash, calls that have a result return it and
+execute nothing. A call with an intent but no result is *in doubt*: the sandbox is asked by the call's key. If it does
+not know, the sample is abandoned; a command is never run on a guess. A call that differs from the logged one means that
+the environment is not a function of the conversation: the sample has diverged and is abandoned too.
 """
 
 import json
