@@ -91,7 +91,9 @@ def resolve_reward(name: str) -> Reward:
     if name == "verifiers":
         conversation_reward = find_plugin("mopd.rewards", _VERIFIERS, {})
         return Reward(name, importlib.metadata.version("verifiers"), conversation_reward, whole=True)
-    function: Any = find_plugin("mopd.rewards", name, dict.fromkeys(_BUILT_IN))
+    function: Callable[[str, str], float | tuple[float, bool]] = find_plugin(
+        "mopd.rewards", name, dict.fromkeys(_BUILT_IN)
+    )
     if not callable(function):
         raise UnknownNameError(f"reward {name!r} is {type(function).__name__}, a function (prompt, response) is needed")
     version = _version(sys.modules[function.__module__])
