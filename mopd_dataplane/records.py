@@ -33,11 +33,7 @@ FORMAT_1_NAMES = {
 
 
 def sample_uid(seed: int, stage: str, prompt_id: str, index: int, iteration: int) -> str:
-    """128-bit identity of one sample as 32 hex digits, a pure function of its arguments.
-
-    >>> sample_uid(0, "student", "p0", 0, 1) == sample_uid(0, "student", "p0", 0, 1)
-    True
-    """
+    """128-bit identity of one sample as 32 hex digits, a pure function of its arguments."""
     name = f"{seed}\0{stage}\0{prompt_id}\0{index}\0{iteration}".encode()
     return hashlib.blake2b(name, digest_size=16, person=b"mopd-uid").hexdigest()
 

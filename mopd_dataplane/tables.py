@@ -82,7 +82,6 @@ class TableSpec:
     heavy: bool = False
     """Per-token payload: read by row for the batch at hand, never scanned whole."""
     storage: str = DATA_STORAGE_VERSION
-    """Lance file format."""
 
     @cached_property
     def schema(self) -> pa.Schema:

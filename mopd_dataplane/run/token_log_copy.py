@@ -34,14 +34,13 @@ def log_names(store: Store) -> list[str]:
 
 
 class StoredLog:
-    """The copy of one writer's log in a store, by its name wal/<stage>/<writer>; a rollout.log.wal.LogCopy."""
+    """The rollout.log.wal.LogCopy of one writer's log in a store, by its name wal/<stage>/<writer>."""
 
     def __init__(self, files: ObjectFiles, name: str) -> None:
         self._files = files
         self._name = name
 
     def fetch(self, folder: Path) -> int:
-        """Replace a local log of an earlier epoch by the copy; returns the newest claimed epoch."""
         listing = self._listing()
         if listing["epoch"] > max(epoch_folders(folder), default=0) and listing["files"]:
             staging = folder / ".fetched"
@@ -59,14 +58,12 @@ class StoredLog:
         return self._claimed()
 
     def claim(self, epoch: int) -> None:
-        """Claim an epoch. Raises ResourceError when another node holds it."""
         name = f"{self._name}/epoch/{epoch}.json"
         claim = json.dumps({"host": socket.gethostname(), "token": uuid.uuid4().hex}).encode()
         if not self._files.create(name, claim) and self._files.read(name) != claim:
             raise ResourceError(f"another node has just taken the log {self._name} in epoch {epoch}; run again")
 
     def ship(self, folder: Path, epoch: int) -> None:
-        """Copy the log as it is. Raises ResourceError when a later epoch is claimed."""
         if (newest := self._claimed()) > epoch:
             raise ResourceError(
                 f"another node took over the log {self._name} with epoch {newest}, this one has {epoch} and stops; "

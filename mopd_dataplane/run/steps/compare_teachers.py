@@ -31,8 +31,8 @@ def compare_teachers(
     was evaluated. Raises InputError when the stage has no rewarded answers.
     """
     run = open_run(job, Progress(console), make=False)
-    answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
-    if not any(answers.values()):
+    answers = {name: chosen for name in job.domains_of(stage) if (chosen := _rewarded(run, stage, name, samples))}
+    if not answers:
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
     device = resolve_device(stage.score.device)
     student = TeacherForward((HfReader(load_model(run.policies.folder(stage, 0), device=device)),))
@@ -45,8 +45,6 @@ def compare_teachers(
         for name in names:
             teacher = pool.teacher(name)
             for domain, chosen in answers.items():
-                if not chosen:
-                    continue
                 told = prompt_renderer(run, name, [sample for sample, _ in chosen])
                 read = [
                     Answer(student=model_input(sample, None), teacher=model_input(sample, told), reward=reward)
