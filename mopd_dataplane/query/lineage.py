@@ -97,7 +97,10 @@ def sample_lineage(store: Store, uid: str) -> SampleLineage:
 
 
 def uses_of(store: Store, sample_rows: Sequence[int], snapshot: Snapshot | None = None) -> dict[int, pa.Table]:
-    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch."""
+    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch.
+
+    All plans are read once, whatever the number of rows.
+    """
     wanted = np.asarray(sample_rows, np.int64)
     uses: dict[int, list[dict[str, object]]] = {int(row): [] for row in wanted}
     columns = ["stage", "window", "digest", "sample_rows", "pack_starts", "step_starts"]

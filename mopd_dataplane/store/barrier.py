@@ -1,6 +1,7 @@
 """A Lance commit is atomic but not durable: Lance syncs nothing. The barrier does, in two steps around the commit.
 
-    sync_data      before the commit: the files a version will name, which a power cut can then not take away.
+    sync_data      before the commit: the files a version will name. A version never points to bytes a power cut
+                   can take away.
     sync_version   after it: manifest, transaction, directories, and data another process did not live to sync.
 
 Files synced before are remembered and skipped. A failed sync is never repeated: the kernel drops the dirty pages, and

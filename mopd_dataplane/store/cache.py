@@ -171,7 +171,7 @@ class RangeCache:
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:
-        """Whether this process got the folder's lock within LOCK_S: a stopped process delays others no longer."""
+        """Whether this process got the folder's lock within LOCK_S, the longest that a stopped one delays others."""
         mine = try_lock(self._lock, LOCK_S)
         try:
             yield mine

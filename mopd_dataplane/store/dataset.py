@@ -71,7 +71,8 @@ class Store:
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
         """Open an existing store.
 
-        Raises UnknownNameError when there is none, MismatchError for another format version, DamagedError for damage.
+        Raises UnknownNameError when there is none, MismatchError when its format version is another one, DamagedError
+        when its mark is not as it was written.
         """
         store = cls.find(uri, storage_options)
         if store is None:
@@ -266,7 +267,8 @@ class Store:
     def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
         """Make samples visible and durable, payload first, exactly once by uid.
 
-        Repeating the call with the same samples changes nothing, in whichever process, whatever was stopped meanwhile.
+        Repeating the call with the same samples, here or in another process, changes nothing, also where a process
+        that was stopped in the middle wakes up after its successor.
         Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
         drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
         """
@@ -280,7 +282,8 @@ class Store:
     def add_teacher(self, teacher: Teacher) -> None:
         """Record a teacher in `teachers`.
 
-        Raises MismatchError when the name is another's (by digests), InputError when name or head file leave the store.
+        Raises MismatchError when another one has the name (digests compared), InputError when the name or the head
+        file's place would leave the store.
         """
         check_teacher(teacher)
         self._insert("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
@@ -291,8 +294,9 @@ class Store:
         return {row["name"]: Teacher(**row) for row in rows}
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
-        """Make one teacher's signals visible and durable, but those the store has; returns how many are new.
+        """Make one teacher's signals visible and durable; those the store has already are left alone.
 
+        Returns how many are new. No byte of `samples` or `tokens` changes.
         Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN).
         """
         known = self.teachers()
@@ -321,7 +325,10 @@ class Store:
     def signal_reader(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
     ) -> PayloadReader:
-        """Reader of one signal for any of these rows of `samples`, looked up once; raises as signal_rows does."""
+        """Reader of one signal for any of the given rows of `samples`, which are looked up once.
+
+        Raises UnknownNameError naming the first sample that lacks it.
+        """
         rows = np.unique(np.asarray(sample_rows, np.int64))
         found = self.signal_rows(teacher, kind, rows, snapshot)
         return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
@@ -439,6 +446,8 @@ class Store:
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
         """Merge small files and drop old versions; see maintain.compact."""
         return maintain.compact(self._place, {name: self._table(name) for name in self.names()}, now=now)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:

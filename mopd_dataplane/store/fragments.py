@@ -39,7 +39,7 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 
 
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
-    """Merge neighbouring files below `limit` bytes; how many were replaced. The handle moves to the new version.
+    """Merge neighbouring files below `limit` bytes; returns how many it replaced. The handle moves to the new version.
 
     Raises OSError when another commit came first, DamagedError as check_copies does; nothing has changed then.
     """
@@ -66,7 +66,7 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
 
 def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
-    """See drop_versions, of those older than KEEP; files of interrupted commits go when they are seven days old."""
+    """Drop versions older than KEEP (see drop_versions), and week-old files of interrupted commits."""
     return drop_versions(dataset, older_than=KEEP)
 
 

@@ -1,8 +1,9 @@
 """Key -> row id, in memory: an insert costs the same at any table size.
 
-A merge against the table reads the whole key column at every commit, and a scalar index switches off Lance's own
-duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the row id of every key,
-16 bytes a row, loaded once. Hits are confirmed by reading the key, so a hash collision costs a read, never a row.
+A merge against the table reads the whole key column at every commit, and a scalar index makes it fast but switches
+off Lance's own duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the
+row id of every key: 16 bytes a row, loaded once, extended by what was appended since. Hits are confirmed by reading the
+key itself, so a hash collision costs a read, never a row.
 """
 
 from typing import Any

@@ -24,7 +24,10 @@ LARGE_FILE = 1 << 30
 
 
 def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
-    """See Store.info; freeable_bytes: data that neither the newest nor a tagged version names, dropped a day later."""
+    """Counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
+
+    freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it a day later.
+    """
     report = {}
     for name, table in tables.items():
         dataset = table.open()

@@ -161,7 +161,10 @@ def _crcs_of(payload: pa.Table) -> list[int]:
 def scored_rows(
     scores: lance.LanceDataset, teacher: str, kind: str, sample_rows: NDArray[np.int64] | None = None
 ) -> pa.Table:
-    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of all samples, or these rows, with this signal."""
+    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal.
+
+    sample_rows: those that are needed; LOOKED_UP or fewer are looked up, without the others being read.
+    """
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
     few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
     wanted = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
@@ -238,7 +241,10 @@ class PayloadReader:
     def lists(
         self, sample_rows: NDArray[np.int64], columns: Sequence[str] | None = None, *, verify: bool
     ) -> dict[str, Lists]:
-        """Payload columns of some samples, in the asked order, by default the checksum's; raises as read_tokens."""
+        """Columns of the payload of some of the samples, in the asked order; by default those of the checksum.
+
+        Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
+        """
         self.look_up(sample_rows)
         at, wanted = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
         rows, sizes = self._rows[at], self._sizes[at]

@@ -33,7 +33,10 @@ def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, 
 
 
 def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | None = None) -> Snapshot:
-    """The snapshot under this tag; where there is none, `wanted` gets it, or one taken now. Safe to repeat."""
+    """The snapshot under this tag; where there is none, `wanted` gets it, or one taken now.
+
+    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `wanted`.
+    """
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
     if (held := _held(place, tag)) is not None:

@@ -1,6 +1,7 @@
 """Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags too.
 
-A tag that is deleted while Lance lists their folder and then reads each file ends the call, which is then repeated.
+Lance lists a folder and then reads each file of it: a tag that is deleted between the two ends the call, whichever
+version it was for. Such a call is repeated.
 """
 
 import contextlib

@@ -292,7 +292,10 @@ def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, i
 def _echo(
     name: str, rows: pa.Table, target_name: str, target: lance.LanceDataset, pointer: str, numbers: NDArray[np.int64]
 ) -> Generator[Finding, None, NDArray[np.int64]]:
-    """Findings, by the ids `numbers`, of pointers to a row of another uid; returns the places of the sound ones."""
+    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound.
+
+    numbers: [n] row id of each of `rows`.
+    """
     points = rows[pointer].to_numpy()
     total, offsets = target.count_rows(), row_ids(target).find(points)
     inside = offsets >= 0
