@@ -30,8 +30,7 @@ Result = TypeVar("Result")
 def publish_file(target: Path, content: bytes) -> None:
     """Replace a small file atomically and durably; processes that do so at the same time take turns.
 
-    Raises InputError when something else than a file has the name, DeadlineError when another process does not come to
-    an end.
+    Raises InputError when something else than a file has the name, DeadlineError when another process never ends.
     """
     check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)

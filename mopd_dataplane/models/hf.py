@@ -92,8 +92,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Tokenizer of a local model folder; uses no network.
 
-    Folders whose files beside the weights are the same, such as the versions of a policy, share one object: do not
-    change it.
+    Folders with the same files beside the weights, as the versions of a policy, share one object: do not change it.
     """
     _require_sound(folder)  # before seconds are spent on an import
     from transformers import AutoTokenizer

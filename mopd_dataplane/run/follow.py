@@ -228,8 +228,7 @@ def _has_ended(run: Run, stage: Stage, what: str) -> bool:
 def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
     """Take part in the training of every stage, or of one.
 
-    Raises DeadlineError when the first node makes no progress for days, InputError when the store is not shared, and
-    what training raises.
+    Raises what training does, DeadlineError when the first node stands still for days, InputError for an object store.
     """
     if "://" in job.store:
         raise InputError(f"store {job.store} is an object store; give a folder that all nodes share")
