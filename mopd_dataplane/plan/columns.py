@@ -191,7 +191,7 @@ class _Numbers:
 
     def __init__(self, limit: int) -> None:
         self.groups: Ints | None = None
-        """[n] code of each group, where groups matter; known once the samples are in order."""
+        """[n] place of each group among sorted names, where groups matter; known once the samples are in order."""
         self._group_names: list[pa.Array] = []
         self._columns = {name: _Column(limit, kind, int(name == "row")) for name, kind in _KINDS.items()}
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -263,8 +263,10 @@ class _Numbers:
                 block *= len(names)
                 block += writers[here]
         if self._group_names:
-            self.groups = _codes(pa.chunked_array(self._group_names))[0].astype(np.int64)
+            encoded = pc.dictionary_encode(pa.chunked_array(self._group_names)).combine_chunks()
+            self.groups = _sorted_names(encoded.dictionary)[0][encoded.indices.to_numpy()].astype(np.int64)
             self._group_names = []
+            del encoded
         del writers, iteration
         for name in ("iteration", "writer", "writer_seq"):
             del self._arrays[name]
@@ -302,15 +304,6 @@ class _Numbers:
 def _ints(column: pa.ChunkedArray) -> Ints:
     # Chunks go straight into place: a whole column in Arrow's own type would be one more copy.
     return np.concatenate([np.empty(0, np.int64), *(chunk.to_numpy() for chunk in column.chunks)], dtype=np.int64)
-
-
-def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:
-    """Dictionary codes and names of a string column; names sorted, so codes do not depend on row order."""
-    encoded = pc.dictionary_encode(column).combine_chunks()
-    if isinstance(encoded, pa.ChunkedArray):  # no rows
-        return np.empty(0, dtype=np.int32), []
-    rank, names = _sorted_names(encoded.dictionary)
-    return rank[encoded.indices.to_numpy()], names
 
 
 def _sorted_names(seen: pa.Array) -> tuple[NDArray[np.int32], list[str]]:
@@ -358,13 +351,11 @@ def _has_kind(
         raise InputError(
             f"the objective needs {kind!r} signals, but the planner was given no scores; pass the rows of `scores`"
         )
-    code_of, kinds = _codes(scores["teacher"]), _codes(scores["kind"])
     scored = _ints(scores["sample_row"])
     teacher_of_row = np.full(int(max(rows.max(initial=-1), scored.max(initial=-1))) + 1, -1, dtype=np.int16)
     teacher_of_row[rows] = teacher_codes
-    code_of_name = np.array([teachers.index(name) if name in teachers else -2 for name in code_of[1]], dtype=np.int16)
-    is_kind = np.array([name == kind for name in kinds[1]], dtype=bool)
-    own = is_kind[kinds[0]] & (teacher_of_row[scored] == code_of_name[code_of[0]])
+    code = pc.index_in(scores["teacher"], value_set=pa.array(teachers, pa.string())).fill_null(-2).to_numpy()
+    own = pc.equal(scores["kind"], kind).to_numpy() & (teacher_of_row[scored] == code)
     return _among(rows, scored[own])
 
 

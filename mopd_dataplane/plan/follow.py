@@ -190,14 +190,13 @@ def _staleness_wait(
     pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: sections.Plan, policy_version: int
 ) -> str:
     """Reason to hold the trainer back, or empty."""
-    if not settings.max_staleness or settings.stale != "wait":
+    versions = pending_versions.tolist() + ([] if oldest_in_flight is None else [oldest_in_flight])
+    oldest = min(versions, default=policy_version + 1)
+    age = policy_version + 1 - oldest
+    if settings.stale != "wait" or not 0 < settings.max_staleness < age:
         return ""
-    versions = [int(version) for version in pending_versions] + ([] if oldest_in_flight is None else [oldest_in_flight])
-    if not versions or policy_version + 1 - min(versions) <= settings.max_staleness:
-        return ""
-    age = policy_version + 1 - min(versions)
     return (
-        f"unfinished samples of policy version {min(versions)} would be {age} versions old after one more update; "
+        f"unfinished samples of policy version {oldest} would be {age} versions old after one more update; "
         f"the bound is {settings.max_staleness}"
     )
 
