@@ -21,7 +21,8 @@ fragments.py       merging of small files, so that a table has few
 arrow_rows.py      records <-> Arrow rows
 repetition.py      how much of a response repeats itself
 sample_values.py   refusal of values that no sample can have, before any cast
-commit.py          samples: payload first and once, metadata last
+payload.py         writing payload once
+commit.py          samples: payload first, metadata last
 signals.py         teachers' signals: payload first, then `scores`
 reading.py         payload by row id
 lists.py           lists of some rows of a table, one column

@@ -22,6 +22,7 @@ from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.arrow_rows import check_sample, placed_rows, sample_crc, sample_rows, token_rows
+from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
 from mopd_dataplane.store.sample_values import other_content
 from mopd_dataplane.store.table import Table
@@ -106,31 +107,3 @@ def _dropped(
             "such); a uid names one content for ever: give the new sample a uid of its own (records.sample_uid)"
         )
     return lost
-
-
-def place_payload(
-    table: Table,
-    uids: Sequence[str],
-    crcs_of: Callable[[list[int]], Sequence[int]],
-    make_rows: Callable[[list[int]], pa.Table],
-    crcs_at: Callable[[lance.LanceDataset, list[int]], list[int]],
-    *,
-    adopt: bool = True,
-) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-    """[n] row id of each payload in `table`, and a version that has them all.
-
-    A row with equal uid and checksum that an interrupted commit left, and to which no metadata row points, is used. The
-    rest is appended. `crcs_of` has the checksums of given places of the batch, `make_rows` builds their rows; `crcs_at`
-    computes the checksums of given rows of the dataset. Without `adopt` the table is known to hold nothing unused.
-    """
-    places, dataset = np.full(len(uids), -1, np.int64), table.open()
-    if adopt:
-        places, dataset = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
-    left = np.flatnonzero(places >= 0)
-    if len(left):
-        equal = np.array(crcs_at(dataset, places[left].tolist())) == np.array(crcs_of(left.tolist()))
-        places[left[~equal]] = -1
-    fresh = np.flatnonzero(places < 0)
-    if len(fresh):
-        places[fresh], dataset = table.append(make_rows(fresh.tolist()))
-    return places, dataset

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, UnknownNameError
 from mopd_dataplane.records import Signal, Snapshot
-from mopd_dataplane.store.commit import place_payload
 from mopd_dataplane.store.copy_files import begin_copy, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED
+from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import fitting_rows, read_signal, signal_crcs, take_payload, take_rows, token_crcs
 from mopd_dataplane.store.row_checksums import wrong_rows

@@ -14,7 +14,7 @@ from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.fields import SIGNALS, Field, of_signal, value
 from mopd_dataplane.records import Signal, Teacher
 from mopd_dataplane.store.arrow_rows import list_column, to_rows
-from mopd_dataplane.store.commit import place_payload
+from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import signal_crcs, take_offsets
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.table import Table
