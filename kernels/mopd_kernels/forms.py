@@ -23,11 +23,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 REVERSE, FORWARD, JSD, SKEW_FORWARD, SKEW_REVERSE = range(5)
 Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
-KINDS: dict[str, int] = dict(zip(get_args(Kind), range(5), strict=True))
+KINDS: dict[str, int] = {
+    "reverse": REVERSE,
+    "forward": FORWARD,
+    "jsd": JSD,
+    "skew_forward": SKEW_FORWARD,
+    "skew_reverse": SKEW_REVERSE,
+}
 SERIES_ORDERS = range(2, 7)
 
 
