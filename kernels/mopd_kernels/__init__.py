@@ -14,8 +14,9 @@
 
 Names load on first use: ``row_bytes`` and the layouts need no torch.
 
-Axes, in every file: N rows (response tokens), C rows of a chunk, D hidden width (Ds student, Dt teacher), V vocabulary,
-W columns of a part of it, k stored tokens, G groups of a stored row, B columns or tokens of one Triton program at once.
+Axes, in every file: N rows (response tokens), C rows of a chunk, D hidden width (Ds student, Dt teacher), V' tokens of
+a head (Vs student, Vt teacher) and V those in use, W columns of a part of V, k stored tokens, U ids of the largest
+sampling mask, G groups of a stored row or of the vocabulary, B columns or tokens of one Triton program at once.
 """
 
 from __future__ import annotations

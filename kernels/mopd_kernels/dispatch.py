@@ -1,4 +1,8 @@
-"""Choice of backend and mode for a call, its division into blocks, and the reason."""
+"""Choice of backend and mode for a call, its division into blocks, and the reason.
+
+Triton row kernels run on CUDA tensors, plain PyTorch everywhere else. Both read the same float32 products and write the
+same numbers up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +85,7 @@ def choose_backend(
 
 
 def row_functions(backend: str, family: str) -> ModuleType:
-    """Row operations of a family, such as ``fdiv``: both backends read the same float32 products and write the same
-    numbers up to rounding. Those of ``triton_rows`` are imported only when chosen."""
+    """Row operations of a family, such as ``fdiv``: those of ``triton_rows`` are imported only when chosen."""
     return importlib.import_module(f"mopd_kernels.{backend}_rows.{family}")
 
 

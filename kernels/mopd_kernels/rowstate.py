@@ -2,8 +2,9 @@
 
 The state of a row is an online softmax (Milakov & Gimelshein, arXiv 1805.02867) of student and teacher together, each
 with the first moments that both KL directions and both entropies need. Merging is associative, so vocabulary tiles,
-vocabulary slices and vocabulary-parallel ranks all use the same rescale-and-add. Every field is [N];
-tops are int64, the rest is the compute dtype.
+vocabulary slices and vocabulary-parallel ranks all use the same rescale-and-add.
+
+Every field is [N] (rows); tops are int64, the rest is the compute dtype.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class _Sink:
         direct = self.tensor_cores and weight.dtype == self.operand and groups <= DIRECT_ADDITIONS
         widened = needs.weight and weight.dtype != dtype and not direct
         self.wide = torch.empty_like(self.weight, dtype=dtype) if widened else None
-        """Where the head gradient accumulates, unless in itself."""
+        """The head gradient in the compute dtype while it accumulates; None when it accumulates in its own."""
 
     def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
         """Fold in one group: hidden [C, D], logit gradients [C, V]."""

@@ -79,7 +79,8 @@ class Checkpoints:
         self._ranks = ranks
 
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
-        """Write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the disk is full."""
+        """Write a checkpoint: write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the
+        disk is full."""
         # In which torch reports what went wrong on each rank; it is no Exception.
         from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,4 +1,8 @@
-"""Exact full-vocabulary divergence between student and teacher, from hidden states and heads, never [N, V]."""
+"""Exact full-vocabulary divergence between student and teacher, from hidden states and heads.
+
+Axes: N rows (response tokens), Ds and Dt hidden widths, Vs and Vt tokens of the heads, V those that both models share.
+No [N, V] tensor ever exists.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Log-probability (and entropy) of sampled tokens from hidden states and a head, differentiable, never [N, V]."""
+"""Log-probability (and entropy) of sampled tokens from hidden states and a head, differentiable, never [N, V].
+
+Axes: N rows, D hidden width, V' tokens of the head, V of them in use, U ids of the largest sampling mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Divergence from a teacher stored as its top-k log-probabilities."""
+"""Divergence from a teacher stored as its top-k log-probabilities.
+
+Axes: N rows, k stored tokens, D hidden width, V' tokens of the head, V of them in use.
+"""
 
 from __future__ import annotations
 

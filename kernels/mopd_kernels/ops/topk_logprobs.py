@@ -1,4 +1,7 @@
-"""Log-probabilities of k tokens of every row, the k largest or k given ones, as a scoring pass stores them."""
+"""Log-probabilities of k tokens of every row, the k largest or k given ones, as a scoring pass stores them.
+
+Axes: N rows, D hidden width, V vocabulary, k stored tokens.
+"""
 
 from __future__ import annotations
 
