@@ -282,8 +282,10 @@ def size(
         print_json(rows) if as_json else print_fitting(list(rows[0]), [list(row.values()) for row in rows])
         return
     figures = sizes.size(workload, machine)
-    shown = {"inputs": sizes.inputs(workload, machine), **figures}
-    print_json(shown) if as_json else print_facts(sizes.readable(figures))
+    if as_json:
+        print_json({"inputs": sizes.inputs(workload, machine), **figures})
+    else:
+        print_facts(sizes.readable(figures))
 
 
 def view(

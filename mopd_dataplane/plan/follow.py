@@ -26,7 +26,10 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled."""
+    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled.
+
+    A window without steps closes the log: no window follows.
+    """
 
     window: PlanWindow | None = None
     wait: str = ""
@@ -55,9 +58,12 @@ def next_window(
     columns: every sample of the stage that is visible. settled_rows: rows planned or dropped before. admission: [n]
     ordinal of each sample, counted from 0 without gaps in the order generations were admitted; default: the order of
     their rows, which is the order in which they finished. oldest_in_flight: oldest policy version of generations that
-    are not visible yet; None when there are none. finished: the producers have ended. training: how the window would be
-    trained; its policy_version is the version that would start it. docs/planning.md says what a window waits for and
-    what is dropped. Raises InputError as build_window does.
+    are not visible yet; None when there are none. finished: the producers have ended; the remaining samples are
+    planned, those that still lack a signal dropped and recorded. training: how the window would be trained; its
+    policy_version is the version that would start it. With `stale = "drop"`, samples over `max_staleness` are dropped.
+    With "wait" nothing is dropped: the trainer waits while one more version would make unfinished samples older than
+    the bound. With a mixture, the window waits until every weighted domain has its share; at the end, samples beyond a
+    domain's share are dropped and recorded. Raises InputError as build_window does.
     """
     policy_version, group_size = training.policy_version or 0, training.group_size
     ordinals = columns.sample_rows if admission is None else admission
@@ -140,9 +146,10 @@ def _first_gap(ordinals: Ints, pending: Mask, numbered: bool) -> int:
 def _choose(
     columns: Columns, settings: sections.Plan, training: Training, key: int, usable: Mask, *, whole: bool
 ) -> Mask:
-    """[n] the first batch of usable samples in admission order, or in the mixture's, drawn from `key`.
+    """[n] the first batch of usable samples in admission order, or in the mixture's.
 
-    While they are not all there: none if `whole`, else those that are.
+    key: of the random numbers that decide between domains. While they are not all there: none if `whole`, else those
+    that are.
     """
     members = _units(columns, np.flatnonzero(usable), training.group_size)
     if settings.mixture and len(members):
@@ -190,10 +197,12 @@ def _staleness_wait(
     pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: sections.Plan, policy_version: int
 ) -> str:
     """Reason to hold the trainer back, or empty."""
+    if not settings.max_staleness or settings.stale != "wait":
+        return ""
     versions = pending_versions.tolist() + ([] if oldest_in_flight is None else [oldest_in_flight])
     oldest = min(versions, default=policy_version + 1)
     age = policy_version + 1 - oldest
-    if settings.stale != "wait" or not 0 < settings.max_staleness < age:
+    if age <= settings.max_staleness:
         return ""
     return (
         f"unfinished samples of policy version {oldest} would be {age} versions old after one more update; "

@@ -138,7 +138,7 @@ def _when(used: Floats, count: int) -> float:
 
 def _check(counts: Ints, domain_names: Sequence[str], weights: Mapping[str, Weight]) -> None:
     present = {name for name, count in zip(domain_names, counts.tolist(), strict=True) if count}
-    largest = {name: w if isinstance(w, int | float) else max(at for _, at in w) for name, w in weights.items()}
+    largest = {name: w if isinstance(w, int | float) else max(value for _, value in w) for name, w in weights.items()}
     wanted = {name for name, weight in largest.items() if weight > 0}
     if not wanted or not wanted <= present or not present <= set(weights):
         raise InputError(
