@@ -1,4 +1,4 @@
-"""Calls that are measured: the wall time of one, and one in a process of its own, whose memory and time are its own."""
+"""Wall time of a call, and a call in a process of its own, whose memory and time are those of that work alone."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Does an interruption make samples shorter? Eight ways to treat one, on a deterministic engine.
+"""Does an interruption make samples shorter? Eight ways to treat one (ARMS), on a deterministic engine.
 
 B and D must equal A token for token; C, E and G must come out short, and F long; H is another draw from A's
 distribution. docs/durability.md (Length bias) says what theory predicts for C, and what was measured.

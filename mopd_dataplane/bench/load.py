@@ -57,7 +57,8 @@ def measure(
 
     Returns {tokens_per_s, cpu_s_per_mtoken, hidden_bytes_per_s, preadv_bytes_per_s, memcpy_bytes_per_s,
     hidden_ratio_to_preadv, pss_bytes: {ranks: bytes}}. pss_bytes is the memory of the loader and of all trainers
-    together when every trainer reads the same packs, from the kernel's proportional set sizes.
+    together when every trainer reads the same packs, from the kernel's proportional set sizes. The limits write into
+    slots like the loader's: memcpy from memory, preadv as many bytes as the hidden states from the page cache.
     """
     with tempfile.TemporaryDirectory(prefix=".bench-load-", dir=folder) as scratch:
         root = Path(scratch)

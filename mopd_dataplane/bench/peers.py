@@ -3,7 +3,9 @@
 The work is a folder made by `write_work`: samples as byte records one after the other, and packs that name samples.
 Each peer stores it in its own format, delivers pack after pack to this process from another one where its design has
 one, and this process takes the checksum of every byte, as the client of mopd's loader does. A peer's packs are the bare
-bytes of their samples; mopd's also carry positions, policy versions and offsets. crowd.py says when it makes a pass.
+bytes of their samples; mopd's also carry positions, policy versions and offsets.
+
+A peer warms up, then makes a measured pass for every line on stdin; see crowd.py.
 """
 
 import json

@@ -246,6 +246,7 @@ def train(of: OneStage, follow: Follow = False, *, given: Given) -> None:
 
 
 def add_to(app: Typer) -> None:
+    """Register the job commands, in the order of the flow."""
     job = "jobs/quickstart"
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
     on_ray = f"mopd run {job} --ray --set scale.engines=2"

@@ -1,5 +1,6 @@
-"""Commands from functions: the docstring is the help text, its examples stand below the options. Each file of commands
-has an `add_to`, which registers them.
+"""Commands from functions: the docstring is the help text, its examples stand below the options.
+
+Each file of commands has an `add_to`, which registers them.
 
 A parameter whose type is a dataclass stands for the options that are declared at the fields of the dataclass, so that
 options which several commands share, or which are fields of settings anyway, are declared once.

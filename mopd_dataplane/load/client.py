@@ -265,7 +265,10 @@ class LoaderClient:
 
 @dataclass(kw_only=True)
 class LoadedBatch(Batch):
-    """A batch whose `packs` are a sequence of known length, each fetched at first use and valid until released."""
+    """A batch whose packs are read from shared memory as they are asked for.
+
+    `packs` is a sequence: its length is known, an element is fetched at first use and stays valid until released.
+    """
 
     packs: _LazyPacks
 

@@ -1,8 +1,9 @@
 """Payload of the next packs, from which their slots are filled.
 
 The loader looks up the samples of many packs at once, in the order they are stored. Where files allow it, their lists
-then go from the file straight into the slot; else they were read together (docs/loader.md says why), and are kept until
-those packs are filled.
+then go from the file straight into the slot; else they were read together, because Lance reads neighbouring rows far
+cheaper than scattered ones, and are kept until those packs are filled. Where each sample goes in its pack is worked out
+for all of them together.
 """
 
 from __future__ import annotations

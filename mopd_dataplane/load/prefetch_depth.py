@@ -26,6 +26,7 @@ class PrefetchDepth:
     def __init__(self, least: int) -> None:
         """least: depth that is always kept."""
         self.depth = least
+        """Packs to keep ready."""
         self.longest_read_s = 0.0
         self._least = least
         self._asked: list[float] = []

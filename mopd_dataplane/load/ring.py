@@ -1,8 +1,10 @@
 """The ring: slots of shared memory, each for one pack.
 
-Each slot is one sealed memfd, whose pages are allocated when it is made; docs/loader.md (Slots) says why. Released
-slots are reused; the ring makes a new one only while it stays inside its bound. A pack larger than the usual slot gets
-one of its own size, for which free slots make room (docs/decisions/0006-large-packs.md).
+Each slot is one memfd: it has no name, so nothing is left behind when every process that holds it is gone, however it
+died. Its pages are allocated when the slot is made, so that a machine without room says so instead of killing a
+process at first touch, and it is sealed: no process can shrink it, and only the loader can write to it.
+Released slots are reused; the ring makes a new one only while it stays inside its bound. A pack larger than the usual
+slot gets one of its own size, for which free slots make room (docs/decisions/0006-large-packs.md).
 """
 
 import errno

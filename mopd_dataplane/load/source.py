@@ -259,7 +259,10 @@ class WindowSource:
         return np.asarray(pc.list_value_length(versions).to_numpy().astype(np.int64))
 
     def _held(self, record: str) -> list[per_token.Field]:
-        """The record's fields if some sample of the window has it, else none. Raises MismatchError for two widths."""
+        """Fields of one record that packs carry: all of them where some sample of the window has it, else none.
+
+        Raises MismatchError for more than one width.
+        """
         some = [field for field in per_token.RECORDED if field.record == record]
         for field in some:
             if not self._store.has_column(per_token.TOKENS, field.column, self.plan.snapshot):
