@@ -48,7 +48,8 @@ __all__ = [
 def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> Store:
     """Open an existing store (a folder or an object-store URI) for reading and writing.
 
-    Raises UnknownNameError when there is no store, MismatchError when a newer version wrote it.
+    Raises UnknownNameError when there is no store, MismatchError when another format version wrote it, DamagedError
+    when its mark is not as it was written.
     """
     from mopd_dataplane.store.dataset import Store
 
@@ -56,7 +57,7 @@ def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> St
 
 
 def create_store(uri: str, *, storage_options: dict[str, str] | None = None, single_writer: bool = False) -> Store:
-    """Open a store, creating it if there is nothing at `uri`; single_writer: see Store.create."""
+    """Open a store, creating it if there is nothing at `uri`; single_writer and errors: see Store.create."""
     from mopd_dataplane.store.dataset import Store
 
     return Store.create(uri, storage_options=storage_options, single_writer=single_writer)

@@ -39,7 +39,7 @@ def sample_uid(seed: int, stage: str, prompt_id: str, index: int, iteration: int
 
 
 class Column(NamedTuple):
-    """What tables.py says of an attribute, where a record is a row of a table as it is."""
+    """What tables.py says of an attribute, where a record is a row of a table."""
 
     doc: str
     dtype: str = ""

@@ -1,6 +1,6 @@
 """The columns: the Arrow schema of every table, one constant each.
 
-The columns of `prompts`, `teachers`, `plans` and `steps` are the attributes of their records, where they stand.
+The columns of `prompts`, `teachers`, `plans` and `steps` are the attributes of their records (records.py).
 Every field carries its meaning under the metadata key `doc` and, where one could guess wrong, its `unit`.
 `schemas/<table>/v2.json` is generated from here (`make schemas`) and a test fails when the two drift. Evolution is
 additive: new nullable columns only. FORMAT_VERSION counts incompatible changes; a store of a newer one is refused.
@@ -44,7 +44,10 @@ def _list_of(dtype: str) -> pa.DataType:
 
 
 def _fields(some: Iterable[fields.Field]) -> list[pa.Field]:
-    """Columns of per-token fields (fields.py): lists, but for Lance's blobs, large bytes read by range."""
+    """Columns of per-token fields (fields.py): lists, but for blobs.
+
+    A blob, large bytes read by range, is Lance's by its metadata: declared without importing lance.
+    """
     blob = {"unit": "bytes", "blob": "v2"}
     return [
         pa.field(field.column, pa.large_binary(), nullable=False, metadata={"doc": field.doc, **blob})
@@ -55,7 +58,7 @@ def _fields(some: Iterable[fields.Field]) -> list[pa.Field]:
 
 
 def _columns(record: type) -> list[pa.Field]:
-    """Columns of a record that is a row as it is: of its attributes, in their order."""
+    """Columns of a record that is a row: of its attributes, in their order."""
     hints = get_type_hints(record, include_extras=True)
     return [
         _field(name, _type(column.dtype), column.doc, null=column.null, unit=column.unit)
@@ -82,6 +85,7 @@ class TableSpec:
     heavy: bool = False
     """Per-token payload: read by row for the batch at hand, never scanned whole."""
     storage: str = DATA_STORAGE_VERSION
+    """Lance file format."""
 
     @cached_property
     def schema(self) -> pa.Schema:

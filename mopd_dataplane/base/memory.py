@@ -19,7 +19,8 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
 
     A plan of millions of samples takes and frees arrays of tens of megabytes, and so does a large commit, in Lance.
     glibc returns each to the kernel immediately, which clears every page before it is used again: a sixth of the
-    planner's time. Without glibc nothing changes. return_it: False keeps up to KEPT_BYTES, for the next block.
+    planner's time. Without glibc nothing changes.
+    return_it: False keeps up to KEPT_BYTES at the end, for the next block.
     """
     if not hasattr(_LIBC, "mallopt"):
         yield

@@ -148,6 +148,10 @@ class Job(Section):
                 return routing[key]
         raise JobFileError(f"no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]")
 
+    def routes_by_effort(self, stage: Stage) -> bool:
+        """Whether some domain of a stage has a teacher for one effort mode only."""
+        return any("/" in key for key in stage.routing or self.routing)
+
     def members_of(self, teacher: str) -> tuple[str, ...]:
         """Teachers with weights of their own that a teacher is made of: itself, or the members of its blend."""
         return tuple(self.teachers[teacher].blend) or (teacher,)

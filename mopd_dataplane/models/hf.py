@@ -215,8 +215,10 @@ def save_policy(
     *,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a policy folder (weights, config, tokenizer) once and durably, see make_folder. state_dict: weights to
-    write instead of the model's own, which may be shards or of another dtype."""
+    """Write a policy folder (weights, config, tokenizer) once and durably, see make_folder.
+
+    state_dict: weights to write instead of the model's own, which may be shards or of another dtype.
+    """
 
     def fill(staging: Path) -> None:
         model.save_pretrained(staging, state_dict=state_dict)

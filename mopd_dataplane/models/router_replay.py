@@ -41,8 +41,10 @@ class Routing:
         return torch.cat([router.chosen() for router in self._routers], dim=1).to(torch.int16)
 
     def replay(self, ids: Tensor | None) -> None:
-        """Follow ids [N, E * k] in the forward passes from now on, also when checkpointed layers are computed again,
-        NONE where the router chooses; None ends it. Raises MismatchError for another E * k."""
+        """Follow ids [N, E * k] in the forward passes from now on, NONE where the router chooses; None ends it.
+
+        They are kept for the recomputation of checkpointed layers. Raises MismatchError for another E * k.
+        """
         widths = [router.width for router in self._routers]
         if ids is not None and ids.shape[1] != sum(widths):
             raise MismatchError(

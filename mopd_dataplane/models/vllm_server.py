@@ -33,8 +33,10 @@ _UNKNOWN = ("", "default")
 
 
 class VllmServer:
-    """One vLLM server, by the URL of its API root, as http://127.0.0.1:8000/v1. Raises InputError for an impossible URL
-    or without httpx2, EngineError when nobody answers there."""
+    """One vLLM server, by the URL of its API root, as http://127.0.0.1:8000/v1.
+
+    Raises InputError for an impossible URL or without httpx2, EngineError when nobody answers there.
+    """
 
     def __init__(self, url: str) -> None:
         require(["httpx2"])

@@ -7,8 +7,9 @@
 They communicate through the store only. A producer that is ahead is held back between iterations, never inside one; a
 trainer that is ahead waits. Each records that it has ended, and each can be killed and started again.
 
-The nodes besides the first only train, together with the first node's ranks (docs/ranks.md), until there is the last
-policy version, or in a concurrent stage until a window closes its plan log.
+The nodes besides the first only train, together with the first node's ranks (docs/ranks.md): training begins when
+there is a plan for the next window, and is over with the last policy version, or in a concurrent stage with the window
+that closes its plan log.
 """
 
 import contextlib
@@ -62,8 +63,10 @@ class StallTimeout:
 
 
 def run_concurrent(run: Run, stage: Stage) -> None:
-    """Run every part of a stage to its end; on an error or an interruption all of them are stopped gracefully, and the
-    same call continues after any kill. Raises the error of the first part that failed."""
+    """Run every part of a stage to its end; on an error or an interruption all of them are stopped gracefully.
+
+    The same call continues after any kill. Raises the error of the first part that failed.
+    """
     command = [sys.executable, "-m", "mopd_dataplane"]
     with scratch_folder() as scratch, contextlib.ExitStack() as running:
         job = scratch / "job.json"  # with the overrides of this call

@@ -33,10 +33,12 @@ Summary = dict[str, Any]
 
 
 def run_job(job: Job, *, console: Console | None = None, only: str | None = None, ray: str | None = None) -> Summary:
-    """Run a job to its end, or one stage of it; returns every evaluated policy's accuracy by domain.
+    """Run a job to its end, or one stage of it; on a node besides the first (PET_NODE_RANK) only take part in training.
 
-    ray: address of the Ray cluster that rolls out and scores, see docs/ray.md; None: this process does. On a node
-    besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; the same call then continues.
+    only: name of the stage. ray: address of the Ray cluster that rolls out and scores, "" the one that a bare `--ray`
+    takes (docs/ray.md); None: this process does.
+    Returns {"store", "accuracy": {stage: {domain: share}} of the newest policies, where evaluated, "report": its file}.
+    Raises MopdError; whatever was finished stays, and the same call continues.
     """
     if node_rank() > 0:
         join_job(job, Progress(console), only)
@@ -104,7 +106,11 @@ def produce(run: Run, stage: Stage, window: int) -> None:
 
 
 def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
-    """Produce the samples of the stage's next window, or with `follow` of all its windows."""
+    """Produce the samples of the stage's next window, or with `follow` of all its windows.
+
+    Returns {"stage", "samples": how many the store has of the stage}; without `follow` also "window" and, where
+    policies sampled, "rollouts", a RolloutReport of each. Raises MopdError; the same call then continues.
+    """
     run = open_run(job, Progress(console))
     if follow:
         with closing(run.engines):
@@ -119,7 +125,11 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
 
 
 def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
-    """Compute every signal that a stage's samples lack; with `follow`, as they appear."""
+    """Compute every signal that a stage's samples lack; with `follow`, as they appear, and the rewards too.
+
+    Returns {"stage", "signals": how many are new} and their "loss_tokens", or with `follow` the new "rewards".
+    Raises MopdError; the same call then continues.
+    """
     run = open_run(job, Progress(console), make=follow)
     if follow:
         return {"stage": stage.name, **score_follow(run, stage)}
@@ -127,7 +137,11 @@ def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follo
 
 
 def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
-    """Train every recorded window that has no policy version; with `follow`, plan windows as they become possible."""
+    """Train every recorded window that has no policy version; with `follow`, plan windows as they become possible.
+
+    Returns {"stage", "policy_version", "policy": its folder}, "windows" trained, or with `follow` what train_follow
+    returns. Raises MopdError; the same call then continues.
+    """
     run = open_run(job, Progress(console), make=follow)
     trained = train_follow(run, stage) if follow else train_recorded(run, stage)
     newest = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.last(stage))}

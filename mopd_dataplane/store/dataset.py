@@ -103,7 +103,7 @@ class Store:
         """Open the store at `uri`, or create it. store.json is written last: an incomplete store does not open.
 
         single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
-        object store that ignores preconditions (ResourceError without it).
+        object store that ignores preconditions (ResourceError without it). Also raises what `find` does.
         """
         existing = cls.find(uri, storage_options)
         if existing is not None:

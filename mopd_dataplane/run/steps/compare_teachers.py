@@ -28,7 +28,8 @@ def compare_teachers(
 
     Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: those of
     score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the domain where it
-    was evaluated. Raises InputError when the stage has no rewarded answers.
+    was evaluated.
+    Raises InputError when the stage has no rewarded answers.
     """
     run = open_run(job, Progress(console), make=False)
     answers = {name: chosen for name in job.domains_of(stage) if (chosen := _rewarded(run, stage, name, samples))}

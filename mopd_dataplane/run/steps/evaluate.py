@@ -67,8 +67,10 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
 
 
 def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
-    """Share of one evaluated policy's answers that are entirely right, by domain, on the split that the job evaluates
-    on; a domain whose reward is no verifier has none."""
+    """Share of one evaluated policy's answers that are entirely right, by domain.
+
+    Of the split that the job evaluates on; a domain whose reward is no verifier has none.
+    """
     columns = ["prompt_id", "domain", "correct"]
     table = run.store.table("evals", columns=columns, filter=f"{_is_policy(label, version)} AND correct IS NOT NULL")
     split = {prompt.prompt_id for prompt in run.store.prompts(split=run.job.eval.split)}

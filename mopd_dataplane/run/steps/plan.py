@@ -99,7 +99,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Sna
     objective = run.job.objective(stage)
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
-    columns += [EFFORT_COLUMN] if any("/" in key for key in stage.routing or run.job.routing) else []
+    columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
     if stage.data == "stored":
         _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)
@@ -148,7 +148,11 @@ def _check_sampler_logprobs(run: Run, stage: Stage, iteration: int | None, snaps
 
 
 def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explain: bool = False) -> dict[str, Any]:
-    """Record the plan of the stage's next window; with `explain`, what it holds and will cost is returned too."""
+    """Record the plan of the stage's next window.
+
+    Returns {"stage", "window", "digest"} and PlanWindow.stats; with `explain`, what it holds and will cost too. Raises
+    MopdError; the same call records the same plan.
+    """
     run = open_run(job, Progress(console), make=False)
     window = run.policies.latest(stage)
     plan = plan_window(run, stage, window, iteration=stage.iteration_of(window))

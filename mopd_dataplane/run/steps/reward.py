@@ -83,7 +83,10 @@ def _responses(run: Run, rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> dict[str, Any]:
-    """Verify every answer of a stage that has no reward."""
+    """Verify every answer of a stage that has no reward.
+
+    Returns {"stage", "rewards": how many are new, "mean"}, and what the stage's discriminator did. Raises MopdError.
+    """
     run = open_run(job, Progress(console), make=False)
     found = {"stage": stage.name, **reward(run, stage)}
     if not stage.discriminator:

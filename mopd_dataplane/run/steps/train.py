@@ -71,8 +71,9 @@ class Training:
         self._resources = contextlib.ExitStack()
 
     def train(self, plan: PlanWindow) -> None:
-        """Train a recorded window unless its version exists, from the last checkpoint on; `settle` waits for the next.
+        """Train a recorded window unless its policy version exists, from the last checkpoint on.
 
+        The checkpoint behind this window is still being written when the version is there: `settle` waits for it.
         Raises the trainer's error under its own exit code, EngineError when it died without one.
         """
         run, stage, version = self._run, self._stage, plan.window + 1
@@ -299,8 +300,10 @@ def _whole(store: Store, found: list[FoundOfSample]) -> list[FoundOfSample]:
 
 
 def check_cursor(store: Store, stage: str, folder: Path) -> None:
-    """Refuse a checkpoint whose plan the store has not recorded, though plans are recorded before they are used:
-    another run left it, and training would wait for ever. Raises MismatchError."""
+    """Refuse a checkpoint whose plan the store has not recorded: another run left it, and training would wait for ever.
+
+    Plans are recorded before they are used, so a checkpoint's own is always there. Raises MismatchError.
+    """
     saved = latest_checkpoint(folder)
     if saved is None:
         return
