@@ -238,7 +238,7 @@ class Rollout(Section):
     """alpha: each token is drawn from alpha p_T + (1 - alpha) p_S of the prompt's own teacher and the student, and its
     log-prob is the mixture's (MiniLLM, arXiv 2306.08543). 0 is the student alone."""
     student_share: Fraction = 1.0
-    """lambda of GKD (arXiv 2306.13649): share of an iteration's prompts that `policy` answers, drawn one by one."""
+    """lambda of GKD (arXiv 2306.13649): share of the prompts that `policy` answers, drawn prompt by prompt."""
     rest: str = "reference"
     """Who answers the others: `reference` for the stored answers, the name of a teacher, or `routed`."""
     policy: str = "self"
