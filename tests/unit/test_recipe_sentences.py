@@ -109,11 +109,11 @@ def of_async(r: Recipe) -> Iterator[str]:
     yield f"{r.seeds}"
     yield f"concurrent with IcePop {r.moved('async-icepop', 'base', SORTING)}"
     yield f"with TIS {r.moved('async-tis', 'base', SORTING)}"
-    yield f"IcePop {r.moved('async-icepop', 'in-turn', SORTING)}"
-    yield f"TIS {r.moved('async-tis', 'in-turn', SORTING)}"
-    yield f"in turn {r.moved('in-turn', 'base', SPIRALS)}"
-    yield f"with IcePop {r.moved('async-icepop', 'base', SPIRALS)}"
-    yield f"with TIS {r.moved('async-tis', 'base', SPIRALS)}"
+    yield f"IcePop ends at {r.moved('async-icepop', 'in-turn', SORTING)}"
+    yield f"TIS at {r.moved('async-tis', 'in-turn', SORTING)}"
+    yield f"in turn by {r.moved('in-turn', 'base', SPIRALS)}"
+    yield f"with IcePop by {r.moved('async-icepop', 'base', SPIRALS)}"
+    yield f"with TIS by {r.moved('async-tis', 'base', SPIRALS)}"
     yield f"{least(*rest)}"
 
 
@@ -165,6 +165,7 @@ def of_deepseek_v4(r: Recipe) -> Iterator[str]:
     yield f"the student {r.has('student', *domains)} %"
     yield f"{r.seeds}"
     yield f"the student differs by {gains} points ({ps})"
+    yield f"of the large spirals has {tenths([right(one, 'spiral-high') for one in own])} %"
 
 
 def of_exopd(r: Recipe) -> Iterator[str]:
@@ -179,6 +180,7 @@ def of_exopd(r: Recipe) -> Iterator[str]:
     yield f"λ = 1.5 is beside it by {r.moved('lambda-150', 'sorter', SORTING)}"
     yield f"with λ = 1 {r.gained('base', 'lambda-100', SPELLING)} of spelling"
     yield f"{r.gained('base', 'lambda-100', SPIRALS)} of the spirals"
+    yield f"of which the bases have {r.has('base', SPIRALS)} %"
     yield f"gain {r.gained('sampled-150', 'base', SORTING)}"
 
 
@@ -217,13 +219,18 @@ def of_mimo_v2_flash(r: Recipe) -> Iterator[str]:
     yield f"{r.seeds}"
     yield f"with the outcome's advantage {r.moved('mopd-orm', 'base', *ALL)}"
     yield f"the outcome alone {r.moved('orm', 'base', *ALL)}"
-    yield f"{r.note('mopd-orm', 'mopd', *ALL)}"
+    assert min(r.ps("mopd", "base", *ALL)) > 0.05
+    yield f"above the outcome alone by {r.gained('mopd-orm', 'orm', *ALL)}"
+    yield f"beside distillation alone at {r.moved('mopd-orm', 'mopd', *ALL)}"
     yield f"{r.note('orm', 'base', SPELLING)}"
     yield f"{r.note('mopd', 'base', SORTING)}"
     yield f"with the outcome {r.note('mopd-orm', 'base', SORTING)}"
     yield f"{r.has('mopd', SORTING)} of {r.has('sorter', SORTING)} %"
     yield f"{r.note('speller-rl', 'base', SPELLING)}"
-    yield f"{least(r.ps('mopd', 'base', SPIRALS), r.ps('mopd-orm', 'base', SPIRALS))}"
+    yield f"lost a little ({r.note('mopd', 'base', SPELLING)})"
+    yield f"changes nothing ({least(r.ps('mopd', 'base', SPIRALS))})"
+    yield f"gains at seed 2 ({r.note('mopd-orm', 'base', SPIRALS)})"
+    yield f"as the outcome alone does ({r.note('orm', 'base', SPIRALS)})"
 
 
 def of_minillm_gkd(r: Recipe) -> Iterator[str]:
@@ -241,7 +248,7 @@ def of_nemotron_cascade_2(r: Recipe) -> Iterator[str]:
     yield f"sorting gains {r.moved('mopd', 'first-rl', SORTING)}"
     yield f"{r.seeds}"
     yield f"the mean {r.moved('mopd', 'first-rl', *ALL)}"
-    yield f"{r.note('next-rl', 'mopd', *ALL)}"
+    yield f"changes the mean by {r.moved('next-rl', 'mopd', *ALL)}"
     yield f"ahead by {r.moved('next-rl', 'next-rl-unbalanced', *ALL)} in the mean"
     yield f"by {r.moved('next-rl', 'next-rl-unbalanced', SORTING)} in sorting"
     yield f"differs from the base by {r.moved('first-rl', 'base', SPELLING)}"
