@@ -128,13 +128,18 @@ def _reasons(
 
 
 def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
-    """Names of the data files of some versions, without their endings."""
-    return {
-        data_file.path.removesuffix(".lance")
-        for version in versions
-        for fragment in dataset.checkout_version(version).get_fragments()
-        for data_file in fragment.data_files()
-    }
+    """Names of the data files of some versions, without their endings; of one that another clean-up drops, none."""
+    found: set[str] = set()
+    for version in versions:
+        try:
+            fragments = dataset.checkout_version(version).get_fragments()
+        except (ValueError, OSError) as error:
+            if "was not found" not in str(error):
+                raise
+        else:
+            files = (file for fragment in fragments for file in fragment.data_files())
+            found.update(file.path.removesuffix(".lance") for file in files)
+    return found
 
 
 def _merge(table: Table) -> tuple[int, lance.LanceDataset]:

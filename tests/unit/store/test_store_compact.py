@@ -19,6 +19,7 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store import fragments, maintain, merge_check
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.held import free_versions
+from mopd_dataplane.store.tags import drop_versions
 
 READER = """
 import sys
@@ -83,6 +84,27 @@ def test_what_a_process_reads_stays_and_it_is_named(store: Store) -> None:
     assert said.split() == ["6"], "the version it had opened lost rows"
     assert whys(Store.open(store.uri).compact(now=True), "tokens") == []
     assert data_files(store, "tokens") == 1
+
+
+def test_a_version_that_another_clean_up_drops_meanwhile_keeps_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(store, 0, 3)
+    reader = reader_of(store)
+    commit(store, 3, 6)
+    explain, dropped = maintain._reasons, []
+
+    def after_another(place: Any, dataset: Any, held: Any, *rest: Any, **named: Any) -> Any:
+        if held:
+            reader.communicate("\n")
+            dropped.append(drop_versions(dataset, versions=list(held))[0])
+        return explain(place, dataset, held, *rest, **named)
+
+    monkeypatch.setattr(maintain, "_reasons", after_another)
+    kept = store.compact(now=True)["tokens"]["kept"]
+    assert dropped == [1]
+    assert [reason["bytes"] for reason in kept if reason["why"].startswith("read by")] == [0]
+    assert store.verify().findings == []
 
 
 def test_a_version_that_was_tagged_while_clean_up_had_it_is_waited_for(store: Store) -> None:
