@@ -134,7 +134,7 @@ def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
         try:
             fragments = dataset.checkout_version(version).get_fragments()
         except (ValueError, OSError) as error:
-            if "was not found" not in str(error):
+            if not ("_versions/" in str(error) and "Not found" in str(error)):
                 raise
         else:
             files = (file for fragment in fragments for file in fragment.data_files())
