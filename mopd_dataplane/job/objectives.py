@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Divergences that mopd_kernels computes, with gradients of their own and from a stored top-k too."""
 Normaliser = Literal["token", "sequence", "sum", "constant"]
-"""What the sum in Term is divided by: as in DAPO, GRPO, tinker and Dr.GRPO (arXiv 2503.20783), in this order."""
+"""See Term.normaliser; these are in order those of DAPO, GRPO, tinker and Dr.GRPO (arXiv 2503.20783)."""
 
 
 class Term(Section):

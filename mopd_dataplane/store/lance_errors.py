@@ -59,6 +59,11 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def is_missing(error: BaseException, folder: str) -> bool:
+    """Whether a file of this folder of a dataset was gone when Lance read it, as another process deleted it."""
+    return f"{folder}/" in str(error) and "Not found" in str(error)
+
+
 def is_overtaken(error: OSError) -> bool:
     """Whether a commit was refused because another one came first; Lance says so in two ways."""
     return isinstance(error, CommitConflictError) or "commit conflict" in str(error)

@@ -12,7 +12,7 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.fragments import drop_old, merge_small
 from mopd_dataplane.store.held import free_versions
-from mopd_dataplane.store.lance_errors import is_overtaken, writing
+from mopd_dataplane.store.lance_errors import is_missing, is_overtaken, writing
 from mopd_dataplane.store.manifests import names_of_versions
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.snapshot import tags_of
@@ -134,7 +134,7 @@ def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
         try:
             fragments = dataset.checkout_version(version).get_fragments()
         except (ValueError, OSError) as error:
-            if not ("_versions/" in str(error) and "Not found" in str(error)):
+            if not is_missing(error, "_versions"):
                 raise
         else:
             files = (file for fragment in fragments for file in fragment.data_files())

@@ -1,7 +1,7 @@
 """One read-only SQL statement over the tables of a store, at pinned versions, by DuckDB.
 
 Tables go by their names, `signals/<teacher>/<kind>` by "signals_<teacher>_<kind>" (quoted for a dash or a dot in the
-name), views and macros by those in views.py. A query can read and write nothing outside the store.
+name). views.py has views and macros for common queries. A query can read and write nothing outside the store.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import lance
 
+from mopd_dataplane.store.lance_errors import is_missing
+
 ATTEMPTS = 64
 T = TypeVar("T")
 
@@ -53,6 +55,6 @@ def _again(work: Callable[[], T]) -> T:
         try:
             return work()
         except (ValueError, OSError) as error:
-            if not ("_refs/tags/" in str(error) and "Not found" in str(error)):
+            if not is_missing(error, "_refs/tags"):
                 raise
     return work()
