@@ -21,6 +21,7 @@ from mopd_dataplane.bench.train_memory import check_whole_model
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from mopd_dataplane.score.teacher_pool import TeacherPool
 
@@ -68,15 +69,15 @@ def measured(model: str, folder: str, count: int) -> dict[str, Any]:
     """Figures of the first adapters of a folder, read in this process."""
     import torch
 
-    from mopd_dataplane.models.hf import load_merged, load_model, load_tokenizer, tokenizer_digest
+    from mopd_dataplane.models.hf import load_merged, load_model, load_tokenizer
     from mopd_dataplane.score.readers import HfReader, TeacherForward
 
     base, adapters = Path(model), [Path(folder, f"teacher{ordinal}") for ordinal in range(count)]
-    digest = tokenizer_digest(load_tokenizer(base))
+    tokenizer = load_tokenizer(base)
     vocabulary = int(load_model(base).config.vocab_size)
     noise = np.random.default_rng(0)
     texts = [noise.integers(8, vocabulary, TOKENS) for _ in range(PACKS)]
-    plain = _pool({"base": base}, digest)
+    plain = _pool({"base": base}, tokenizer)
     _said(plain.teacher("base"), texts)  # what a process loads once is not the base's
     plain.close()
     before = pss_bytes(os.getpid())
@@ -85,7 +86,7 @@ def measured(model: str, folder: str, count: int) -> dict[str, Any]:
     alone = min(_seconds(plain.teacher("base"), texts) for _ in range(3))
     plain.close()
 
-    pool = _pool({adapter.name: adapter for adapter in adapters}, digest)
+    pool = _pool({adapter.name: adapter for adapter in adapters}, tokenizer)
     first = []
     for adapter in adapters:
         began = time.perf_counter()
@@ -120,12 +121,12 @@ def measured(model: str, folder: str, count: int) -> dict[str, Any]:
     }
 
 
-def _pool(folders: dict[str, Path], digest: str) -> TeacherPool:
+def _pool(folders: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> TeacherPool:
     from mopd_dataplane.job.sections import Teacher
     from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
     specs = {name: TeacherSpec(folder, Teacher(source=str(folder))) for name, folder in folders.items()}
-    return TeacherPool(specs, student_tokenizer=digest)
+    return TeacherPool(specs, student_tokenizer=tokenizer)
 
 
 def _said(forward: Any, texts: list[Any]) -> Tensor:

@@ -91,7 +91,7 @@ def _decode_step(model: Path, slots: int) -> Callable[[], NDArray[np.float32]]:
     text = np.array(load_tokenizer(model)(_TEXT)["input_ids"])
     prompts = text[(np.arange(slots)[:, None] + np.arange(PROMPT)) % len(text)]
     with torch.inference_mode():
-        decoder.prefill(range(slots), prompts)
+        decoder.prefill(range(slots), prompts, [PROMPT] * slots)
 
     def step() -> NDArray[np.float32]:
         with torch.inference_mode():

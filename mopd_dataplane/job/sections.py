@@ -126,6 +126,13 @@ class Teacher(Section):
     """Precision of the scoring pass."""
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
+    end: Literal["own", "map"] = "own"
+    """Where the teacher ends an answer with another token than the student, as an instruct teacher of a base student
+    does: `map` exchanges the two in the teacher's LM head, so that its probability of ending is read at the student's
+    end token; `own` reads each token as it is."""
+    beyond_context: bool = False
+    """Whether samples that are longer than the context that the teacher's config names are scored too; otherwise they
+    are refused."""
     quantisation: Quantisation = "none"
     """How the weights are quantised for scoring (score/quantise.py): never the LM head, and not when the teacher
     samples. Its effect on the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
@@ -140,6 +147,10 @@ class Teacher(Section):
             raise ValueError(f"blend gives {', '.join(idle)} weight 0, which would be read for nothing; leave it out")
         if self.blend and self.quantisation != "none":
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
+        if self.blend and self.end != "own":
+            raise ValueError(f"a blend has no LM head of its own; give end = {self.end!r} to members")
+        if self.url and self.end != "own":
+            raise ValueError(f'end = {self.end!r} needs the teacher\'s LM head here; leave url empty, or end at "own"')
         return self
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from mopd_dataplane.models.adapter_files import (
     settings_digest,
     weights_folder,
 )
+from mopd_dataplane.models.architecture import attention_implementation, text_decoder
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +171,7 @@ def model_shape(folder: str | Path) -> dict[str, Any]:
 def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """Causal LM of a local folder, safetensors only, in evaluation mode; an adapter acts in its base, not merged."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet_transformers()
     _require_sound(folder)
@@ -181,8 +183,13 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
         attach(adapted, folder, "policy")
         return adapted
     with _opening(folder, "model"):
+        config = AutoConfig.from_pretrained(str(folder), **LOCAL)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=getattr(torch, dtype), use_safetensors=True, **LOCAL
+            str(folder),
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            attn_implementation=attention_implementation(config),
+            **LOCAL,
         )
     model.to(device)  # type: ignore[arg-type]
     model.eval()
@@ -261,7 +268,8 @@ def lm_head(model: PreTrainedModel) -> Head:
     bias = getattr(model.get_output_embeddings(), "bias", None)  # type: ignore[no-untyped-call]
     config = model.config
     softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0) or None
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    scale = math.prod(map(float, factors)) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(head_weight(model), bias, softcap, scale)
 
 
@@ -287,7 +295,7 @@ def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
     said: dict[str, torch.Tensor] = {}
     hooks = [
         module.register_forward_hook(lambda _module, _input, output, name=name: said.update({name: output}))
-        for name, module in model.base_model.named_children()
+        for name, module in text_decoder(model).named_children()
     ]
     with torch.no_grad():
         states = hidden_states(model, torch.zeros(1, 1, dtype=torch.int64))
@@ -299,7 +307,8 @@ def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
             f"{folder}: the states that the LM head reads are not the output of a module of {type(model).__name__}, so "
             'its final norm cannot be taken out; set score.reads = "states"'
         )
-    return copy.deepcopy(model.base_model.get_submodule(last))
+    norm: torch.nn.Module = copy.deepcopy(text_decoder(model).get_submodule(last))
+    return norm
 
 
 def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -307,18 +316,9 @@ def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any
 
     Packed rows: give `position_ids` that restart at 0 in every sequence and no attention mask.
     """
-    output = model.base_model(input_ids=input_ids, use_cache=False, **inputs)
+    output = text_decoder(model)(input_ids=input_ids, use_cache=False, **inputs)
     states: torch.Tensor = output.last_hidden_state
     return states
-
-
-def check_same_tokenizer(student: str, teacher: str, *, name: str) -> None:
-    """Raise MismatchError unless both digests agree."""
-    if student != teacher:
-        raise MismatchError(
-            f"teacher {name!r} has tokenizer {teacher}, the student has {student}; "
-            "per-token distillation needs the same vocabulary: use a teacher of the student's family"
-        )
 
 
 def _require_folder(folder: str | Path) -> None:

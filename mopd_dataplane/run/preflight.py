@@ -22,9 +22,10 @@ from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.models.devices import resolve_device
-from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.hf import check_model_folder, load_tokenizer
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
+from mopd_dataplane.models.vocabulary import compare_vocabularies
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
@@ -202,8 +203,11 @@ def _checked_folder(place: str, revision: str) -> Path:
 
 def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
     tokenizer = load_tokenizer(_checked_folder(place, revision))
-    if look.tokenizer is not None:
-        check_same_tokenizer(tokenizer_digest(look.tokenizer), tokenizer_digest(tokenizer), name=name)
+    if look.tokenizer is None:
+        return
+    ends_mapped = look.job.teachers[name].end == "map"
+    for difference in compare_vocabularies(look.tokenizer, tokenizer, name=name, ends_mapped=ends_mapped):
+        look.findings.append(Finding(f"teachers.{name}.source", difference, certain=False))
 
 
 def _other_signal(kind: str, named: Mapping[str, str]) -> None:

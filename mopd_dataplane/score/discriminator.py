@@ -24,6 +24,7 @@ from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import DamagedError, EngineError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
+from mopd_dataplane.models.architecture import text_decoder
 
 WEIGHTS, OPTIMIZER = "discriminator.safetensors", "optimizer.safetensors"
 SCORE_TOKENS = 16384
@@ -156,7 +157,7 @@ class _Critic(nn.Module):
     def __init__(self, policy: Path, seed: int) -> None:
         super().__init__()
         model = hf.load_model(policy)
-        self.body = model.base_model
+        self.body = text_decoder(model)
         width = hf.head_weight(model).shape[1]
         generator = torch.Generator().manual_seed(seed)
         self.head = nn.Parameter(torch.randn(width, generator=generator) / width)

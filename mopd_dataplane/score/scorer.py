@@ -36,10 +36,11 @@ def score_samples(
     kinds: of SIGNAL_KINDS, or what `settings.signals` and entry points name. render_prompt: the teacher's prompt;
     default the student's own. student: whose top-k the teacher is asked about, for `topk_source = "student"`.
     Raises EngineError naming teacher and sample when the teacher answers with NaN or infinity; MismatchError when a
-    sample has tokens the teacher does not know.
+    sample has tokens the teacher does not know, or is longer than it reads.
     """
     wanted = [signal_kind(kind, settings.signals) for kind in kinds]
     inputs = [model_input(sample, render_prompt) for sample in samples]
+    _check_readable(pool, teacher, inputs)
     if settings.reads == "prompt_logprobs":
         yield from _said_of_text(pool.logprob_reader(teacher), teacher, wanted, inputs, settings)
         return
@@ -98,6 +99,24 @@ def _said_of_text(
             check_finite(teacher, [item], torch.from_numpy(trained.own))
             for kind in kinds:
                 yield kind.from_logprobs(item, trained)
+
+
+def _check_readable(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
+    """Raise MismatchError for a sample that is longer than the teacher's context or has a token that it lacks."""
+    limit, unknown = pool.context_length(teacher), pool.unknown_tokens(teacher)
+    for item in inputs:
+        if len(item.tokens) > limit:
+            raise MismatchError(
+                f"sample {item.sample.uid} has {len(item.tokens)} tokens as teacher {teacher!r} reads it, whose "
+                f"context is {limit}; lower rollout.max_new_tokens or rollout.max_prompt_tokens, use a teacher with a "
+                f"longer context, or set teachers.{teacher}.beyond_context = true"
+            )
+        strange = sorted(unknown.keys() & set(item.tokens.tolist())) if unknown else []
+        if strange:
+            raise MismatchError(
+                f"sample {item.sample.uid} has token {unknown[strange[0]]!r} ({strange[0]}), which teacher {teacher!r} "
+                "does not know; use a teacher whose tokenizer has it, or keep it out of the sampler's tokens"
+            )
 
 
 def _check_vocabulary(teacher: str, batch: list[ModelInput], rows: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from mopd_kernels import Head
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,8 +21,11 @@ from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError,
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
+from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
+from mopd_dataplane.models.self_check import check_forward
 from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
 from mopd_dataplane.models.vllm_local import require_vllm
+from mopd_dataplane.models.vocabulary import compare_vocabularies, unknown_tokens
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader, VllmAdaptedBase
 from mopd_dataplane.score.engines import SCORING, engines_that
@@ -31,7 +35,7 @@ from mopd_dataplane.score.vllm_logprobs import LogprobReader, ServerLogprobs, Vl
 from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,15 @@ class TeacherPool:
     """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used. Adapters on
     one base count as one: the base is loaded once, and the active adapter is switched.
 
-    student_tokenizer: digest every teacher's tokenizer must have. engine: what runs the teachers; reads: what vLLM is
-    asked for; options: EngineArgs for vLLM started here. close() ends what is running.
+    student_tokenizer: whose ids every teacher must read alike (models/vocabulary.py). engine: what runs the teachers;
+    reads: what vLLM is asked for; options: EngineArgs for vLLM started here. close() ends what is running.
     """
 
     def __init__(
         self,
         specs: Mapping[str, TeacherSpec],
         *,
-        student_tokenizer: str,
+        student_tokenizer: PreTrainedTokenizerBase,
         max_resident: int = 1,
         device: str = "cpu",
         engine: Literal["hf", "vllm"] = "hf",
@@ -80,6 +84,11 @@ class TeacherPool:
                     raise MismatchError(
                         f'teacher {name!r} is an adapter, whose base is not quantised: set quantisation = "none", or '
                         "merge it first"
+                    )
+                if spec.settings.end == "map":
+                    raise MismatchError(
+                        f'teacher {name!r} is an adapter, and end = "map" changes the LM head that it shares with its '
+                        'base: merge it first (`mopd merge`), or set end = "own"'
                     )
                 if not self._engine.here:
                     check_for_scoring(spec.folder, url=spec.settings.url, reads=reads)
@@ -129,11 +138,31 @@ class TeacherPool:
         """A teacher with its stored weights, not quantised. The pool drops the teachers that it holds first, and does
         not keep this one. Raises UnknownNameError, MismatchError."""
         self.close()
-        return self._hf_reader(self._checked(name), self._spec(name).settings.dtype)
+        return self._hf_reader(self._checked(name), self._spec(name).settings)
 
     def logprob_reader(self, name: str) -> LogprobReader:
         """A teacher of a pool of vLLM teachers that give log-probs of text, ready to score."""
         return self._held(name)  # type: ignore[return-value]
+
+    def unknown_tokens(self, name: str) -> dict[int, str]:
+        """Tokens of the student, by id, that a teacher's tokenizer does not have; of a blend, that a member lacks."""
+        folders = [self._checked(member) for member in self._spec(name).settings.blend or (name,)]
+        tokens: dict[int, str] = {}
+        for folder in folders:
+            tokens |= unknown_tokens(self._student_tokenizer, hf.load_tokenizer(folder))
+        return tokens
+
+    def context_length(self, name: str) -> int:
+        """Tokens that a teacher reads as its config says, prompt and response together; of a blend, the fewest.
+
+        `beyond_context` lifts the limit, but not that of a rotary embedding whose numbers depend on the length.
+        """
+        limits = [UNLIMITED]
+        for member in self._spec(name).settings.blend or (name,):
+            config = hf.model_shape(self._checked(member))
+            if not self._spec(member).settings.beyond_context or has_length_dependent_rope(config):
+                limits.append(context_length(config))
+        return min(limits)
 
     def close(self) -> None:
         """Drop every teacher in memory, and end the engines that run them."""
@@ -171,7 +200,9 @@ class TeacherPool:
     def _open_base(self, place: str, base: Path, dtype: str) -> AdaptedBase | VllmAdaptedBase:
         """A base for every adapter in the pool that has its place there."""
         if self._engine.here:
-            return AdaptedBase(hf.load_model(base, dtype=dtype, device=self._device))
+            model = hf.load_model(base, dtype=dtype, device=self._device)
+            check_forward(model, f"Scoring with adapters on {base.name}")
+            return AdaptedBase(model)
         require_vllm()
         adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._place(name) == place]
         room = room_for(base, adapters, dtype=dtype)
@@ -180,33 +211,51 @@ class TeacherPool:
 
     def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine.here:
-            reader = self._hf_reader(folder, settings.dtype)
+            reader = self._hf_reader(folder, settings)
             quantise(reader.model, settings.quantisation)
             return reader
-        return self._vllm_reader(folder, settings.dtype, self._options, url=settings.url)
+        exchanged = self._exchanged(folder, settings)
+        return self._vllm_reader(folder, settings.dtype, self._options, url=settings.url, exchanged=exchanged)
 
     def _vllm_reader(
-        self, folder: Path, dtype: str, options: Mapping[str, Any], url: str = ""
+        self, folder: Path, dtype: str, options: Mapping[str, Any], url: str = "", exchanged: tuple[int, ...] = ()
     ) -> Reader | LogprobReader:
         """vLLM on this machine, or a running server."""
         if self._reads == "prompt_logprobs":
+            if exchanged:
+                raise MismatchError(
+                    f'teachers.*.end = "map" exchanges rows of an LM head, which score.reads = "prompt_logprobs" does '
+                    f'not have for {folder}; set score.reads = "states", or end = "own"'
+                )
             return ServerLogprobs(folder, url=url) if url else VllmLogprobs(folder, dtype=dtype, options=options)
-        head = hf.load_head(folder, dtype="float32", device=self._device)
+        head = exchanged_head(hf.load_head(folder, dtype="float32", device=self._device), exchanged)
         if url:
             return ServerReader(folder, head, url=url)
         made = ExtractingReader if self._reads == "extract_hidden_states" else VllmReader
         return made(folder, head, dtype=dtype, options=options)
 
-    def _hf_reader(self, folder: Path, dtype: str) -> HfReader:
-        return HfReader(hf.load_model(folder, dtype=dtype, device=self._device))
+    def _hf_reader(self, folder: Path, settings: sections.Teacher) -> HfReader:
+        model = hf.load_model(folder, dtype=settings.dtype, device=self._device)
+        check_forward(model, f"Scoring with {folder.name}")
+        exchange_rows(model, *self._exchanged(folder, settings))
+        return HfReader(model)
+
+    def _exchanged(self, folder: Path, settings: sections.Teacher) -> tuple[int, ...]:
+        """Ids of the student's end and the teacher's, where `end = "map"` exchanges them; empty otherwise."""
+        ends = (self._student_tokenizer.eos_token_id, hf.load_tokenizer(folder).eos_token_id)
+        return ends if settings.end == "map" and None not in ends and ends[0] != ends[1] else ()
 
     def _head(self, name: str) -> Head:
         """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
         if self._engine.here:
             return self.teacher(name).head
         blend = self._spec(name).settings.blend or {name: 1.0}
-        heads = [hf.load_head(self._checked(one), dtype=self._spec(one).settings.dtype) for one in blend]
+        heads = [self._stored_head(one) for one in blend]
         return blended_head(heads, list(blend.values()))
+
+    def _stored_head(self, name: str) -> Head:
+        folder, settings = self._checked(name), self._spec(name).settings
+        return exchanged_head(hf.load_head(folder, dtype=settings.dtype), self._exchanged(folder, settings))
 
     def register(self, name: str, root: Path) -> Teacher:
         """Check a teacher and write its LM head to `root/heads/<name>.safetensors` unless it is there.
@@ -229,7 +278,7 @@ class TeacherPool:
             name=name,
             source=spec.settings.source or _words(spec.settings.blend),
             weights_digest=weights,
-            tokenizer_digest=self._student_tokenizer,
+            tokenizer_digest=hf.tokenizer_digest(self._student_tokenizer),
             vocab_size=shape[0],
             hidden_size=shape[1],
             dtype=spec.settings.dtype,
@@ -261,12 +310,14 @@ class TeacherPool:
         return hf.weights_digest(base_folder(folder))
 
     def _digest(self, name: str) -> str:
-        """Digest of the weights that a teacher scores with: the stored ones and their quantisation; for a blend, over
-        its members' digests and weights."""
+        """Digest of the weights that a teacher scores with: the stored ones, exchanged ends and quantisation; for a
+        blend, over its members' digests and weights."""
         settings = self._spec(name).settings
         if settings.blend:
             return _digest_of("+".join(f"{self._digest(m)}*{weight!r}" for m, weight in settings.blend.items()))
         stored = hf.weights_digest(self._checked(name))
+        if ends := self._exchanged(self._checked(name), settings):
+            stored = _digest_of(f"{stored} with ends {ends[0]} and {ends[1]} exchanged")
         return stored if settings.quantisation == "none" else _digest_of(f"{stored} as {settings.quantisation}")
 
     def _spec(self, name: str) -> TeacherSpec:
@@ -275,13 +326,39 @@ class TeacherPool:
         return self._specs[name]
 
     def _checked(self, name: str) -> Path:
-        """Folder of a teacher whose tokenizer is the student's."""
+        """Folder of a teacher that reads the student's ids as the student does."""
         folder = self._spec(name).folder
         if folder is None:
             raise MismatchError(f"teacher {name!r} is a blend: it has no weights of its own; name one of its members")
-        digest = hf.tokenizer_digest(hf.load_tokenizer(folder))
-        hf.check_same_tokenizer(self._student_tokenizer, digest, name=name)
+        compare_vocabularies(self._student_tokenizer, hf.load_tokenizer(folder), name=name)
         return folder
+
+
+def exchange_rows(model: PreTrainedModel, *ids: int) -> None:
+    """Exchange two rows of a model's LM head, and of its bias; without ids nothing changes.
+
+    The input embedding stays as it is, also where the two are one tensor: what the model reads has not changed.
+    """
+    if not ids:
+        return
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head.weight is hf.embedding_weight(model):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    there, here = list(ids), list(reversed(ids))
+    with torch.no_grad():
+        for rows in (head.weight, getattr(head, "bias", None)):
+            if rows is not None:
+                rows[there] = rows[here].clone()
+
+
+def exchanged_head(head: Head, ids: tuple[int, ...]) -> Head:
+    """A head of its own tensors with two rows exchanged; without ids as it is."""
+    if ids:
+        there, here = list(ids), list(reversed(ids))
+        for rows in (head.weight, head.bias):
+            if rows is not None:
+                rows[there] = rows[here].clone()
+    return head
 
 
 def _digest_of(text: str) -> str:

@@ -18,6 +18,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
 from mopd_dataplane.models.adapters import continued_adapter, new_adapter
+from mopd_dataplane.models.architecture import text_decoder
 from mopd_dataplane.models.hf import (
     embedding_weight,
     head_weight,
@@ -27,7 +28,9 @@ from mopd_dataplane.models.hf import (
     load_model,
     weights_digest,
 )
+from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.models.router_replay import Routing
+from mopd_dataplane.models.self_check import check_forward
 from mopd_dataplane.train import attention
 from mopd_dataplane.train.context import check_heads
 from mopd_dataplane.train.microbatch import Layout, MicroBatch
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Result = TypeVar("Result")
+_SHORT_WINDOW = 256
+"""Widest sliding window that the test of packing passes; a longer text would take seconds."""
 PACKED_ALIKE = 1e-2
 """Most that a packed pass may differ from one sequence at a time: products of other shapes round otherwise."""
 NO_LEAK = 1e-5
@@ -121,6 +126,7 @@ def load_student(
     else:
         held = dtype if train.master_weights or train.offload else torch.float32
         model = load_merged(folder, dtype=_name(held), device=device)
+    check_forward(model, "Training")
     student = Student(model, dtype=dtype, freeze_head=train.freeze_head, context_group=ranks.group)
     head = head_weight(model)
     if train.freeze_head and head is not embedding_weight(model):
@@ -158,24 +164,29 @@ def packs_apart(model: PreTrainedModel) -> bool:
 
     Recurrent models and models with an attention of their own do not; they keep what they had and get a row a sequence.
     Small weights make a leak small, so rounding must not hide it: what is compared are two passes of the same shape, of
-    which only the first sequence differs.
+    which only the first sequence differs. The second sequence passes the window of layers that have a short one; packed
+    attention knows no chunks, so models with chunks get a row a sequence.
     """
+    types = LayerTypes(model.config)
+    if "chunked_attention" in types.windows:
+        return False
     training, before = model.training, model.config._attn_implementation
     if before == "sdpa":
         model.set_attn_implementation(attention.NAME)
     model.train(False)
     device = model.device
-    ids = (torch.arange(12, device=device) * 7919 + 1) % len(embedding_weight(model))
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).to(device)
-    other = torch.cat([ids[:5].flip(0), ids[5:]])
-    apart = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:5], ids[5:])])
+    first, second = 5, 7 + (types.longest_window if types.longest_window <= _SHORT_WINDOW else 0)
+    ids = (torch.arange(first + second, device=device) * 7919 + 1) % len(embedding_weight(model))
+    positions = torch.cat([torch.arange(first), torch.arange(second)]).to(device)
+    other = torch.cat([ids[:first].flip(0), ids[first:]])
+    apart = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:first], ids[first:])])
     try:
         packed, beside = (
-            hidden_states(model, row[None], position_ids=positions[None], sequence_lengths=[5, 7])[0].float()
+            hidden_states(model, row[None], position_ids=positions[None], sequence_lengths=[first, second])[0].float()
             for row in (ids, other)
         )
         same = (packed - apart).norm() < PACKED_ALIKE * apart.norm()
-        leak = (packed - beside)[5:].norm() / packed[5:].norm()
+        leak = (packed - beside)[first:].norm() / packed[first:].norm()
         good = bool(same & (leak < NO_LEAK))
     except TypeError:  # its forward pass takes no such keyword
         good = False
@@ -204,7 +215,8 @@ def _recompute(layers: list[nn.Module], name: str) -> None:
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of a model, in their order; empty when transformers does not say which they are."""
-    layers = getattr(model.base_model, "layers", None)
+    decoder = text_decoder(model)
+    layers = getattr(decoder, "layers", None)
     if isinstance(layers, nn.ModuleList):
         return list(layers)
-    return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]

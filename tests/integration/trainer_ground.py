@@ -86,7 +86,7 @@ class Ground:
         }
         pool = TeacherPool(
             {name: TeacherSpec(folder, sections.Teacher(source=str(folder))) for name, folder in folders.items()},
-            student_tokenizer=hf.tokenizer_digest(hf.load_tokenizer(self.start)),
+            student_tokenizer=hf.load_tokenizer(self.start),
         )
         assert self.store.root is not None
         for name, folder in folders.items():

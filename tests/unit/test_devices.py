@@ -162,8 +162,8 @@ def test_keys_and_values_survive_a_save_from_a_device(
 def signals(folders: dict[str, Path], device: str, **changed: Any) -> dict[tuple[str, str], Signal]:
     settings = sections.Score(**({"batch_tokens": 64, "hidden_codec": "int8", "topk": 5} | changed))
     spec = TeacherSpec(folders["teacher"], sections.Teacher(source="stage:x"))
-    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["teacher"]))
-    pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, device=device)
+    tokenizer = hf.load_tokenizer(folders["teacher"])
+    pool = TeacherPool({"teacher": spec}, student_tokenizer=tokenizer, device=device)
     student = StudentTopk(lambda version: folders["policy"], device=device)
     found = score_samples(pool, "teacher", list(SIGNAL_KINDS), samples(), settings, student=student)
     return {(signal.uid, signal.kind): signal for signal in found}
@@ -218,11 +218,11 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 def test_adapters_score_and_sample_on_the_device_of_their_base(
     adapters: list[Path], folders: dict[str, Path], host_copies: Counter[str]
 ) -> None:
-    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["policy"]))
+    tokenizer = hf.load_tokenizer(folders["policy"])
     found = []
     for device in (NAME, "cpu"):
         specs = {one.name: TeacherSpec(one, sections.Teacher(source=str(one))) for one in adapters}
-        pool = TeacherPool(specs, student_tokenizer=digest, device=device)
+        pool = TeacherPool(specs, student_tokenizer=tokenizer, device=device)
         settings = sections.Score(batch_tokens=64)
         said = [score_samples(pool, one.name, ["logprob"], samples(3), settings) for one in adapters]
         assert {weight.device.type for weight in pool.model("1").parameters()} == {device}
@@ -281,11 +281,11 @@ def test_teachers_are_compared_on_a_device_as_on_the_cpu(folders: dict[str, Path
 
 @pytest.mark.usefixtures("host_copies")
 def test_what_rounding_does_is_measured_on_a_device_as_on_the_cpu(folders: dict[str, Path]) -> None:
-    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["teacher"]))
+    tokenizer = hf.load_tokenizer(folders["teacher"])
     found = []
     for device in (NAME, "cpu"):
         spec = TeacherSpec(folders["teacher"], sections.Teacher(source="stage:x"))
-        pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, device=device)
+        pool = TeacherPool({"teacher": spec}, student_tokenizer=tokenizer, device=device)
         found.append(vars(quantisation_effect(pool, "teacher", samples(), sections.Score(batch_tokens=64))))
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 

@@ -16,7 +16,7 @@ from mopd_dataplane.errors import InputError, JobFileError, MismatchError, Unkno
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.sections import Student, Teacher
 from mopd_dataplane.models import hub
-from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest, weights_digest
+from mopd_dataplane.models.hf import load_model, load_tokenizer, weights_digest
 from mopd_dataplane.models.hub import commit_of, is_hub_name, model_folder
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.context import JOB, Run, open_run
@@ -136,7 +136,7 @@ def test_an_adapter_and_its_base_may_both_be_names(cache: Path, models: list[Pat
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(OLD)
     spec = TeacherSpec(model_folder("acme/sums"), Teacher(source="acme/sums"))
-    pool = TeacherPool({"sums": spec}, student_tokenizer=tokenizer_digest(load_tokenizer(models[1])))
+    pool = TeacherPool({"sums": spec}, student_tokenizer=load_tokenizer(models[1]))
     ids = np.arange(5, 30)
     with torch.no_grad():
         states = pool.teacher("sums").states([ids], [np.arange(1, 25)])

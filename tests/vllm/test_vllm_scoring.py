@@ -15,7 +15,7 @@ from serving import Server, serving
 
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.job import sections
-from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.hf import load_tokenizer
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
@@ -47,9 +47,9 @@ def samples() -> list[Scorable]:
 
 def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> TeacherPool:
     """A pool of one registered teacher."""
-    digest = tokenizer_digest(load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder)
     spec = TeacherSpec(folder, sections.Teacher(source=str(folder), url=url))
-    pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, **settings)
+    pool = TeacherPool({"teacher": spec}, student_tokenizer=tokenizer, **settings)
     assert pool.register("teacher", root).norm_placement == "post"
     return pool
 
@@ -177,12 +177,12 @@ def test_a_server_that_dies_is_an_engine_error(
 
 def adapter_pool(adapters: tuple[Path, ...], root: Path, url: str = "", **settings: Any) -> TeacherPool:
     """A pool of registered teachers that are adapters on one base."""
-    digest = tokenizer_digest(load_tokenizer(adapters[0]))
+    tokenizer = load_tokenizer(adapters[0])
     specs = {
         f"t{number}": TeacherSpec(folder, sections.Teacher(source=str(folder), url=url))
         for number, folder in enumerate(adapters)
     }
-    pool = TeacherPool(specs, student_tokenizer=digest, **settings)
+    pool = TeacherPool(specs, student_tokenizer=tokenizer, **settings)
     heads = {pool.register(name, root).head_file for name in specs}
     assert len(heads) == 1
     assert next(iter(heads)).startswith("heads/base-")

@@ -3,7 +3,8 @@
 engine.py             Engine, the protocol between the runner and any engine
 kinds.py              which engines there are, what each can do, and how it is opened
 hf.py                 the Hugging Face engine: batched decoding with continuous refill
-decoder.py            one model that decodes rows side by side, with its keys and values
+decoder.py            one model that decodes rows side by side
+slot_cache.py         what every row has read: keys, values and recurrent states
 kv_file.py            keys and values in one safetensors file, from a graceful stop to the next start
 vllm.py               vLLM on this machine
 vllm_server.py        a running vLLM server, by its URL: a streaming completion for every live slot

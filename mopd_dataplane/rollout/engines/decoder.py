@@ -1,12 +1,13 @@
 """One model that decodes rows side by side: keys and values of every row, logits of its next token.
 
-Column c of a row of the cache is absolute position c of its sequence, so rows need no padding and no shifting: a
-finished row is overwritten by the last one, and a new sequence starts in the row behind.
+A finished row is overwritten by the last one, and a new sequence starts in the row behind (slot_cache.py).
 
 Axes: N rows, T columns of a prefill block, D hidden width, V vocabulary.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.errors import MismatchError, MopdError
 from mopd_dataplane.models.adapter_files import base_folder, is_adapter
+from mopd_dataplane.models.architecture import context_length, text_decoder
 from mopd_dataplane.models.hf import lm_head, load_model, weights_digest
+from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.models.router_replay import Routing
+from mopd_dataplane.models.self_check import check_text, plain_logits, require_same_logits
+from mopd_dataplane.rollout.engines.slot_cache import SlotCache
 
-_GROWTH = 64
-"""Columns of the cache are added in multiples of this."""
+_CACHE = "past_key_values"
+"""Name of the cache in a model's forward pass; Mamba's models call it cache_params."""
+_CHECK_TOKENS = 512
+"""Longest text of the self-check. Windows that are wider are not passed by it."""
+_CHECK_STEPS = 4
+"""Tokens of the self-check's texts that are decoded step by step."""
 
 
 class Decoder:
@@ -34,14 +41,15 @@ class Decoder:
 
     def __init__(self, folder: Path, *, rows: int, dtype: str, device: str) -> None:
         self.model = load_model(folder, dtype=dtype, device=device)
-        config = self.model.config
-        sliding = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-        if sliding:
-            raise MismatchError(f"{folder}: layers of type {sorted(sliding)} are not supported; use full attention")
+        self.layer_types = LayerTypes(self.model.config)
+        self.layer_types.require_decodable()
+        self._reads = text_decoder(self.model)
+        taken = inspect.signature(self._reads.forward).parameters
+        self._cache_name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else _CACHE
         self._device = device
         self._routing = Routing.of(self.model)
         self._base = base_folder(folder) if is_adapter(folder) else None
-        self.context_length = int(config.max_position_embeddings)
+        self.context_length = context_length(self.model.config)
         self.digest = weights_digest(folder)
         self._take_head()
         self.clear(rows)
@@ -71,8 +79,13 @@ class Decoder:
         return True
 
     def clear(self, rows: int) -> None:
-        """Forget all keys and values."""
-        self.cache = SlotCache(int(self.model.config.num_hidden_layers), rows)
+        """Forget everything that was read."""
+        self.cache = SlotCache(self.layer_types, rows)
+        if self.layer_types.has_states:  # their shapes are known once something was read
+            everything = torch.arange(rows, device=self._device)
+            with torch.inference_mode(), self._own_code():
+                self.cache.fill(everything[:1], self._read(torch.zeros(1, 1, dtype=torch.int64))[1])
+                self.cache.reset_states(everything)
 
     def routes(self) -> NDArray[np.int16]:
         """[tokens, W] expert ids of the newest pass, W over all layers. Raises MismatchError without routers."""
@@ -82,28 +95,99 @@ class Decoder:
             )
         return self._routing.chosen().cpu().numpy()
 
-    def prefill(self, rows: Sequence[int], block: NDArray[np.int64]) -> Tensor:
-        """Read right-padded sequences [N, T] into rows; their states [N, T, D]."""
-        # Padding is on the right, so causal attention alone keeps it out of every real token's sight.
-        cache = DynamicCache(config=self.model.config)
-        inputs = torch.from_numpy(block).to(self._device)
-        states: Tensor = self.model.base_model(
-            input_ids=inputs, past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        self.cache.fill(torch.tensor(rows, device=self._device), cache)
-        return states
+    def prefill(self, rows: Sequence[int], block: NDArray[np.int64], lengths: Sequence[int]) -> Tensor:
+        """Read right-padded sequences [N, T], of `lengths` [N] tokens, into rows; their states [N, T, D].
+
+        Padding is on the right, so causal attention alone keeps it out of every real token's sight. A recurrent layer
+        would carry it on in its state, so models that have one read sequence by sequence.
+        """
+        targets = torch.tensor(rows, device=self._device)
+        ids = torch.from_numpy(block)
+        with self._own_code():
+            if not self.layer_types.has_states:
+                states, cache = self._read(ids)
+                self.cache.fill(targets, cache)
+                return states
+            self.cache.reset_states(targets)
+            parts = []
+            for row, own, length in zip(targets.split(1), ids.split(1), lengths, strict=True):
+                if length:
+                    states, cache = self._read(own[:, :length])
+                    self.cache.fill(row, cache)
+                    parts.append(torch.nn.functional.pad(states, (0, 0, 0, block.shape[1] - length)))
+                else:
+                    parts.append(torch.zeros(1, block.shape[1], self._head_weight.shape[1], device=self._device))
+            return torch.cat(parts)
+
+    def _read(self, ids: Tensor) -> tuple[Tensor, Any]:
+        """States [N, T, D] of sequences [N, T] read from their beginning, and the cache of that pass."""
+        cache = self.layer_types.prefill_cache()
+        output = self._reads(input_ids=ids.to(self._device), use_cache=True, **{self._cache_name: cache})
+        return output.last_hidden_state, cache
 
     def forward(self, last: NDArray[np.int64], columns: NDArray[np.int64]) -> Tensor:
         """[N, V] logits behind the tokens `last` [N], which stand at `columns` [N] of the first N rows."""
         places = torch.from_numpy(columns).to(self._device)
-        states = self.model.base_model(
-            input_ids=torch.from_numpy(last[:, None]).to(self._device),
-            position_ids=places[:, None],
-            attention_mask=self.cache.place(places, int(columns.max()) + 1),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        with self._own_code():
+            states = self._reads(
+                input_ids=torch.from_numpy(last[:, None]).to(self._device),
+                position_ids=places[:, None],
+                attention_mask=self._as_attention_takes_it(self.cache.place(places, int(columns.max()) + 1)),
+                use_cache=True,
+                **{self._cache_name: self.cache},
+            ).last_hidden_state
         return self.logits(states[:, 0])
+
+    @torch.inference_mode()
+    def check(self) -> float:
+        """Decode two texts side by side, one past every window where that is affordable, and compare with the plain
+        pass of each alone; returns the mean difference of log-probs in nat. Forgets everything that was read.
+
+        Raises MismatchError above the band of the dtype (self_check.py).
+        """
+        window = self.layer_types.longest_window
+        length = min(self.context_length, _CHECK_TOKENS, max(32, window + 8 if window + 8 <= _CHECK_TOKENS else 32))
+        lengths = [length, max(_CHECK_STEPS + 1, length // 2)]
+        ids = check_text(self.model, length)
+        rows = range(min(len(lengths), self.cache.rows))
+        texts = [ids[: lengths[row]] for row in rows]
+        read = [len(text) - _CHECK_STEPS for text in texts]
+        block = np.zeros((len(texts), max(read)), np.int64)
+        for row, text in zip(block, texts, strict=True):
+            row[: len(text) - _CHECK_STEPS] = text[:-_CHECK_STEPS].cpu().numpy()
+        self.prefill(list(rows), block, read)
+        steps = []
+        for step in range(_CHECK_STEPS):
+            last = np.array([int(text[count + step]) for text, count in zip(texts, read, strict=True)])
+            steps.append(self.forward(last, np.array(read) + step))
+        with self._own_code():
+            plain = [plain_logits(self.model, text)[-_CHECK_STEPS:] for text in texts]
+        ours = torch.stack(steps, 1).flatten(0, 1)
+        gap = require_same_logits(ours, torch.cat(plain), part="The built-in sampler", model=self.model)
+        self.clear(self.cache.rows)
+        return gap
+
+    def _as_attention_takes_it(self, mask: Any) -> Any:
+        """Masks of columns seen in the form of the model's attention: plain attention adds them to its scores."""
+        if isinstance(mask, dict):
+            return {name: self._as_attention_takes_it(own) for name, own in mask.items()}
+        if mask is None or self.model.config._attn_implementation != "eager":
+            return mask
+        lowest = torch.finfo(self.model.dtype).min
+        return torch.zeros_like(mask, dtype=self.model.dtype).masked_fill(~mask, lowest)
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        """Whatever a model's code raises becomes a MismatchError that names the model."""
+        try:
+            yield
+        except (MopdError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"{type(self.model).__name__} ({self.model.config.model_type}) cannot be decoded by the built-in "
+                f'sampler: {type(error).__name__}: {error!s:.300}; set engine.kind = "vllm", or use another model'
+            ) from error
 
     def logits(self, states: Tensor) -> Tensor:
         """[N, V] float32 logits of states [N, D] on their device, as the architecture scales and caps them."""
@@ -117,111 +201,3 @@ class Decoder:
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
         return logits
-
-
-class SlotCache(Cache):
-    """Cache of all layers. `place` says where the next forward pass writes; the layers follow."""
-
-    def __init__(self, layers: int, rows: int) -> None:
-        self.rows = rows
-        self.columns = torch.zeros(0, dtype=torch.long)
-        """[n] column that each row of the coming forward pass writes"""
-        self.width = 0
-        """Columns that the coming forward pass reads."""
-        self._slots = [_SlotLayer(self) for _ in range(layers)]
-        super().__init__(layers=list(self._slots))
-
-    def place(self, columns: Tensor, width: int) -> Tensor:
-        """Announce a decode step of n rows, the furthest into column `width` - 1; returns its attention mask, bool
-        [n, 1, 1, width]."""
-        self.columns = columns
-        self.width = width
-        return (torch.arange(self.width, device=columns.device) <= columns[:, None])[:, None, None, :]
-
-    def fill(self, rows: Tensor, prefill: Cache) -> None:
-        """Copy the keys and values of a prefill pass over right-padded sequences into rows."""
-        for layer, source in zip(self._slots, prefill.layers, strict=True):
-            layer.fill(rows, source.keys, source.values)  # type: ignore[union-attr,arg-type]
-
-    def move(self, source: int, target: int, width: int) -> None:
-        """Copy the first `width` columns of one row over another."""
-        for layer in self._slots:
-            layer.keys[target, :, :width] = layer.keys[source, :, :width]
-            layer.values[target, :, :width] = layer.values[source, :, :width]
-
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        both = [tensor[0, :, :1] for layer in self._slots for tensor in (layer.keys, layer.values)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in both)
-
-    def take(self, lengths: Sequence[int]) -> dict[str, Tensor]:
-        """Keys and values of the first rows on the CPU: one row behind the other, [heads, sum(lengths), head_dim]."""
-        taken = {}
-        for index, layer in enumerate(self._slots):
-            for name, rows in (("keys", layer.keys), ("values", layer.values)):
-                parts = [rows[row, :, :length] for row, length in enumerate(lengths)]
-                taken[f"{name}.{index}"] = torch.cat(parts, dim=1).cpu()
-        return taken
-
-    def put(self, lengths: Sequence[int], taken: dict[str, Tensor], device: str) -> None:
-        """Write what `take` gave into the first rows."""
-        for index, layer in enumerate(self._slots):
-            keys, values = (taken[f"{name}.{index}"].to(device) for name in ("keys", "values"))
-            parts = zip(keys.split(list(lengths), dim=1), values.split(list(lengths), dim=1), strict=True)
-            for row, (its_keys, its_values) in enumerate(parts):
-                layer.fill(torch.tensor([row], device=device), its_keys[None], its_values[None])
-
-
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """[rows, heads, columns, head_dim] keys and values of one layer."""
-
-    is_sliding = False
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, cache: SlotCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token per row, return the columns read."""
-        cache = self._cache
-        self._reserve(cache.width, key_states, value_states)
-        count = len(key_states)
-        rows = torch.arange(count, device=key_states.device)
-        self.keys[rows, :, cache.columns] = key_states[:, :, 0]
-        self.values[rows, :, cache.columns] = value_states[:, :, 0]
-        return self.keys[:count, :, : cache.width], self.values[:count, :, : cache.width]
-
-    def fill(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write a block [n, heads, width, head_dim] into the first columns of rows."""
-        width = keys.shape[2]
-        self._reserve(width, keys, values)
-        self.keys[rows, :, :width] = keys
-        self.values[rows, :, :width] = values
-
-    def _reserve(self, width: int, keys: Tensor, values: Tensor) -> None:
-        if not self.is_initialized:
-            self.keys = keys.new_zeros(self._cache.rows, keys.shape[1], 0, keys.shape[3])
-            self.values = values.new_zeros(self._cache.rows, values.shape[1], 0, values.shape[3])
-            self.is_initialized = True
-        missing = width - self.keys.shape[2]
-        if missing > 0:
-            more = -(-max(missing, self.keys.shape[2] // 2) // _GROWTH) * _GROWTH
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: columns are reserved when they are written."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns read, and the offset of the first."""
-        return self._cache.width, 0
-
-    def get_seq_length(self) -> int:
-        """Columns read by the current pass."""
-        return self._cache.width
-
-    def get_max_length(self) -> int:
-        """-1: rows grow as needed."""
-        return -1

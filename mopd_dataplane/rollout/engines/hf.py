@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.sampling_masks import SamplingMasks, sampling_masks_of
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.models.hf import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
+from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
+from mopd_dataplane.models.vocabulary import compare_vocabularies
 from mopd_dataplane.rollout.engines import kv_file
 from mopd_dataplane.rollout.engines.decoder import Decoder
 from mopd_dataplane.rollout.engines.device_sampling import distribution_of
@@ -79,6 +81,8 @@ class HfEngine:
         self._dtype = dtype
         self._device = device
         self._mixed_teacher = mixed_teacher
+        self._checked_shape: dict[str, Any] | None = None
+        """Shape of the policy that has passed the self-check."""
         self.load_policy(Path(folder), policy_version)
 
     def load_policy(self, folder: Path, version: int) -> None:
@@ -108,13 +112,18 @@ class HfEngine:
         if here and here[0].swap_adapter(folder):
             here[0].clear(self.slots)
             return here[0]
-        return Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        shape = model_shape(folder)
+        if shape != self._checked_shape:  # every version of a policy has the same one
+            decoder.check()
+            self._checked_shape = shape
+        return decoder
 
     def _open_mixed_teacher(self, folder: Path, policy: Decoder) -> Decoder:
         """The mixed teacher's decoder. Raises MismatchError when it does not fit the policy."""
-        theirs = tokenizer_digest(load_tokenizer(folder))
-        check_same_tokenizer(self.tokenizer_digest, theirs, name=str(folder))
+        compare_vocabularies(self.tokenizer, load_tokenizer(folder), name=str(folder))
         decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        decoder.check()
         if decoder.vocab_size != policy.vocab_size:
             raise MismatchError(
                 f"{folder} has {decoder.vocab_size} logits, the policy {policy.vocab_size}; a mixture needs the same "
@@ -147,13 +156,16 @@ class HfEngine:
     def _prefill(self, group: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         sequences = [np.concatenate([request.prompt_ids, request.prefix_ids]) for _, request in group]
         rows = [self._enter(slot, request, ids) for (slot, request), ids in zip(group, sequences, strict=True)]
-        width = max(map(len, sequences)) - 1
-        if width == 0:
-            return {}
+        lengths = [len(ids) - 1 for ids in sequences]
+        width = max(lengths)
         block = np.zeros((len(sequences), width), np.int64)
         for row, ids in zip(block, sequences, strict=True):
             row[: len(ids) - 1] = ids[:-1]
-        states = [decoder.prefill(rows, block) for decoder in self._decoders]
+        if width == 0:
+            for decoder in self._decoders:
+                decoder.cache.reset_states(torch.tensor(rows))
+            return {}
+        states = [decoder.prefill(rows, block, lengths) for decoder in self._decoders]
         if any(request.experts for _, request in group):
             routes = self._decoders[0].routes().reshape(*block.shape, -1)
             for place, own, ids in zip(rows, routes, sequences, strict=True):
@@ -280,6 +292,8 @@ class HfEngine:
         """See Engine.save. The logits of the next token go into the file too: restore compares them bit by bit."""
         if not self._requests or not limit_bytes or any(read is not None for read in self._read):
             return 0
+        if any(decoder.layer_types.has_states for decoder in self._decoders):
+            return 0  # the pass below would advance a recurrent state that the step behind it advances again
         # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
         logits = torch.stack(self._forward()).cpu()
         lengths = self._live["length"].tolist()

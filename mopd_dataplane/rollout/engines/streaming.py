@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mopd_dataplane.errors import DeadlineError, EngineError
+from mopd_dataplane.models.architecture import context_length
 from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
@@ -184,7 +185,7 @@ class StreamingEngine(ABC):
         self.tokenizer_digest = tokenizer_digest(self.tokenizer)
         self._shape = model_shape(folder)
         self.vocab_size = int(self._shape["vocab_size"])
-        self.context_length = int(self._shape["max_position_embeddings"])
+        self.context_length = context_length(self._shape)
         self._streams = Streams(slots, self.tokenizer, stop_ids(folder, self.tokenizer))
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:

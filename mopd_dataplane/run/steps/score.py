@@ -164,7 +164,7 @@ def teacher_pool(
         specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
     return TeacherPool(
         specs,
-        student_tokenizer=run.tokenizer_digest,
+        student_tokenizer=run.tokenizer,
         max_resident=stage.score.max_resident,
         device=resolve_device(stage.score.device),
         engine=engine or stage.score.engine,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from decoding import TOLERANCE, Answer, assert_same, decode, make_requests
 
-from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.engines.engine import LENGTH, STOP, Request
 from mopd_dataplane.rollout.engines.hf import HfEngine
@@ -127,19 +127,6 @@ def test_a_policy_is_swapped_only_when_every_slot_is_free(tiny_model: Path) -> N
     engine.release(0)
     engine.load_policy(tiny_model, 1)
     assert engine.policy_version == 1
-
-
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    from mopd_dataplane.models.initial_weights import make_student
-
-    shape = {
-        "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 8,
-        "max_window_layers": 1,
-    }  # fmt: skip
-    folder = make_student(sections.Student(config=shape), tmp_path / "sliding", seed=0)
-    with pytest.raises(MismatchError, match="sliding_attention"):
-        HfEngine(folder, slots=1)
 
 
 def test_llama_decodes_too(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_mixed_teacher_of_other_tokens_is_refused(tiny_model: Path, tmp_path: 
     settings = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
     settings |= {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 32}
     words = make_student(sections.Student(config=settings, tokens=("spam",)), tmp_path / "words", seed=0)
-    with pytest.raises(MismatchError, match="per-token distillation needs the same vocabulary"):
+    with pytest.raises(MismatchError, match="a mixture needs the same tokens"):
         HfEngine(tiny_model, slots=1, mixed_teacher=MixedTeacher(words, SHARE))
     wide = make_student(sections.Student(config=settings | {"vocab_size": 200}), tmp_path / "wide", seed=0)
     assert len(character_tokenizer()) < 200

@@ -58,7 +58,7 @@ def pool_of(folders: dict[str, Path], base: Path, **changes: Any) -> TeacherPool
             name: TeacherSpec(folder, sections.Teacher(source=str(folder), **settings))
             for name, folder in folders.items()
         },
-        student_tokenizer=hf.tokenizer_digest(hf.load_tokenizer(base)),
+        student_tokenizer=hf.load_tokenizer(base),
         **changes,
     )
 

@@ -42,8 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make_pool(folders: dict[str, Path], blend: dict[str, float], *, max_resident: int = 2) -> TeacherPool:
     specs = {name: TeacherSpec(folder, sections.Teacher(source=name)) for name, folder in folders.items()}
     specs["both"] = TeacherSpec(None, sections.Teacher(blend=blend))
-    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["math"]))
-    return TeacherPool(specs, student_tokenizer=digest, max_resident=max_resident)
+    tokenizer = hf.load_tokenizer(folders["math"])
+    return TeacherPool(specs, student_tokenizer=tokenizer, max_resident=max_resident)
 
 
 def sample(seed: int = 0) -> Scorable:

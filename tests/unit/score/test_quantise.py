@@ -47,8 +47,8 @@ def make_pool(folder: Path, quantisation: str = "none", **settings: Any) -> Teac
     teachers = {"t": {"source": "x", "quantisation": quantisation}, "plain": {"source": "x"}}
     specs = {n: TeacherSpec(folder, sections.Teacher.model_validate(t)) for n, t in teachers.items()}
     specs["both"] = TeacherSpec(None, sections.Teacher(blend={"t": 0.5, "plain": 0.5}))
-    digest = hf.tokenizer_digest(hf.load_tokenizer(folder))
-    return TeacherPool(specs, student_tokenizer=digest, **settings)
+    tokenizer = hf.load_tokenizer(folder)
+    return TeacherPool(specs, student_tokenizer=tokenizer, **settings)
 
 
 def samples(count: int = 6) -> list[Scorable]:

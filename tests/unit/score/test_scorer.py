@@ -14,6 +14,7 @@ import torch
 from mopd_kernels import decode
 from numpy.typing import NDArray
 from safetensors import safe_open
+from tokenizers_apart import exchanged_letters
 from torch import Tensor
 
 from mopd_dataplane.base.files import file_digest
@@ -58,8 +59,8 @@ def pool(teachers: dict[str, Path]) -> TeacherPool:
 
 def make_pool(teachers: dict[str, Path], **settings: Any) -> TeacherPool:
     specs = {n: TeacherSpec(folder, sections.Teacher(source=f"stage:{n}")) for n, folder in teachers.items()}
-    digest = hf.tokenizer_digest(hf.load_tokenizer(teachers["math"]))
-    return TeacherPool(specs, student_tokenizer=digest, **settings)
+    tokenizer = hf.load_tokenizer(teachers["math"])
+    return TeacherPool(specs, student_tokenizer=tokenizer, **settings)
 
 
 def make_samples(count: int, *, temperature: float = 1.0, seed: int = 0) -> list[Scorable]:
@@ -250,9 +251,10 @@ def test_registering_writes_the_head_once(pool: TeacherPool, teachers: dict[str,
 
 def test_another_tokenizer_is_refused_before_anything_is_written(teachers: dict[str, Path], tmp_path: Path) -> None:
     pool = TeacherPool(
-        {"math": TeacherSpec(teachers["math"], sections.Teacher(source="x"))}, student_tokenizer="0123456789abcdef"
+        {"math": TeacherSpec(teachers["math"], sections.Teacher(source="x"))},
+        student_tokenizer=exchanged_letters(hf.load_tokenizer(teachers["math"])),
     )
-    with pytest.raises(MismatchError, match="0123456789abcdef"):
+    with pytest.raises(MismatchError, match="stand for other texts"):
         pool.register("math", tmp_path)
     with pytest.raises(MismatchError, match="teacher 'math'"):
         list(score_samples(pool, "math", ("logprob",), make_samples(1), SETTINGS))

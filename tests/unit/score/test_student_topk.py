@@ -41,9 +41,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def pool(folders: dict[str, Path]) -> TeacherPool:
     torch.set_num_threads(1)
-    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["teacher"]))
+    tokenizer = hf.load_tokenizer(folders["teacher"])
     spec = TeacherSpec(folders["teacher"], sections.Teacher(source="x"))
-    return TeacherPool({"teacher": spec}, student_tokenizer=digest)
+    return TeacherPool({"teacher": spec}, student_tokenizer=tokenizer)
 
 
 def make_samples() -> list[Scorable]:

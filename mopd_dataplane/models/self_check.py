@@ -1,0 +1,98 @@
+"""Self-check: what the sampler, a teacher or the trainer computes, beside transformers' plain pass of the same text.
+
+The plain pass reads one sequence alone, with plain attention, without a cache, and lets the model compute its own
+logits. Whatever this package does otherwise (slots, masks, fused attention, an LM head of its own) must give the same
+numbers; a model for which it does not is refused before anything is sampled or scored with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.hf import embedding_weight, hidden_states, lm_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BANDS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest mean difference of log-probs over the likeliest tokens, in nat. Correct float32 models of two layers stay
+below 1e-5 and deep ones below 1e-4; a bfloat16 logit of 16 to 32 is rounded by up to 0.06. A lost window, softcap or
+sink moves it by 0.3 nat and more."""
+_LIKELIEST = 32
+"""Tokens of each position that are compared; log-probs of improbable tokens are mostly rounding."""
+_SHORT = 24
+"""Tokens of the text by which a scorer or trainer is checked."""
+
+
+def check_text(model: PreTrainedModel, length: int) -> Tensor:
+    """Token ids [length] that look like no pattern, the same ones every time."""
+    vocabulary = len(embedding_weight(model))
+    return (torch.arange(length, device=model.device) * 7919 + 11) % vocabulary
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """[T, V] float32 logits of one sequence [T] by the model's own forward pass with plain attention."""
+    training, attention = model.training, model.config._attn_implementation
+    model.eval()
+    try:
+        if attention != "eager":
+            model.set_attn_implementation("eager")
+        logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    finally:
+        if attention != "eager":
+            model.set_attn_implementation(attention)
+        model.train(training)
+    return logits
+
+
+def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTrainedModel) -> float:
+    """Compare logits [T, V] with those of the plain pass; returns the mean difference of log-probs, in nat.
+
+    Raises MismatchError when it is above the band of the model's dtype.
+    """
+    likeliest = plain.topk(min(_LIKELIEST, plain.shape[1])).indices
+    gaps = (ours.float().log_softmax(-1) - plain.log_softmax(-1)).gather(1, likeliest).abs().mean(1)
+    gap, band = float(gaps.mean()), BANDS.get(model.dtype, BANDS[torch.bfloat16])
+    if not gap <= band:  # a gap that is not a number is none either
+        first = int((~(gaps <= band)).nonzero()[0]) if (~(gaps <= band)).any() else 0
+        raise MismatchError(
+            f"{part} does not compute what {type(model).__name__} ({model.config.model_type}) computes by itself: "
+            f"log-probs differ by {gap:.3g} nat in the mean, from token {first} of the compared ones on, and "
+            f"{band:g} is allowed in {str(model.dtype).removeprefix('torch.')}. Nothing was written; use another "
+            'model, or engine.kind = "vllm" and score.engine = "vllm"'
+        )
+    return gap
+
+
+@torch.no_grad()
+def check_forward(model: PreTrainedModel, part: str) -> float:
+    """Check states and LM head as scorer and trainer take them; returns the mean difference, in nat.
+
+    Raises MismatchError, see require_same_logits; also when the model's own code fails.
+    """
+    ids = check_text(model, _SHORT)
+    training = model.training
+    model.eval()
+    try:
+        plain = plain_logits(model, ids)
+        head = lm_head(model)
+        states = hidden_states(model, ids[None])[0].float()
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise MismatchError(
+            f"{part}: {type(model).__name__} ({model.config.model_type}) cannot read a short text: "
+            f"{type(error).__name__}: {error!s:.300}; use another model"
+        ) from error
+    finally:
+        model.train(training)
+    logits = states @ head.weight.detach().float().T
+    if head.bias is not None:
+        logits = logits + head.bias.detach().float()
+    logits = logits * head.logit_scale
+    if head.softcap:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return require_same_logits(logits, plain, part=part, model=model)

@@ -1,0 +1,143 @@
+"""Compares two vocabularies by what their ids stand for: which teachers may judge which student's tokens.
+
+What must agree are the texts of ordinary tokens. A base model and an instruct model of one family name other tokens as
+ends and padding, one of them may have more added tokens, and a family of its own may relabel the special ones; all of
+that is reported with what follows from it, and refused nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_EXAMPLES = 3
+"""Tokens that a message shows."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Ids of a tokenizer and what they stand for."""
+
+    texts: dict[int, str]
+    """Text of each id as its model writes it: pieces of bytes or characters, and added tokens as they are."""
+    added: frozenset[int]
+    """Ids of added tokens, special ones and whole words, which the splitting algorithm does not make."""
+    special: frozenset[int]
+    """Those of them that the tokenizer calls special."""
+    end: int | None
+    """Id of the tokenizer's end of sequence."""
+    roles: dict[str, int | None]
+    """Ids of `bos`, `eos` and `pad`."""
+    splitting: str
+    """Digest of the merges, the normaliser and the pre-tokeniser; empty for tokenizers without such a description."""
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    """The vocabulary of a tokenizer."""
+    texts = {index: text for text, index in tokenizer.get_vocab().items()}
+    added = {int(index): token for index, token in tokenizer.added_tokens_decoder.items()}
+    special = frozenset(index for index, token in added.items() if token.special)
+    roles = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return Vocabulary(texts, frozenset(added), special, roles["eos"], roles, _splitting(tokenizer))
+
+
+def _splitting(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ""
+    described: dict[str, Any] = json.loads(backend.to_str())
+    model = {key: value for key, value in described["model"].items() if key != "vocab"}
+    text = json.dumps([model, described["normalizer"], described["pre_tokenizer"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def compare_vocabularies(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, ends_mapped: bool = False
+) -> tuple[str, ...]:
+    """Differences between the tokenizers of a student and of the teacher `name` that do not keep it from judging the
+    student's tokens, each as a sentence with what follows. ends_mapped: whether teachers.NAME.end is "map".
+
+    Raises MismatchError when an ordinary token of one stands for another text in the other.
+    """
+    ours, theirs = vocabulary_of(student), vocabulary_of(teacher)
+    other = [index for index, text in ours.texts.items() if theirs.texts.get(index, text) != text]
+    relabelled = [index for index in other if _is_marker(ours, index) and _is_marker(theirs, index)]
+    wrong = sorted(set(other) - set(relabelled))
+    shared = len(ours.texts.keys() & theirs.texts.keys())
+    if wrong:
+        shown = "; ".join(
+            f"{index} is {ours.texts[index]!r} for the student and {theirs.texts[index]!r} for the teacher"
+            for index in wrong[:_EXAMPLES]
+        )
+        raise MismatchError(
+            f"teacher {name!r} has another vocabulary than the student: {len(wrong)} of {shared} common token ids "
+            f"stand for other texts ({shown}); per-token distillation needs the same ids: use a teacher of the "
+            "student's family"
+        )
+    return tuple(_differences(ours, theirs, sorted(relabelled), name, ends_mapped))
+
+
+def _differences(
+    ours: Vocabulary, theirs: Vocabulary, relabelled: list[int], name: str, ends_mapped: bool
+) -> list[str]:
+    sentences = []
+    if ours.end != theirs.end and ends_mapped:
+        sentences.append(
+            f"the student ends an answer with {_shown(ours, ours.end)}, at which teacher {name!r} is read with the "
+            f"probability of its own end, {_shown(theirs, theirs.end)}"
+        )
+    elif ours.end != theirs.end:
+        sentences.append(
+            f"the student ends an answer with {_shown(ours, ours.end)}, teacher {name!r} with "
+            f"{_shown(theirs, theirs.end)}: this teacher gives the student's end a probability near 0, so the student "
+            f"may never learn to stop. With teachers.{name}.end = \"map\" the teacher's end is read at the student's"
+        )
+    for role in ("bos", "pad"):
+        if ours.roles[role] != theirs.roles[role]:
+            sentences.append(
+                f"the {role} token is {_shown(ours, ours.roles[role])} for the student and "
+                f"{_shown(theirs, theirs.roles[role])} for teacher {name!r}: nothing follows, texts are written with "
+                "the student's"
+            )
+    if relabelled:
+        shown = ", ".join(f"{i} {ours.texts[i]!r} / {theirs.texts[i]!r}" for i in relabelled[:_EXAMPLES])
+        sentences.append(
+            f"{len(relabelled)} special tokens have other names for teacher {name!r} ({shown}): it knows them under "
+            "its own name, so write its prompts with its own template (prompt_template) where they matter"
+        )
+    if only_student := sorted(ours.texts.keys() - theirs.texts.keys()):
+        sentences.append(
+            f"teacher {name!r} does not know {len(only_student)} tokens of the student "
+            f"({', '.join(repr(ours.texts[i]) for i in only_student[:_EXAMPLES])}): a sample that has one is refused "
+            "when it is scored"
+        )
+    if ours.splitting and theirs.splitting and ours.splitting != theirs.splitting:
+        sentences.append(
+            f"teacher {name!r} splits text in another way than the student: it reads the student's tokens, which are "
+            "not those it was trained on"
+        )
+    return sentences
+
+
+def unknown_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Tokens of the student, by id, that the teacher's tokenizer does not have."""
+    ours, theirs = vocabulary_of(student), vocabulary_of(teacher)
+    return {index: text for index, text in ours.texts.items() if index not in theirs.texts}
+
+
+def _is_marker(vocabulary: Vocabulary, index: int) -> bool:
+    """Whether an id is an added token that marks structure, such as `<|im_end|>`, and not a word of the text."""
+    text = vocabulary.texts[index]
+    bracketed = (text[:1], text[-1:]) in (("<", ">"), ("[", "]"))
+    return index in vocabulary.special or (index in vocabulary.added and bracketed)
+
+
+def _shown(vocabulary: Vocabulary, index: int | None) -> str:
+    return "none" if index is None else f"{vocabulary.texts.get(index, '?')!r} ({index})"
