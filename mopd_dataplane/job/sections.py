@@ -424,7 +424,8 @@ class Lora(Section):
     alpha: float = Field(default=0.0, ge=0)
     """The adapter is scaled by alpha / r; 0 takes 2 r."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Modules that get one, by the ends of their names, `["q_proj", "v_proj"]`; `all-linear` is all but the LM head."""
+    """Modules that get one, by the ends of their names, `["q_proj", "v_proj"]`; `all-linear` is all but the LM head
+    and, in a mixture of experts, the experts, their router and what has the names of their projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of its inputs that are dropped in training; above 0 training and sampling see different policies."""
     merge: Literal["never", "end"] = "never"

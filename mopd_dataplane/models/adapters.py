@@ -49,20 +49,41 @@ _NAMES = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision",
 def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
     """Freeze a model and add a new adapter that changes nothing yet (B = 0); its factors are float32 and trainable.
 
-    Raises MismatchError when a target is missing, or is what the kernels read as one matrix: the LM head.
+    Raises MismatchError when a target is missing, or is what the kernels read as one matrix: the LM head; and when a
+    target is part of the experts that transformers keeps in one tensor.
     """
     from peft import LoraConfig
 
-    targets = lora.target_modules
-    config = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha or 2 * lora.r,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout, task_type="CAUSAL_LM",
-        target_modules=targets if isinstance(targets, str) else list(targets),
-    )  # fmt: skip
+    targets: str | list[str] = lora.target_modules if isinstance(lora.target_modules, str) else [*lora.target_modules]
+    settings: dict[str, Any] = {
+        "r": lora.r, "lora_alpha": lora.alpha or 2 * lora.r, "lora_dropout": lora.dropout, "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    config = LoraConfig(target_modules=targets, **settings)
+    modules, experts = _beside_experts(model, LoraConfig(target_modules=targets, **settings))
+    if experts and targets == "all-linear":
+        config = LoraConfig(target_modules=modules, **settings)
+    elif experts:
+        raise MismatchError(
+            f"train.lora.target_modules names {sorted({*targets} - {*modules})}, which are parts of the experts in "
+            f'{type(model).__name__}; adapters of experts are not trained here: take {modules}, or "all-linear", which '
+            "leaves them out"
+        )
     _check_targets(model, config, "train.lora.target_modules")
     _inject(model, config, TRAINED, "train.lora.target_modules")
     _require_free_head(model, "train.lora.target_modules")
     _set_trainable(model)
+
+
+def _beside_experts(model: PreTrainedModel, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """Modules that peft would adapt, and the parameters of fused experts that it would adapt in place of others.
+
+    transformers keeps the experts of a layer in one tensor for many families; peft then turns the names of their
+    projections into `target_parameters`, of every module with such a name. Changes `config`.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    convert_peft_config_for_transformers(config, model, None)
+    return sorted(config.target_modules or ()), sorted(config.target_parameters or ())
 
 
 def continued_adapter(model: PreTrainedModel, folder: Path, lora: Lora) -> None:
@@ -219,6 +240,7 @@ def save_adapter(
         base = replace(base, place=os.path.relpath(name, folder))
     said = {**config.to_dict(), "base_model_name_or_path": name, "revision": base.revision or None}
     said |= {"inference_mode": True, "target_modules": sorted(config.target_modules)}
+    said["target_parameters"] = sorted(config.target_parameters or ()) or None  # peft leaves an empty set behind
     named = {_PREFIX + key.replace(f".{TRAINED}.", "."): tensor.contiguous() for key, tensor in tensors.items()}
 
     def fill(staging: Path) -> None:

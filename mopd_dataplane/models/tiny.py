@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ class Family:
     eos: str
     """End of an answer."""
     pad: str
+    base_eos: str = ""
+    """End of a text for the family's base models; empty where they end as the others do."""
     bos: str = ""
     """Put before every text; empty for none."""
     turn: str = ""
@@ -54,9 +56,9 @@ class Family:
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Special tokens, each once."""
-        found = re.findall(r"<[^<>\n ]+>|\[/?INST\]", self.turn + self.answer)
-        return tuple(dict.fromkeys(token for token in (self.pad, self.bos, self.eos, *found) if token))
+        """Special tokens, each once, in an order that base and other models of the family share."""
+        markers = re.findall(r"<[^<>\n ]+>|\[/?INST\]", self.turn + self.answer)
+        return tuple(sorted({token for token in (self.pad, self.bos, self.eos, self.base_eos, *markers) if token}))
 
     @property
     def chat_template(self) -> str:
@@ -71,20 +73,21 @@ class Family:
 
 _CHATML = {"turn": "<|im_start|>{role}\n{content}<|im_end|>\n", "answer": "<|im_start|>assistant\n"}
 FAMILIES = {
-    "qwen3": Family("qwen3", 151_936, eos="<|im_end|>", pad="<|endoftext|>", **_CHATML),
-    "qwen2": Family("qwen2", 151_936, eos="<|im_end|>", pad="<|endoftext|>", **_CHATML),
+    "qwen3": Family("qwen3", 151_936, eos="<|im_end|>", base_eos="<|endoftext|>", pad="<|endoftext|>", **_CHATML),
+    "qwen2": Family("qwen2", 151_936, eos="<|im_end|>", base_eos="<|endoftext|>", pad="<|endoftext|>", **_CHATML),
     "deepseekr1distillqwen": Family(
         "qwen2", 151_936, bos="<｜begin▁of▁sentence｜>", eos="<｜end▁of▁sentence｜>", pad="<｜end▁of▁sentence｜>",
         turn="<｜User｜>{content}", answer="<｜Assistant｜><think>\n",
     ),
     "smollm2": Family("llama", 49_152, bos="<|im_start|>", eos="<|im_end|>", pad="<|im_end|>", **_CHATML),
     "llama3": Family(
-        "llama", 128_256, bos="<|begin_of_text|>", eos="<|eot_id|>", pad="<|finetune_right_pad_id|>",
+        "llama", 128_256, bos="<|begin_of_text|>", eos="<|eot_id|>", base_eos="<|end_of_text|>",
+        pad="<|finetune_right_pad_id|>",
         turn="<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
         answer="<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "gemma3": Family(
-        "gemma3_text", 262_144, bos="<bos>", eos="<end_of_turn>", pad="<pad>",
+        "gemma3_text", 262_144, bos="<bos>", eos="<end_of_turn>", base_eos="<eos>", pad="<pad>",
         turn="<start_of_turn>{role}\n{content}<end_of_turn>\n", answer="<start_of_turn>model\n",
     ),
     "mistral": Family("mistral", 32_768, bos="<s>", eos="</s>", pad="</s>", turn="[INST] {content}[/INST]"),
@@ -103,6 +106,19 @@ def family_of(place: str) -> str:
     """
     name = re.sub(r"[^a-z0-9]", "", PurePosixPath(place).name.lower())
     return max((family for family in FAMILIES if family in name), key=len, default="")
+
+
+def stand_in(place: str) -> Family:
+    """The family that a model's name suggests, with the end token of its base models where it is one.
+
+    Raises KeyError when the name suggests none.
+
+    >>> stand_in("models/Qwen3-8B-Base").eos, stand_in("models/Qwen3-8B").eos
+    ('<|endoftext|>', '<|im_end|>')
+    """
+    family, name = FAMILIES[family_of(place)], PurePosixPath(place).name.lower()
+    is_base = (family_of(place).startswith("qwen2") and "instruct" not in name) or name.endswith("base")
+    return replace(family, eos=family.base_eos) if family.base_eos and is_base else family
 
 
 def tiny_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -132,7 +132,8 @@ def _models(small: Rehearsal, given: dict[str, Any]) -> None:
             small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind} with another model's tokenizer"
         else:
             small.reads_bytes = True
-            kind = tiny.of_family(FAMILIES[family], target, **how)
+            like = tiny.stand_in(one.place) if family_of(one.place) == family else FAMILIES[family]
+            kind = tiny.of_family(like, target, **how)
             known = "its name says" if family_of(one.place) else "stands in, its name says none"
             small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind}; the family {family} {known}"
         if one.key == "student":

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
-from mopd_dataplane.job.sections import Lora, Train
+from mopd_dataplane.job.sections import Lora, Student, Train
 from mopd_dataplane.models import hf
-from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, is_adapter
-from mopd_dataplane.models.adapters import replace_adapter
+from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, Base, is_adapter
+from mopd_dataplane.models.adapters import new_adapter, replace_adapter, save_adapter, trained_tensors
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.train.metrics import MetricsReader
@@ -270,3 +272,28 @@ def test_an_adapter_that_does_not_fit_leaves_the_one_before(
     with pytest.raises(MismatchError, match="another rank"):
         replace_adapter(model, odd)
     assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_all_linear_leaves_fused_experts_out_and_can_be_read_back(family: str, tmp_path: Path) -> None:
+    folder = make_student(Student(config=FAMILIES[family]), tmp_path / "base", seed=0)
+    model = hf.load_model(folder)
+    new_adapter(model, Lora(r=4))
+    tensors = trained_tensors(model)
+    assert tensors
+    assert not [name for name in tensors if "experts" in name]
+    with torch.no_grad():
+        for weight in tensors.values():
+            weight.normal_(std=0.1)
+    ids = torch.arange(5, 25)[None]
+    expected = hf.hidden_states(model, ids)
+    policy = tmp_path / "policies" / "stage" / "v1"
+    base = Base(place=str(folder), digest=hf.weights_digest(folder))
+    save_adapter(model, tensors, policy, start=folder, base=base)
+    torch.testing.assert_close(hf.hidden_states(hf.load_model(policy), ids), expected, rtol=0, atol=1e-4)
+
+
+def test_an_expert_named_as_a_target_is_refused(tmp_path: Path) -> None:
+    folder = make_student(Student(config=FAMILIES["qwen3-moe"]), tmp_path / "base", seed=0)
+    with pytest.raises(MismatchError, match="parts of the experts"):
+        new_adapter(hf.load_model(folder), Lora(r=4, target_modules=("q_proj", "gate_proj", "up_proj", "down_proj")))

@@ -1,0 +1,63 @@
+"""What `mopd check` says of a teacher whose tokenizer differs from the student's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_apart import exchanged_letters
+
+from mopd_dataplane.errors import JobFileError
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.models import tiny
+from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+from mopd_dataplane.run.preflight import preflight, refuse
+
+
+def write_job(folder: Path, teacher: str, **settings: Any) -> Path:
+    """A job of a Qwen3 base student under a teacher of the named model's family."""
+    for name, place in (("student", "models/Qwen3-8B-Base"), ("teacher", teacher)):
+        tiny.of_family(tiny.stand_in(place), folder / name, seed=0, dtype="float32")
+    (folder / "sums.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} + 1 =", "answer": "2"}) + "\n" for i in range(6))
+    )
+    job = {
+        "name": "pair", "store": str(folder / "store"),
+        "student": {"path": str(folder / "student"), "prompt_template": "{prompt}"},
+        "domains": {"sums": {"source": str(folder / "sums.jsonl"), "reward": "exact", "train": 4, "eval": 2}},
+        "teachers": {"big": {"source": str(folder / "teacher"), **settings}}, "routing": {"sums": "big"},
+        "objectives": {"exact": {"divergence": {"kind": "reverse", "signal": "hidden"}}},
+        "plan": {"pack_tokens": 64, "batch_samples": 4},
+        "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 8},
+        "stages": [{"name": "s", "objective": "exact", "rollout": {"prompts_per_iteration": 4}}],
+    }  # fmt: skip
+    file = folder / "job.json"
+    file.write_text(json.dumps(job))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("end", "sentence"), [("own", 'teachers.big.end = "map"'), ("map", "probability of its own end")]
+)
+def test_a_base_student_under_an_instruct_teacher_runs_and_both_ends_are_named(
+    tmp_path: Path, end: str, sentence: str
+) -> None:
+    job = load_job(write_job(tmp_path, "models/Qwen3-32B", end=end))
+    assert len({tokenizer_digest(load_tokenizer(tmp_path / name)) for name in ("student", "teacher")}) == 2
+    findings = preflight(job).findings
+    refuse(job, findings)
+    (ends,) = [finding.problem for finding in findings if finding.key == "teachers.big.source"]
+    assert "<|endoftext|>" in ends
+    assert "<|im_end|>" in ends
+    assert sentence in ends
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    file = write_job(tmp_path, "models/Qwen3-32B")
+    exchanged_letters(load_tokenizer(tmp_path / "teacher")).save_pretrained(tmp_path / "teacher")
+    job = load_job(file)
+    findings = preflight(job).findings
+    with pytest.raises(JobFileError, match="stand for other texts"):
+        refuse(job, findings)
