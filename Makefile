@@ -14,7 +14,7 @@ SEEDS ?= 0
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue test-ecosystem faults faults-long coverage mutations lint format schemas docs site bench gpu clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue test-ecosystem faults faults-long coverage mutations lint format schemas docs models site bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -110,6 +110,9 @@ docs: $(INSTALLED)  ## write docs/cli.md, docs/fields.md and docs/job.md from he
 	$(BIN)/python -m mopd_dataplane.cli.reference > docs/cli.md
 	$(BIN)/python -m mopd_dataplane.cli.reference fields > docs/fields.md
 	$(BIN)/python -m mopd_dataplane.job.reference docs/job.md
+
+models: $(INSTALLED)  ## measure every model family beside transformers' plain pass, into docs/models.md: minutes
+	PYTHONPATH=tests $(BIN)/python tests/model_table.py docs/models.md
 
 $(SITE_VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SITE_VENV)

@@ -6,7 +6,20 @@ moves a log-prob by nats and not by rounding.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from decoding import Answer, decode, make_requests
+from mopd_kernels.reference import logits
+
+from mopd_dataplane.models.hf import hidden_states, lm_head, load_model
+from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.train.student import Student
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -150,3 +163,100 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe": _small("qwen3_moe", **_EXPERTS),
     "mimo-v2-flash": _small("mimo_v2_flash", **_ALTERNATING, **_EXPERTS),
 }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Largest differences from the plain pass, in nat, over the tokens that were sampled or are likeliest."""
+
+    sampler: float
+    """Of log-probs while decoding, more requests than slots."""
+    resumed: float
+    """Of log-probs of a prefix, and of the token behind it, for samples that were released and come back."""
+    teacher: float
+    """Of a batch padded on the right."""
+    trainer: float
+    """Of the trainer's layout: two sequences packed in a row, or one alone."""
+    layout: str
+    """`packed` or `rows`."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.sampler, self.resumed, self.teacher, self.trainer)
+
+
+def measure(folder: Path) -> Measured:
+    """Sampler, teacher and trainer of a model beside transformers' plain pass: plain attention, one sequence alone.
+
+    Raises MismatchError when the sampler refuses the model.
+    """
+    engine = HfEngine(folder, slots=3)
+    requests = make_requests(7, longest=30)
+    answers = decode(engine, requests)
+    sequences = [[*request.prompt_ids.tolist(), *answers[request.uid][0]] for request in requests]
+    plain = [_plain(folder, ids) for ids in sequences]
+    sampler = 0.0
+    for request, ids, logprobs in zip(requests, sequences, plain, strict=True):
+        tokens, sampled, _ = answers[request.uid]
+        start = len(ids) - len(tokens)
+        own = logprobs[range(start - 1, len(ids) - 1), ids[start:]]
+        sampler = max(sampler, float((own - torch.tensor(sampled)).abs().max()))
+    trainer, layout = _trainer(folder, sequences, plain)
+    return Measured(sampler, _resumed(engine, requests, answers), _teacher(folder, sequences, plain), trainer, layout)
+
+
+def _plain(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[T, V] log-probs by the model alone."""
+    model = load_model(folder)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def _resumed(engine: HfEngine, requests: list[Request], answers: dict[str, Answer]) -> float:
+    gap, cut = 0.0, 11
+    for request in requests:
+        tokens, logprobs, _ = answers[request.uid]
+        if len(tokens) <= cut:
+            continue
+        prefix = np.array(tokens[:cut], np.int32)
+        again = Request(
+            uid=request.uid, prompt_ids=request.prompt_ids, prefix_ids=prefix, key=request.key, max_new_tokens=30
+        )
+        rescored = engine.admit([(0, again)])[0]
+        step = engine.step()
+        if not step.finished[0]:
+            engine.release(0)
+        assert step.token_ids.tolist() == tokens[cut : cut + 1]
+        gaps = np.abs([*rescored, *step.logprobs] - np.array(logprobs[: cut + 1]))
+        gap = max(gap, float(gaps.max()))
+    return gap
+
+
+def _teacher(folder: Path, sequences: list[list[int]], plain: list[torch.Tensor]) -> float:
+    reader = HfReader(load_model(folder))
+    positions = [np.arange(1, len(ids)) for ids in sequences]
+    states = reader.predicting_states([np.array(ids) for ids in sequences], positions)
+    return _likeliest_gap(logits(states, reader.head), torch.cat([own[:-1] for own in plain]))
+
+
+@torch.no_grad()
+def _trainer(folder: Path, sequences: list[list[int]], plain: list[torch.Tensor]) -> tuple[float, str]:
+    student = Student(load_model(folder))
+    pair = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))[:2]
+    if student.layout == "packed":
+        lengths = [len(sequences[index]) for index in pair]
+        row = torch.tensor([[token for index in pair for token in sequences[index]]])
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        states = hidden_states(student.model, row, position_ids=positions, sequence_lengths=lengths)[0]
+        expected = torch.cat([plain[index] for index in pair])
+    else:
+        states = hidden_states(student.model, torch.tensor([sequences[pair[0]]]))[0]
+        expected = plain[pair[0]]
+    return _likeliest_gap(logits(states, lm_head(student.model)), expected), student.layout
+
+
+def _likeliest_gap(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    likeliest = plain.topk(16).indices
+    gap = ours.float().log_softmax(-1).gather(1, likeliest) - plain.gather(1, likeliest)
+    return float(gap.abs().max().detach())

@@ -18,7 +18,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
 from mopd_dataplane.models.adapters import continued_adapter, new_adapter
-from mopd_dataplane.models.architecture import text_decoder
+from mopd_dataplane.models.architecture import context_length, has_length_dependent_rope, text_decoder
 from mopd_dataplane.models.hf import (
     embedding_weight,
     head_weight,
@@ -72,13 +72,25 @@ class Student(nn.Module):
         self.layout: Layout = "packed" if packs_apart(model) else "rows"
         """How micro-batches must be built for this model."""
         self._context_group = context_group
+        self._longest = context_length(model.config) if has_length_dependent_rope(model.config) else None
+        """Tokens of a sequence beyond which its states would depend on its neighbours."""
         self._mixed = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
         self._routing = Routing.of(model)
         if context_group is not None:
             _check_shares(model, self.layout, context_group.size())
 
     def forward(self, batch: MicroBatch, compute_loss: Callable[[Tensor, Head], Result]) -> Result:
-        """compute_loss(hidden [M, D], head): its states predict the trained tokens, in the order of `batch.targets`."""
+        """compute_loss(hidden [M, D], head): its states predict the trained tokens, in the order of `batch.targets`.
+
+        Raises MismatchError for a sequence past the original context of a rotary embedding that depends on the length.
+        """
+        if self._longest is not None and (length := int(batch.position_ids.max()) + 1) > self._longest:
+            raise MismatchError(
+                f"a sequence of {length} tokens is past the original context of {type(self.model).__name__}, "
+                f"{self._longest}, where its rotary embedding depends on what else is in the pack; set "
+                f"plan.pack_tokens = {self._longest} and plan.overlong = 'drop', or give the model a rope whose "
+                "frequencies are fixed (yarn)"
+            )
         self._follow(batch.experts)
         device = batch.input_ids.device.type
         lower = torch.autocast(device, self.dtype) if self._mixed else nullcontext()

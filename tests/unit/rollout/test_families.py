@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from decoding import Answer, decode, make_requests
-from families import FAMILIES
+from families import FAMILIES, measure
 from mopd_kernels import Head
-from mopd_kernels.reference import logits
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
@@ -23,9 +20,7 @@ from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.rollout.engines.decoder import Decoder
-from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.hf import HfEngine
-from mopd_dataplane.score.readers import HfReader
 
 TOLERANCE = 1e-4
 """nat; what the contract of docs/models.md promises in float32."""
@@ -44,67 +39,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_student(sections.Student(config=FAMILIES[request.param]), tmp_path / "model", seed=3)
 
 
-def plain(folder: Path, ids: list[int]) -> torch.Tensor:
-    """[T, V] log-probs by the model alone."""
-    model = load_model(folder)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return logits.log_softmax(-1)
-
-
-def check_family(folder: Path) -> None:
-    """Sampler, teacher and trainer give the numbers of the plain pass."""
-    engine = HfEngine(folder, slots=3)
-    work = make_requests(7, longest=30)
-    answers = decode(engine, work)
-    sequences = [[*request.prompt_ids.tolist(), *answers[request.uid][0]] for request in work]
-    expected = [plain(folder, ids) for ids in sequences]
-    for request, ids, logprobs in zip(work, sequences, expected, strict=True):
-        answer, sampled, _ = answers[request.uid]
-        start = len(ids) - len(answer)
-        own = logprobs[range(start - 1, len(ids) - 1), ids[start:]]
-        np.testing.assert_allclose(sampled, own.numpy(), rtol=0, atol=TOLERANCE)
-    check_resumed(engine, work, answers)
-    check_teacher(folder, sequences, expected)
-
-
-def check_resumed(engine: HfEngine, work: list[Request], answers: dict[str, Answer]) -> None:
-    """A released sample that comes back with a prefix goes on with the same tokens."""
-    resumed = [
-        Request(uid=r.uid, prompt_ids=r.prompt_ids, prefix_ids=np.array(answers[r.uid][0][:11], np.int32), key=r.key,
-                max_new_tokens=30)
-        for r in work if len(answers[r.uid][0]) > 11
-    ]  # fmt: skip
-    for request in resumed:
-        rescored = engine.admit([(0, request)])[0]
-        tokens, logprobs, _ = answers[request.uid]
-        np.testing.assert_allclose(rescored, logprobs[:11], rtol=0, atol=TOLERANCE)
-        assert engine.step().token_ids.tolist() == tokens[11:12]
-        engine.release(0)
-
-
-def check_teacher(folder: Path, sequences: list[list[int]], expected: list[torch.Tensor]) -> None:
-    """A teacher reads all sequences in one padded batch."""
-    reader = HfReader(load_model(folder))
-    positions = [np.arange(1, len(ids)) for ids in sequences]
-    states = reader.predicting_states([np.array(ids) for ids in sequences], positions)
-    logprobs = logits(states, reader.head).float().log_softmax(-1)
-    wanted = torch.cat([own[:-1] for own in expected])
-    likeliest = wanted.topk(16).indices
-    gap = (logprobs.gather(1, likeliest) - wanted.gather(1, likeliest)).abs().max().detach()
-    assert float(gap) < TOLERANCE
-
-
 @pytest.mark.parametrize("folder", MECHANISMS, indirect=True)
 def test_a_family_is_sampled_and_scored_exactly(folder: Path) -> None:
-    check_family(folder)
+    assert measure(folder).worst < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", REST, indirect=True)
 def test_every_other_family_too(folder: Path) -> None:
-    check_family(folder)
+    assert measure(folder).worst < TOLERANCE
 
 
 @pytest.mark.parametrize(("folder", "reason"), REFUSED.items(), indirect=["folder"])
