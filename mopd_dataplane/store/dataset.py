@@ -246,7 +246,6 @@ class Store:
         Raises MismatchError when a known prompt_id comes with another text or answer, or when it was deleted.
         """
         records = [asdict(prompt) for prompt in prompts]
-        self.deletions.refuse_prompts([record["prompt_id"] for record in records])
         return self._insert("prompts", records, compare=[field.name for field in fields(Prompt)])
 
     def has_prompts(self, domain: str) -> bool:
@@ -272,8 +271,8 @@ class Store:
         Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
         drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
         """
-        self.deletions.refuse_uids([sample.uid for sample in batch])
         with self._place.committing("samples"):
+            self.deletions.refuse_uids([sample.uid for sample in batch])
             samples, tokens = self._table("samples"), self._table("tokens")
             return commit.commit_samples(samples, tokens, batch, keep_first=keep_first)
 
@@ -304,6 +303,8 @@ class Store:
             raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
         payload = self._table(signal_table(teacher, kind))
         with self._place.committing(payload.name):
+            deleted = self.deletions.uids()
+            batch = [signal for signal in batch if signal.uid not in deleted]
             scores, samples = self._table("scores"), self._table("samples")
             return signals.commit_signals(scores, samples, payload, known[teacher], kind, batch)
 
@@ -471,6 +472,8 @@ class Store:
         if compare:
             table.refuse_other(rows, compare)
         with self._place.committing(name):
-            done = table.insert(rows)
+            if name == "prompts":
+                self.deletions.refuse_prompts(rows["prompt_id"].to_pylist())
+            done = table.insert(self.deletions.without_deleted(name, rows))
             table.make_durable(done.dataset)
         return int(done.new.sum())

@@ -125,9 +125,13 @@ def _ids(held: pa.Table) -> Rows:
 def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
     """Remove what a deletion names; yields (table, rows removed) for each table that had some.
 
-    Repeats until nothing is left, because a scorer may add rows meanwhile. Raises DamagedError when a row that stays is
-    damaged; removed rows stay removed, and the same call continues.
+    First waits once for the commit lock of each table: a writer that looked at the deletions before this one was
+    recorded has committed then, and every later writer leaves out what is deleted. Raises DamagedError when a row that
+    stays is damaged; removed rows stay removed, and the same call continues.
     """
+    for name in store.names():
+        with store._place.committing(name):
+            pass
     while found := rows_to_go(store, deletion.uids, deletion.prompts):
         for tag in pins_of(store, found):
             tables = {name: store._table(name) for name in store.names()}

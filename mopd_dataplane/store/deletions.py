@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError
@@ -108,6 +110,23 @@ class Deletions:
                     f"({deletion.began}, `mopd store delete`; {len(gone)} of the {len(np.unique(wanted))} asked for): "
                     "a plan that holds it cannot be trained from any more; plan what is left in a stage of its own"
                 )
+
+    def without_deleted(self, table: str, rows: pa.Table) -> pa.Table:
+        """Return the rows that refer to no deleted sample and, in `evals`, to no deleted prompt.
+
+        Call it under the table's commit lock: a deletion waits for that lock once, after its record is durable.
+        """
+        deletions = self.all()
+        if not deletions:
+            return rows
+        if "uid" in rows.column_names:
+            deleted = pa.array([uid for deletion in deletions for uid in deletion.uids], pa.string())
+            rows = rows.filter(pc.invert(pc.is_in(rows["uid"], value_set=deleted)))
+        if table == "evals":
+            hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
+            stays = [prompt_hash(name) not in hashes for name in rows["prompt_id"].to_pylist()]
+            rows = rows.filter(pa.array(stays, pa.bool_()))
+        return rows
 
     def refuse_version(self, table: str, version: int) -> None:
         """Raise UnknownNameError for a version that is gone, when deletions may be why: they unpin what they touch."""

@@ -55,15 +55,18 @@ class TokenStats:
 def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
     """Add rows of `token_stats`; those the store has are left alone. Returns how many are new.
 
-    Raises MismatchError for a name that is no statistic, and for a count that is not the sample's loss tokens.
+    Raises MismatchError for a name that is no statistic, and for a count that is not the sample's loss tokens;
+    UnknownNameError for a sample that was deleted.
     """
     table = store._table(TOKEN_STATS.name)
     if stats and not table.exists():
         table.create()
     added = 0
     for start in range(0, len(stats), ROWS):
+        part = stats[start : start + ROWS]
         with store._place.committing(TOKEN_STATS.name):
-            done = table.insert(_rows(store, stats[start : start + ROWS]))
+            store.deletions.refuse_rows([stat.sample_row for stat in part])
+            done = table.insert(_rows(store, part))
             table.make_durable(done.dataset)
         added += int(done.new.sum())
     return added

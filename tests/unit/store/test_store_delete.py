@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lance
@@ -26,6 +28,7 @@ from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import PartialSample, SampleSpec
 from mopd_dataplane.run.delete import begin, preview, resume
+from mopd_dataplane.store.deletions import Deletion
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 PROMPT, OTHER = "chain_sum-train-0", "chain_sum-train-1"
@@ -277,3 +280,43 @@ def test_nothing_is_deleted_unasked(filled: Store) -> None:
     assert {(use["stage"], use["window"]) for use in told["uses"]} == {("student", window) for window in range(4)}
     assert content(filled) == before
     assert filled.deletions.all() == []
+
+
+def test_rows_of_a_sample_whose_deletion_has_begun_are_left_out(filled: Store) -> None:
+    rows = filled.samples(["uid", "prompt_id"]).to_pylist()
+    chosen, _ = preview(filled, WHERE)
+    deletion = begin(filled, chosen)
+    label = {"label": "odd", "note": "", "author": "me", "removed": False}
+    added = [{"label_id": f"late{row}", "uid": sample["uid"], **label} for row, sample in enumerate(rows)]
+    assert filled.add_labels(added) == len(rows) - len(chosen.uids)
+    with pytest.raises(UnknownNameError, match="was deleted"):
+        write_token_stats(filled, [
+            TokenStats(sample_row=int(chosen.rows[0]), stage="student", step=9, values={})
+        ])  # fmt: skip
+    list(resume(filled, deletion))
+    assert not set(chosen.uids) & set(filled.table("labels", ["uid"])["uid"].to_pylist())
+
+
+def test_a_label_whose_writer_has_looked_at_the_deletions_goes_too(filled: Store) -> None:
+    uid = filled.samples(["uid"], WHERE)["uid"][0].as_py()
+    label = {"label_id": "late", "uid": uid, "label": "odd", "note": "", "author": "me", "removed": False}
+    other, looked, go_on = Store.open(filled.uri), threading.Event(), threading.Event()
+    look = other.deletions.all
+
+    def look_and_wait() -> list[Deletion]:
+        deletions = look()
+        looked.set()
+        assert go_on.wait(60)
+        return deletions
+
+    other.deletions.all = look_and_wait  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        adding = threads.submit(other.add_labels, [label])
+        assert looked.wait(60)
+        deleting = threads.submit(delete, filled)
+        with pytest.raises(TimeoutError):
+            deleting.result(1)
+        go_on.set()
+        assert adding.result(60) == 1
+        deleting.result(60)
+    assert uid not in filled.table("labels", ["uid"])["uid"].to_pylist()

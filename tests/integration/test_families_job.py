@@ -1,0 +1,57 @@
+"""Whole jobs of exact distillation on models with windows, chunks, sinks, softcaps, latent attention and states.
+
+Each runs once without interruption and once with a SIGKILL in the middle; both end with the same samples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY_JOB, write_tiny_job
+from families import FAMILIES
+from test_kill_and_continue import samples_of
+
+from mopd_dataplane import open_store
+
+NAMES = ("gemma3", "gpt-oss", "qwen3.5", "mistral, window", "llama4", "deepseek-v3")
+KILL_AFTER_S = 12.0
+
+
+def write_job(folder: Path, family: str) -> Path:
+    """The tiny job with a student of a family, which learns by full-vocabulary reverse KL."""
+    settings = {key: value for key, value in FAMILIES[family].items() if value is not None}
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    text = re.sub(r"(\[student\.config\]\n).*?(\n\[domains)", rf"\g<1>{lines}\g<2>", TINY_JOB, flags=re.DOTALL, count=1)
+    return write_tiny_job(folder, text.replace('objective = "sampled"', 'objective = "full-vocab"'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
+def test_a_job_on_a_family_ends_with_the_same_samples_after_a_kill(
+    family: str, tmp_path: Path, start_mopd: Callable, mopd: Callable
+) -> None:
+    mopd("run", write_job(tmp_path / "whole", family))
+    job = write_job(tmp_path / "killed", family)
+    attempt = start_mopd("run", job)
+    time.sleep(KILL_AFTER_S)
+    attempt.kill()
+    attempt.wait()
+    mopd("run", job)
+
+    wanted, found = (samples_of(tmp_path / name / "store") for name in ("whole", "killed"))
+    assert sorted(found) == sorted(wanted)
+    for uid, (tokens, logprobs) in wanted.items():
+        assert found[uid][0].tolist() == tokens.tolist(), uid
+        if logprobs is not None:
+            np.testing.assert_allclose(found[uid][1], logprobs, rtol=0, atol=2e-4, err_msg=uid)
+    steps = open_store(str(tmp_path / "whole" / "store")).sql("select loss from steps where stage = 'student'")
+    losses = [row["loss"] for row in steps.to_pylist()]
+    assert len(losses) == 4
+    assert all(np.isfinite(losses))
+    assert max(losses) > 0
