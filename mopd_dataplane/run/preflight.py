@@ -21,8 +21,9 @@ from mopd_dataplane.fields import SIGNAL_KINDS
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.adapter_files import is_adapter
+from mopd_dataplane.models.architecture import context_length, has_length_dependent_rope
 from mopd_dataplane.models.devices import resolve_device
-from mopd_dataplane.models.hf import check_model_folder, load_tokenizer
+from mopd_dataplane.models.hf import check_model_folder, load_tokenizer, model_shape
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.models.vocabulary import compare_vocabularies
@@ -202,12 +203,28 @@ def _checked_folder(place: str, revision: str) -> Path:
 
 
 def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
-    tokenizer = load_tokenizer(_checked_folder(place, revision))
+    folder = _checked_folder(place, revision)
+    _check_context(look, name, folder)
+    tokenizer = load_tokenizer(folder)
     if look.tokenizer is None:
         return
     ends_mapped = look.job.teachers[name].end == "map"
     for difference in compare_vocabularies(look.tokenizer, tokenizer, name=name, ends_mapped=ends_mapped):
         look.findings.append(Finding(f"teachers.{name}.source", difference, certain=False))
+
+
+def _check_context(look: _Look, name: str, folder: Path) -> None:
+    """Report a teacher that may meet samples longer than its context, which scoring refuses."""
+    job, shape = look.job, model_shape(folder)
+    rollouts = [stage.rollout for stage in job.stages if stage.data == "rollout" and name in job.scorers_of(stage)]
+    longest = max((rollout.max_prompt_tokens + rollout.max_new_tokens for rollout in rollouts), default=0)
+    context = context_length(shape)
+    if longest > context and (not job.teachers[name].beyond_context or has_length_dependent_rope(shape)):
+        problem = (
+            f"reads {context} tokens, and a sample may have {longest} (rollout.max_prompt_tokens + max_new_tokens); "
+            "longer ones are refused when they are scored: lower these, or use a teacher with a longer context"
+        )
+        look.findings.append(Finding(f"teachers.{name}.source", problem, certain=False))
 
 
 def _other_signal(kind: str, named: Mapping[str, str]) -> None:

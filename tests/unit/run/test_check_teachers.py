@@ -61,3 +61,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     findings = preflight(job).findings
     with pytest.raises(JobFileError, match="stand for other texts"):
         refuse(job, findings)
+
+
+def test_a_teacher_whose_context_is_short_is_named(tmp_path: Path) -> None:
+    file = write_job(tmp_path, "models/Qwen3-32B", end="map")
+    config = tmp_path / "teacher" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 20}))
+    problems = [finding.problem for finding in preflight(load_job(file)).findings]
+    assert any("reads 20 tokens, and a sample may have 24" in problem for problem in problems)
