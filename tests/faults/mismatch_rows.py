@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import struct
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +17,6 @@ import pyarrow as pa
 from deaths import Died, folder, raiser, told_by
 from inject import Row, Tally
 from tinystage import TEACHER, build, make_stage
-from tokenizers_apart import exchanged_letters
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.checksum import crc32c
@@ -34,6 +34,10 @@ from mopd_dataplane.store.dataset_format import FORMAT_KEY, spec_of
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 from mopd_dataplane.testing.toy_engine import ToyEngine
 from mopd_dataplane.train import checkpoint as checkpoints
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tokenizers_apart import exchanged_letters
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 

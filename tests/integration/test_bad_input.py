@@ -80,7 +80,12 @@ def test_teacher_with_another_tokenizer(finished_job: Path, tmp_path: Path, writ
     rule = 'routing = {{ sums = "stranger", words = "words" }}'.format()
     text = job.read_text().replace('name = "again"', f'name = "again"\n{rule}')
     job.write_text(text.replace("[teachers]", f'[teachers]\nstranger = {{ source = "{stranger}" }}'))
-    refused(mopd("run", job, "--stage", "again", check=False), 2, "teacher 'stranger' has tokenizer", "the student has")
+    refused(
+        mopd("run", job, "--stage", "again", check=False),
+        2,
+        "teacher 'stranger' has another vocabulary",
+        "'a' for the student",
+    )
     assert not (store / "heads" / "stranger.safetensors").exists()
     assert not (store / "signals" / "stranger").exists()
 
