@@ -40,6 +40,8 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 """The stand-in computes attention by torch's plain formula, the CPU by its fused kernel: float32 rounding apart."""
 
 READ_BACK = {
+    "models/self_check.py:plain_logits": "of the self-check, once for each model",
+    "models/self_check.py:require_same_logits": "of the self-check, once for each model",
     "score/signal_kinds.py:split": "what is stored",
     "score/signal_kinds.py:check_finite": "a flag a sample",
     "codecs.py:encode": "a flag a batch",
@@ -111,6 +113,7 @@ def test_the_engine_decodes_on_a_device_as_on_the_cpu(
     work = make_requests(7, top_k=20, top_p=0.9, sampling_mask=True)
     ours = HfEngine(folders["policy"], slots=3, device=NAME, mixed_teacher=mixed_teacher)
     assert [decoder.model.device.type for decoder in ours._decoders] == [NAME] * (1 + mixed)
+    host_copies.clear()  # the self-check of the models, once when they are opened
     reference = HfEngine(folders["policy"], slots=3, device="cpu", mixed_teacher=mixed_teacher)
     assert_same(decode(ours, work), decode(reference, work))
     drawn = "rollout/engines/device_sampling.py:"  # sums of groups, one group's logits, what the cut left
@@ -155,7 +158,7 @@ def test_keys_and_values_survive_a_save_from_a_device(
     assert engine.save(tmp_path / "kv", list(enumerate(requests)), limit_bytes=1 << 30)
     again = HfEngine(folders["policy"], slots=4, device=NAME)
     assert [gap for _, gap in again.restore(tmp_path / "kv", requests)] == [0.0] * 4
-    assert again._decoders[0].cache._slots[0].keys.device.type == NAME
+    assert again._decoders[0].cache._attention[0].keys.device.type == NAME
     assert not HfEngine(folders["policy"], slots=4).restore(tmp_path / "kv", requests), "another device's bits"
 
 
