@@ -31,6 +31,8 @@ SIZES = {
 }  # fmt: skip
 """Largest values of a tiny model's config; vLLM on a CPU computes heads of 32 or more."""
 _LAYERS = ("num_hidden_layers", "n_layer")
+_CONTEXT = 131_072
+"""Context of a stand-in, which is not to be what stops a rehearsal; its model's own is not known."""
 _LEFT_OUT = ("quantization_config", "rope_scaling", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Keys of a config that small random weights cannot follow, or have no use for."""
 
@@ -185,7 +187,9 @@ def of_family(family: Family, folder: Path, *, seed: int, dtype: str) -> str:
     """Write a tiny model of a family: its model type, vocabulary size, special tokens and chat template; one token for
     each byte of other text. Returns the model type."""
     tokenizer = byte_tokenizer(family)
-    settings = {"model_type": family.model_type, "vocab_size": family.vocab_size}
+    settings: dict[str, Any] = {"model_type": family.model_type, "vocab_size": family.vocab_size}
+    if family.model_type != "gpt2":  # whose positions are weights
+        settings["max_position_embeddings"] = _CONTEXT
     return from_config(settings, tokenizer, folder, seed=seed, dtype=dtype)
 
 

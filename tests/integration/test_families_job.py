@@ -13,9 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY_JOB, write_tiny_job
 from families import FAMILIES
-from test_kill_and_continue import samples_of
 
 from mopd_dataplane import open_store
 
@@ -23,21 +21,31 @@ NAMES = ("gemma3", "gpt-oss", "qwen3.5", "mistral, window", "llama4", "deepseek-
 KILL_AFTER_S = 12.0
 
 
-def write_job(folder: Path, family: str) -> Path:
-    """The tiny job with a student of a family, which learns by full-vocabulary reverse KL."""
+def of_family(job: Path, family: str) -> Path:
+    """Give a tiny job a student of a family, which learns by full-vocabulary reverse KL."""
     settings = {key: value for key, value in FAMILIES[family].items() if value is not None}
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-    text = re.sub(r"(\[student\.config\]\n).*?(\n\[domains)", rf"\g<1>{lines}\g<2>", TINY_JOB, flags=re.DOTALL, count=1)
-    return write_tiny_job(folder, text.replace('objective = "sampled"', 'objective = "full-vocab"'))
+    text = job.read_text()
+    text = re.sub(r"(\[student\.config\]\n).*?(\n\[domains)", rf"\g<1>{lines}\g<2>", text, flags=re.DOTALL, count=1)
+    job.write_text(text.replace('objective = "sampled"', 'objective = "full-vocab"'))
+    return job
+
+
+def samples_of(store: Path) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+    """uid -> (tokens [L], log-probs [R] or None) of every sample."""
+    return {
+        row["uid"]: (np.array(row["tokens"]), None if row["logprobs"] is None else np.array(row["logprobs"]))
+        for row in open_store(str(store)).table("tokens", ["uid", "tokens", "logprobs"]).to_pylist()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_a_job_on_a_family_ends_with_the_same_samples_after_a_kill(
-    family: str, tmp_path: Path, start_mopd: Callable, mopd: Callable
+    family: str, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:
-    mopd("run", write_job(tmp_path / "whole", family))
-    job = write_job(tmp_path / "killed", family)
+    mopd("run", of_family(write_job(tmp_path / "whole"), family))
+    job = of_family(write_job(tmp_path / "killed"), family)
     attempt = start_mopd("run", job)
     time.sleep(KILL_AFTER_S)
     attempt.kill()
