@@ -13,8 +13,9 @@ from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_fil
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, PromptError, ResourceError, UnknownNameError, nearest, require_known
 from mopd_dataplane.interchange.row_files import rows_in
-from mopd_dataplane.interchange.rows import Messages, read_messages
+from mopd_dataplane.interchange.rows import conversation_text, read_messages
 from mopd_dataplane.job.sections import Domain
+from mopd_dataplane.models.chat_template import Messages, answer_tokens
 from mopd_dataplane.records import Prompt
 
 if TYPE_CHECKING:
@@ -85,6 +86,35 @@ def render(
     filled = template.replace("{context}", context).replace("{prompt}", text)
     encoded: list[int] = tokenizer.encode(filled)
     return encoded
+
+
+def render_answer(
+    text: str | Messages, answer: str, tokenizer: PreTrainedTokenizerBase, *, template: str = "{prompt}"
+) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, and of an answer as the policy would write it, with the token that ends it.
+
+    With the template `chat` both are what the chat template writes; else the answer is its text and the tokenizer's
+    end-of-sequence token. Raises PromptError for a tokenizer without that token, or a template that does not tell where
+    an answer begins.
+    """
+    if template == "chat":
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        try:
+            tokens = answer_tokens(tokenizer, messages, [{"role": "assistant", "content": answer}])
+        except InputError as error:
+            raise PromptError(f"answer {answer!r:.80}: {error}") from None
+        prompt_ids, response_ids, is_terminated = tokens.prompt_ids, tokens.response_ids, tokens.is_terminated
+    else:
+        prompt_ids = render(text, tokenizer, template=template)
+        response_ids = tokenizer.encode(answer, add_special_tokens=False)
+        is_terminated = tokenizer.eos_token_id is not None
+        response_ids = [*response_ids, tokenizer.eos_token_id] if is_terminated else response_ids
+    if not is_terminated:
+        raise PromptError(
+            "the student's tokenizer has no end-of-sequence token, with which an answer ends; set eos_token in its "
+            "tokenizer_config.json"
+        )
+    return prompt_ids, response_ids
 
 
 _Entry = dict[str, str]
@@ -258,7 +288,7 @@ def _from_rows(path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterato
         filled = _fill("template", domain.template, row)
         if len(messages) > 1:
             messages = [*messages[:-1], {**messages[-1], "content": filled}]
-            filled = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            filled = conversation_text(messages)
         context = str(row.get("teacher_context", ""))
         yield {
             "text": filled,

@@ -1,6 +1,6 @@
 """Commands that import rollouts of other frameworks and export samples."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option, Typer
 
@@ -43,13 +43,22 @@ def import_(
     template: Annotated[
         str, Option("--prompt-template", help="How the student reads a prompt text; `chat` is the chat template.")
     ] = "{prompt}",
+    rewritten: Annotated[
+        Literal["refuse", "split"],
+        Option(
+            "--rewritten",
+            help="Conversations whose earlier answers the chat template writes in another way later: "
+            "refuse, or split into a sample for each answer.",
+        ),
+    ] = "refuse",
     as_json: AsJson = False,
 ) -> None:
     """Import rollouts of another framework as samples, with their prompts and rewards.
 
-    Token ids and sampler log-probs are kept where the format has them; text is tokenised and gets the end-of-sequence
-    token, and such samples have no log-probs. Log-probs of a reference model become a teacher's signals. All rows are
-    checked before anything is written. Importing the same rows again adds nothing.
+    Token ids and sampler log-probs are kept where the format has them. Text is tokenised and gets the token that ends
+    an answer, messages are written by the chat template; such samples have no log-probs. Log-probs of a reference model
+    become a teacher's signals. All rows are checked before anything is written. Importing the same rows again adds
+    nothing.
     """
     from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
     from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
@@ -57,7 +66,9 @@ def import_(
     from mopd_dataplane.models.hub import model_folder
     from mopd_dataplane.run.progress import Progress
 
-    settings = ImportSettings(format=source, stage=stage, domain=domain, policy=policy, teacher=teacher)
+    settings = ImportSettings(
+        format=source, stage=stage, domain=domain, policy=policy, teacher=teacher, rewritten=rewritten
+    )
     with Progress(stderr()).step(stage or "import", source, total=None, unit="samples") as (advance, _):
         read = hf.load_tokenizer(model_folder(tokenizer, weights=False))
         vocabulary = TokenizerVocabulary(read, hf.tokenizer_digest(read), template=template)

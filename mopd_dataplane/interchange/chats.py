@@ -6,15 +6,16 @@ from typing import Any
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.row_files import Fields, floats, integers, number, objects, part
 from mopd_dataplane.interchange.rows import (
-    Messages,
     Row,
     as_response,
+    chat_options,
     drawn,
     finish_reason,
     read_messages,
     read_prompt,
     read_response,
 )
+from mopd_dataplane.models.chat_template import Messages
 
 _SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 
@@ -30,18 +31,18 @@ def read_openai(fields: Fields, place: str) -> Iterator[Row]:
     messages = read_messages(whole.get("messages"), "messages", place)
     reward = number(fields, "reward", place)
     given = drawn(whole, place)
-    common: dict[str, Any] = {"place": place, "rewards": {} if reward is None else {("reward", ""): reward}}
+    rewards = {} if reward is None else {("reward", ""): reward}
+    common: dict[str, Any] = {"place": place, "rewards": rewards, "chat": chat_options(whole, place)}
     if "choices" not in whole:
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise InputError(f"{place}: the last message is of {messages[-1]['role']!r:.40}, expected the assistant's")
-        _check_tools(whole, place)
         said = as_response(messages[-1:], "messages", place)
-        yield Row(**common, prompt=messages[:-1], response=said, sample=given)
+        sample = {**given, **finish_reason(whole.get("finish_reason"))}
+        yield Row(**common, prompt=messages[:-1], response=said, sample=sample)
         return
     for choice in objects(whole, "choices", place):
         row = Row(**common, prompt=messages, sample={**given, **finish_reason(choice.get("finish_reason"))})
         if choice.get("token_ids") is None or whole.get("prompt_token_ids") is None:
-            _check_tools(whole, place)
             row.response = as_response(read_messages([choice.get("message")], "message", place), "message", place)
         else:
             row.prompt_ids = integers(whole["prompt_token_ids"], "prompt_token_ids", place)
@@ -54,11 +55,11 @@ def read_openai(fields: Fields, place: str) -> Iterator[Row]:
 def read_sft(fields: Fields, place: str) -> Iterator[Row]:
     """A prompt with its completion, or a conversation, of which every message of the assistant is a response to what
     was said before it (`messages`, or `conversations` as ShareGPT names them)."""
-    _check_tools(fields, place)
+    chat = chat_options(fields, place)
     if fields.get("completion") is not None:
         prompt, completion = read_prompt(fields, "prompt", place), read_response(fields, "completion", place)
         _check_same_kind(prompt, completion, place)
-        yield Row(place=place, prompt=prompt, response=completion)
+        yield Row(place=place, prompt=prompt, response=completion, chat=chat)
         return
     if (listed := fields.get("conversations")) is not None and isinstance(listed, list):
         turns = [
@@ -75,14 +76,13 @@ def read_sft(fields: Fields, place: str) -> Iterator[Row]:
     if not said:
         raise InputError(f"{place}: field 'messages' has no message of the assistant after a prompt")
     for turn in said:
-        yield Row(
-            place=place, prompt=messages[:turn], response=as_response(messages[turn : turn + 1], "messages", place)
-        )
+        answer = as_response(messages[turn : turn + 1], "messages", place)
+        yield Row(place=place, prompt=messages[:turn], response=answer, chat=chat)
 
 
 def read_preference(fields: Fields, place: str) -> Iterator[Row]:
     """The chosen answer with reward 1 and the rejected one with 0; what both begin with is the prompt, unless given."""
-    _check_tools(fields, place)
+    chat = chat_options(fields, place)
     if fields.get("prompt") is not None:
         prompt = read_prompt(fields, "prompt", place)
         answers = [read_response(fields, name, place) for name in ("chosen", "rejected")]
@@ -96,16 +96,9 @@ def read_preference(fields: Fields, place: str) -> Iterator[Row]:
         prompt, answers = both[0][:shared], [as_response(said[shared:], "chosen or rejected", place) for said in both]
     for answer, reward in zip(answers, (1.0, 0.0), strict=True):
         _check_same_kind(prompt, answer, place)
-        yield Row(place=place, prompt=prompt, response=answer, rewards={("preference", ""): reward})
+        yield Row(place=place, prompt=prompt, response=answer, chat=chat, rewards={("preference", ""): reward})
 
 
 def _check_same_kind(prompt: str | Messages | None, response: str | Messages, place: str) -> None:
     if isinstance(prompt, str) and not isinstance(response, str):
         raise InputError(f"{place}: the prompt is text and the response has several messages; give both as messages")
-
-
-def _check_tools(fields: Fields, place: str) -> None:
-    if fields.get("tools"):
-        raise InputError(
-            f"{place}: how 'tools' are written for the model depends on its server; such rows need token ids"
-        )

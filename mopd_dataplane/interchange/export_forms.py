@@ -123,6 +123,12 @@ class _Sft(_Text):
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
+def _opened_thought(prompt: str) -> str:
+    """The beginning of a thought with which a prompt ends, and which belongs to what the assistant said."""
+    start = prompt.rfind("<think>")
+    return prompt[start:] if start >= 0 and not prompt[start:].removeprefix("<think>").strip() else ""
+
+
 class _Messages(_Text):
     schema = pa.schema([("messages", pa.list_(_MESSAGE)), *_ABOUT])
 
@@ -132,7 +138,7 @@ class _Messages(_Text):
             {
                 "messages": [
                     {"role": "user", "content": sample["question"].get("text") or prompt},
-                    {"role": "assistant", "content": response},
+                    {"role": "assistant", "content": _opened_thought(prompt) + response},
                 ],
                 **_about(sample),
             }

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,11 +17,12 @@ from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdEr
 from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS, STATED
 from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
-from mopd_dataplane.interchange.rows import Messages, Row
+from mopd_dataplane.interchange.rows import Row, conversation_text
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.interchange.teachers_in import Teachers
 from mopd_dataplane.interchange.vocabulary import Vocabulary
 from mopd_dataplane.job.sections import NAME
+from mopd_dataplane.models.chat_template import THOUGHT_FIELDS, Messages, RewrittenTurnError
 from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
@@ -56,6 +57,10 @@ class ImportSettings:
     temperature: float = 1.0
     teacher: str = "imported"
     """Name of the teacher whose log-probs the rows hold."""
+    rewritten: Literal["refuse", "split"] = "refuse"
+    """What to do with a conversation whose earlier answers the chat template writes in another way once more messages
+    follow, for example without their thoughts. `split` makes each answer a sample, after the messages before it as the
+    template writes them then."""
 
 
 @dataclass
@@ -71,7 +76,11 @@ class ImportReport:
     tokenised: int = 0
     """Samples whose ids were made here, from text."""
     ended: int = 0
-    """Samples made of text that got the tokenizer's end-of-sequence token, which their text does not show."""
+    """Samples made of text that got the token which ends an answer (the chat template's, else the tokenizer's)."""
+    split: int = 0
+    """Conversations that were cut into a sample for each answer, as `rewritten = "split"` asks."""
+    without_thought: int = 0
+    """Samples whose answer begins before the thought that the chat template opens, because it has none."""
     with_logprobs: int = 0
     """Samples that came with the sampler's log-probs; the others have none (null)."""
     rewards: int = 0
@@ -109,13 +118,14 @@ def import_rollouts(
         store = Store.create(store)
     keep_tokenizer(store, vocabulary.digest, tokenizer)
     teachers.bring(store)
-    report, places = ImportReport(), set[str]()
+    report, places, divided = ImportReport(), set[str](), set[str]()
     for batch in _batches(_samples(reader, files, settings, vocabulary)):
         places |= {row.place for row, _, _ in batch}
+        divided |= {row.place for row, _, _ in batch if row.is_part}
         report.ignored = sorted({*report.ignored, *(name for row, _, _ in batch for name in row.ignored)})
         _write(store, batch, prompts, report)
         progress(report.samples)
-    report.rows = len(places)
+    report.rows, report.split = len(places), len(divided)
     detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
     text = "\0".join([settings.format, settings.stage, *(Path(file).name for file in files)])
     name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # the same when the import is repeated
@@ -154,7 +164,7 @@ def _check(
         for said in row.signals:
             teachers.check(said, row.place, sample.response_len, sample.loss_tokens)
         before = known.setdefault(prompt.prompt_id, prompt)
-        if replace(prompt, source=before.source) != before:
+        if not _is_same_question(prompt, before):
             raise InputError(
                 f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
                 "row before; rename it, or leave prompt_id out"
@@ -167,6 +177,12 @@ def _check(
             "store or in a row before; leave uid out, and it follows from the content"
         )
     return known
+
+
+def _is_same_question(prompt: Prompt, other: Prompt) -> bool:
+    """Whether two prompts ask the same. The text of messages is only for people, and their source is no part of it."""
+    shown = other.text if prompt.messages and prompt.messages == other.messages else prompt.text
+    return replace(prompt, source=other.source, text=shown) == other
 
 
 def _write(
@@ -186,8 +202,9 @@ def _write(
             said[one.teacher.name, one.signal.kind].append(replace(one.signal, uid=sample.uid, sample_row=number))
     report.samples += len(samples)
     report.inserted += receipt.inserted
-    report.tokenised += sum(row.prompt_ids is None for row, _, _ in batch)
+    report.tokenised += sum(row.from_text for row, _, _ in batch)
     report.ended += sum(row.ended for row, _, _ in batch)
+    report.without_thought += sum(row.without_thought for row, _, _ in batch)
     report.with_logprobs += sum(sample.logprobs is not None for sample in samples)
     report.rewards += store.add_rewards(records)
     for (teacher, kind), signals in said.items():
@@ -204,11 +221,12 @@ def _samples(
     for file in files:
         for place, fields in read_rows(file):
             for row in _rows_of(reader, settings.format, fields, place):
-                try:
-                    yield _converted(row, settings, vocabulary, seen, groups, ordinal)
-                except (MismatchError, EngineError) as error:
-                    raise InputError(f"{place}: {error}") from None
-                ordinal += 1
+                for part in _divided(row, settings, vocabulary):
+                    try:
+                        yield _converted(part, settings, vocabulary, seen, groups, ordinal)
+                    except (MismatchError, EngineError) as error:
+                        raise InputError(f"{place}: {error}") from None
+                    ordinal += 1
 
 
 def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], place: str) -> list[Row]:
@@ -247,7 +265,7 @@ def _converted(
         raise InputError(f"{row.place}: stage {stage!r:.80}: allowed are up to 64 of a-z, 0-9, '_', '.', '-'")
     if row.iteration < 0:
         raise InputError(f"{row.place}: iteration is {row.iteration}; allowed: 0 and above")
-    prompt_ids, response_ids = _ids(row, vocabulary)
+    prompt_ids, response_ids = _checked_ids(row, vocabulary)
     if row.teacher_logprobs is not None:
         if len(row.teacher_logprobs) != len(response_ids):
             raise InputError(
@@ -273,7 +291,7 @@ def _converted(
     group = given.get("group_id", f"{prompt.prompt_id}#{row.iteration}")
     index = groups[group] = groups.get(group, -1) + 1
     stated: dict[str, Any] = {
-        "group_index": index, "writer": f"import-{settings.format}" + ("-text" if row.prompt_ids is None else ""),
+        "group_index": index, "writer": f"import-{settings.format}" + ("-text" if row.from_text else ""),
         "writer_seq": ordinal, "policy": settings.policy, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0,
         "finish_reason": "unknown",
     } | {name: given[name] for name in STATED if name in given and name not in CHECKED}  # fmt: skip
@@ -307,40 +325,83 @@ def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocab
     return TeacherSignal(teacher, signal)
 
 
-def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-    """Token ids as they came, else of the text."""
+def _divided(row: Row, settings: ImportSettings, vocabulary: Vocabulary) -> list[Row]:
+    """The row with its token ids; a row for each answer where the template rewrites earlier ones and `split` is set.
+
+    Raises InputError for text that cannot be tokenised as its template writes it.
+    """
     if row.prompt_ids is not None and row.response_ids is not None:
-        highest = max([*row.prompt_ids, *row.response_ids], default=0)
-        if highest >= vocabulary.size:
+        return [row]
+    try:
+        return [_tokenised(row, vocabulary)]
+    except RewrittenTurnError as error:
+        if settings.rewritten == "refuse":
             raise InputError(
-                f"{row.place}: token id {highest}, the tokenizer has {vocabulary.size}; give the right one"
-            )
-        ids = row.prompt_ids, row.response_ids
-    else:
-        ids = _tokenised(row, vocabulary)
-    if not ids[0] or not ids[1]:
-        raise InputError(f"{row.place}: the {'response' if ids[0] else 'prompt'} has no tokens")
-    return ids
+                f"{row.place}: {error}; --rewritten split makes each answer a sample of its own, or give token ids"
+            ) from None
+    except InputError as error:
+        raise InputError(f"{row.place}: {error}") from None
+    prompt, response = _as_messages(row)
+    own = [place for place, message in enumerate(response) if message["role"] == "assistant"]
+    parts = [
+        replace(row, prompt=[*prompt, *response[:place]], response=response[place : place + 1], turns=1, is_part=True)
+        for place in own
+    ]
+    try:
+        return [_tokenised(part, vocabulary) for part in parts]
+    except InputError as error:
+        raise InputError(f"{row.place}: {error}") from None
 
 
-def _tokenised(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-    """Token ids of text and messages. A text does not show the end-of-sequence token that the policy sampled last, so
-    it gets one, unless its source says that it was cut off."""
+def _tokenised(row: Row, vocabulary: Vocabulary) -> Row:
+    """The row with token ids of its text or messages.
+
+    A text does not show the token that the policy sampled last, so an answer gets it, unless its source says that it
+    was cut off.
+    """
+    is_cut_off = row.sample.get("finish_reason") == "length"
+    if isinstance(row.prompt, str) and (row.rendered or vocabulary.template != "chat"):
+        if not isinstance(row.response, str):
+            raise InputError("the prompt is text and the response has messages; give both as messages")
+        prompt_ids = (vocabulary.response if row.rendered else vocabulary.prompt)(row.prompt)
+        response_ids, end = vocabulary.response(row.response), vocabulary.end
+        ended = end is not None and response_ids[-1:] != [end] and not is_cut_off
+        if ended and end is not None:
+            response_ids = [*response_ids, end]
+        return replace(row, prompt_ids=prompt_ids, response_ids=response_ids, from_text=True, ended=ended)
+    tokens = vocabulary.conversation(*_as_messages(row), options=row.chat, is_cut_off=is_cut_off)
+    return replace(
+        row,
+        prompt_ids=tokens.prompt_ids,
+        response_ids=tokens.response_ids,
+        loss_mask=tokens.loss_mask,
+        from_text=True,
+        ended=tokens.is_terminated,
+        without_thought=tokens.skips_opening,
+        ignored=(*row.ignored, *((THOUGHT_FIELDS[0],) if tokens.has_hidden_thought else ())),
+    )
+
+
+def _as_messages(row: Row) -> tuple[Messages, Messages]:
+    """Prompt and response as messages."""
     assert row.prompt is not None
     assert row.response is not None
-    if not isinstance(row.response, str):
-        assert not isinstance(row.prompt, str)
-        try:
-            prompt, response, row.loss_mask = vocabulary.conversation(row.prompt, row.response)
-        except InputError as error:
-            raise InputError(f"{row.place}: {error}") from None
-        return prompt, response
-    rendered = isinstance(row.prompt, str) and row.rendered
-    prompt = vocabulary.response(str(row.prompt)) if rendered else vocabulary.prompt(row.prompt)
-    response = vocabulary.response(row.response)
-    end = vocabulary.end
-    row.ended = end is not None and response[-1:] != [end] and row.sample.get("finish_reason") != "length"
-    return prompt, [*response, end] if row.ended and end is not None else response
+    prompt, response = row.prompt, row.response
+    return (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        [{"role": "assistant", "content": response}] if isinstance(response, str) else response,
+    )
+
+
+def _checked_ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and response, which are in the vocabulary and not empty."""
+    prompt_ids, response_ids = row.prompt_ids or [], row.response_ids or []
+    highest = max([*prompt_ids, *response_ids], default=0)
+    if highest >= vocabulary.size:
+        raise InputError(f"{row.place}: token id {highest}, the tokenizer has {vocabulary.size}; give the right one")
+    if not prompt_ids or not response_ids:
+        raise InputError(f"{row.place}: the {'response' if prompt_ids else 'prompt'} has no tokens")
+    return prompt_ids, response_ids
 
 
 def _recorded(row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -378,8 +439,11 @@ def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
     messages = ""
     if not isinstance(asked, str):
         messages = json.dumps(asked, ensure_ascii=False)
-        asked = "\n".join(f"{message['role']}: {message['content']}" for message in asked)  # for people to read
+        asked = conversation_text(asked)
     key = messages or asked or repr(row.prompt_ids)
+    if row.chat.tools:
+        tools = json.dumps(row.chat.tools, ensure_ascii=False)
+        key, asked = f"{key}\0{tools}", f"tools: {tools}\n{asked}"
     digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
     stated: dict[str, Any] = {
         "split": SPLIT, "source": f"import:{settings.format}", "messages": messages, **row.question,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.row_files import Fields, check_unicode, integer, number, text
+from mopd_dataplane.interchange.row_files import Fields, check_unicode, integer, number, objects, part, text
+from mopd_dataplane.models.chat_template import NO_OPTIONS, THOUGHT_FIELDS, ChatOptions, Messages
 
 if TYPE_CHECKING:
     from mopd_dataplane.interchange.signal_entries import TeacherSignal
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(kw_only=True)
@@ -30,6 +29,8 @@ class Row:
     """Whether the prompt's text is what the model read, chat template and special tokens included."""
     response: str | Messages | None = None
     """Text, or the messages from the policy's first turn on; the assistant's are the policy's."""
+    chat: ChatOptions = NO_OPTIONS
+    """Tools of the conversation and variables of its template."""
     prompt_ids: list[int] | None = None
     response_ids: list[int] | None = None
     """Both or neither; without them the text is tokenised."""
@@ -57,7 +58,13 @@ class Row:
     ignored: tuple[str, ...] = ()
     """Fields of the source's row that nothing was made of, where a reader knows them all."""
     ended: bool = False
-    """Whether the import added the end-of-sequence token; readers leave it."""
+    """Whether the import added the token that ends an answer; readers leave it."""
+    from_text: bool = False
+    """Whether the import made the token ids, of text; readers leave it."""
+    is_part: bool = False
+    """Whether the row is one answer of a conversation that was cut into several; readers leave it."""
+    without_thought: bool = False
+    """Whether the answer begins before the thought that the chat template opens; readers leave it."""
 
 
 Reader = Callable[[Fields, str], Iterator[Row]]
@@ -114,6 +121,38 @@ def as_response(messages: Messages, name: str, place: str) -> str | Messages:
     return kept
 
 
+def chat_options(fields: Fields, place: str) -> ChatOptions:
+    """Tools and template variables of a conversation, as requests to servers and files for training name them.
+
+    `tools`: a list of JSON schemas, or its JSON. `chat_template_kwargs`: variables of the template.
+    """
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise InputError(f"{place}: field 'tools' is {tools!r:.60}, expected a list of JSON schemas") from None
+    variables = part(fields, "chat_template_kwargs", place)
+    if taken := sorted(_OPTIONS & variables.keys()):
+        raise InputError(f"{place}: chat_template_kwargs holds {taken[0]!r}, which is no variable of a template")
+    return ChatOptions(tools=objects({"tools": tools}, "tools", place), variables=variables)
+
+
+_OPTIONS = {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
+"""Arguments of `apply_chat_template` that are not for a template's own use."""
+
+
+def conversation_text(messages: Messages) -> str:
+    """Messages as text for people to read, tool calls with their arguments included."""
+    return "\n".join(f"{message['role']}: {_spoken(message)}" for message in messages)
+
+
+def _spoken(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    written = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
+    return "\n".join(text for text in (str(message["content"]), *written) if text)
+
+
 def read_messages(value: Any, name: str, place: str) -> Messages:
     """Chat messages as templates read them: text in `content`, arguments of tool calls as objects.
 
@@ -128,9 +167,12 @@ def _message(value: Any, name: str, place: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise InputError(f"{place}: {name} is {value!r:.60}, expected a message with role and content")
     message = {"role": value["role"], "content": _content(value.get("content"), f"{name}.content", place)}
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key in ("name", "tool_call_id"):
         if isinstance(value.get(key), str):
             message[key] = value[key]
+    thought = next((value[key] for key in THOUGHT_FIELDS if isinstance(value.get(key), str)), "")
+    if thought:
+        message[THOUGHT_FIELDS[0]] = thought
     calls = value.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise InputError(f"{place}: {name}.tool_calls is {calls!r:.60}, expected a list")
@@ -144,10 +186,10 @@ def _content(value: Any, name: str, place: str) -> str:
     if not isinstance(parts, list):
         raise InputError(f"{place}: {name} is {value!r:.60}, expected text")
     texts = []
-    for part in parts:
-        said = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    for piece in parts:
+        said = piece.get("text") if isinstance(piece, dict) and piece.get("type", "text") == "text" else piece
         if not isinstance(said, str):
-            raise InputError(f"{place}: {name} holds {part!r:.60}; only text is imported")
+            raise InputError(f"{place}: {name} holds {piece!r:.60}; only text is imported")
         check_unicode(said, name, place)
         texts.append(said)
     return "".join(texts)

@@ -3,8 +3,7 @@
 import json
 from typing import Any, Protocol
 
-from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.rows import Messages
+from mopd_dataplane.models.chat_template import NO_OPTIONS, AnswerTokens, ChatOptions, Messages, answer_tokens
 from mopd_dataplane.prompts import render
 
 
@@ -15,18 +14,22 @@ class Vocabulary(Protocol):
     size: int
     end: int | None
     """Id of the end-of-sequence token."""
+    template: str
+    """How the student reads a prompt text; `chat` for its chat template."""
 
     def file(self) -> dict[str, Any] | None:
         """Content of its tokenizer.json, by which a store shows text; None where it has none."""
 
-    def prompt(self, text: str | Messages) -> list[int]:
-        """Ids of a prompt as the student reads it."""
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a prompt text as the student reads it."""
 
     def response(self, text: str) -> list[int]:
         """Ids of a text, without special tokens of its own."""
 
-    def conversation(self, prompt: Messages, response: Messages) -> tuple[list[int], list[int], list[int]]:
-        """(prompt ids, response ids, loss mask of the response) of messages; the assistant's are the policy's.
+    def conversation(
+        self, prompt: Messages, response: Messages, *, options: ChatOptions, is_cut_off: bool
+    ) -> AnswerTokens:
+        """Tokens of messages as the chat template writes them; the assistant's are the policy's.
 
         Raises InputError where the chat template does not tell whose a token is.
         """
@@ -37,7 +40,7 @@ class TokenizerVocabulary:
 
     def __init__(self, tokenizer: Any, digest: str, *, template: str = "{prompt}") -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self.digest = digest
         self.size = len(tokenizer)
         self.end: int | None = tokenizer.eos_token_id
@@ -47,38 +50,14 @@ class TokenizerVocabulary:
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         return json.loads(fast.to_str()) if fast is not None else None
 
-    def prompt(self, text: str | Messages) -> list[int]:
-        if isinstance(text, str):
-            return render(text, self._tokenizer, template=self._template)
-        return self._chat(text, ask=True)
+    def prompt(self, text: str) -> list[int]:
+        return render(text, self._tokenizer, template=self.template)
 
     def response(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def conversation(self, prompt: Messages, response: Messages) -> tuple[list[int], list[int], list[int]]:
-        """See Vocabulary: a turn begins behind the template's generation prompt and ends with its first
-        end-of-sequence token, or where the template ends it."""
-        whole = self._chat([*prompt, *response])
-        mask = [0] * len(whole)
-        for place, message in enumerate(response):
-            if message["role"] != "assistant":
-                continue
-            before = [*prompt, *response[:place]]
-            start, end = self._chat(before, ask=True), self._chat([*before, message])
-            if whole[: len(start)] != start or whole[: len(end)] != end:
-                raise InputError(
-                    f"the chat template writes message {len(before)} another way when more follow; "
-                    "such a conversation needs token ids"
-                )
-            stop = len(end)
-            if self.end in whole[len(start) : stop]:
-                stop = len(start) + whole[len(start) : stop].index(self.end) + 1
-            mask[len(start) : stop] = [1] * (stop - len(start))
-        first = len(self._chat(prompt, ask=True))
-        last = len(mask) - mask[::-1].index(1) if 1 in mask else first
-        return whole[:first], whole[first:last], mask[first:last]
-
-    def _chat(self, messages: Messages, *, ask: bool = False) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise InputError("the rows hold messages, and the tokenizer has no chat template; give one that has")
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=ask, return_dict=False))
+    def conversation(
+        self, prompt: Messages, response: Messages, *, options: ChatOptions = NO_OPTIONS, is_cut_off: bool = False
+    ) -> AnswerTokens:
+        """See Vocabulary."""
+        return answer_tokens(self._tokenizer, prompt, response, options=options, is_cut_off=is_cut_off)

@@ -3,6 +3,7 @@
 adapter_files.py    adapter folders, and the base that each belongs on
 adapters.py         LoRA adapters in a transformers model: put in, switched, written, merged
 architecture.py     what a config implies: context, attention, the part before the LM head
+chat_template.py    conversations as tokens: where an answer begins, and the token that ends it
 devices.py          which device a model goes to, and freeing its memory
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 hub.py              models by their Hugging Face name

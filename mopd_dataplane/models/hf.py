@@ -27,6 +27,7 @@ from mopd_dataplane.models.adapter_files import (
     weights_folder,
 )
 from mopd_dataplane.models.architecture import attention_implementation, text_decoder
+from mopd_dataplane.models.chat_template import terminators
 
 if TYPE_CHECKING:
     import torch
@@ -152,12 +153,17 @@ def _opening(folder: str | Path, part: str) -> Iterator[None]:
 
 
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """End-of-sequence ids of a model folder's generation config (else its config) and of its tokenizer, ascending."""
+    """Ids with which an answer ends, ascending: end-of-sequence ids of a model folder's generation config (else its
+    config) and of its tokenizer, and the terminators of its chat template."""
     place = weights_folder(folder)
     files = (place / name for name in ("generation_config.json", "config.json"))
     settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
     configured = settings.get("eos_token_id")
-    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    ids = {
+        *(configured if isinstance(configured, list) else [configured]),
+        tokenizer.eos_token_id,
+        *terminators(tokenizer),
+    }
     return sorted(int(i) for i in ids if i is not None)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.chat_template import terminators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,17 +82,29 @@ def compare_vocabularies(
             f"stand for other texts ({shown}); per-token distillation needs the same ids: use a teacher of the "
             "student's family"
         )
-    return tuple(_differences(ours, theirs, sorted(relabelled), name, ends_mapped))
+    stops = terminators(student)
+    return tuple(_differences(ours, theirs, sorted(relabelled), name, ends_mapped, stops))
 
 
 def _differences(
-    ours: Vocabulary, theirs: Vocabulary, relabelled: list[int], name: str, ends_mapped: bool
+    ours: Vocabulary,
+    theirs: Vocabulary,
+    relabelled: list[int],
+    name: str,
+    ends_mapped: bool,
+    stops: frozenset[int],
 ) -> list[str]:
     sentences = []
     if ours.end != theirs.end and ends_mapped:
         sentences.append(
             f"the student ends an answer with {_shown(ours, ours.end)}, at which teacher {name!r} is read with the "
             f"probability of its own end, {_shown(theirs, theirs.end)}"
+        )
+    elif ours.end != theirs.end and theirs.end in stops:
+        sentences.append(
+            f"the student ends a text with {_shown(ours, ours.end)} and an answer of its chat template with "
+            f"{_shown(theirs, theirs.end)}, as teacher {name!r} does: it stops at either, and this teacher brings it "
+            "to the latter"
         )
     elif ours.end != theirs.end:
         sentences.append(

@@ -16,7 +16,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer_folder
 from mopd_dataplane.models.hub import commit_of, is_hub_name
-from mopd_dataplane.prompts import load_prompts, render
+from mopd_dataplane.prompts import load_prompts, render, render_answer
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
@@ -74,6 +74,10 @@ class Run:
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt as the student reads it."""
         return render(prompt.asked, self.tokenizer, template=self.job.student.prompt_template)
+
+    def answer_ids(self, prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
+        """Tokens of a prompt, and of an answer to it as the student would write it. Raises PromptError."""
+        return render_answer(prompt.asked, answer, self.tokenizer, template=self.job.student.prompt_template)
 
     def decode(self, ids: list[int]) -> str:
         """Response text without special tokens: what a verifier reads."""

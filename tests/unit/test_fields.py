@@ -45,7 +45,7 @@ from mopd_dataplane.train.passes import samples_of
 
 
 class Letters:
-    digest, size = "t", 1000
+    digest, size, template = "t", 1000, "{prompt}"
 
     def file(self):
         return None

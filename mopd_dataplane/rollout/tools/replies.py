@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from mopd_dataplane.errors import PromptError
+from mopd_dataplane.errors import InputError, PromptError
+from mopd_dataplane.models.chat_template import reply_text
 from mopd_dataplane.rollout.tools.environments import Conversation, Environment
 from mopd_dataplane.rollout.tools.sandbox import Turn
 
@@ -80,7 +81,7 @@ def reply_form(
     """Form in which the student reads a reply: a message of the chat template where `prompt_template` is `chat`, else
     `reply_template`.
 
-    Raises PromptError for a chat template that does not append messages, or one without end-of-sequence tokens.
+    Raises PromptError for a chat template that does not append messages, or does not end answers with special tokens.
     """
 
     def encode(text: str) -> list[int]:
@@ -93,18 +94,11 @@ def reply_form(
 
     if prompt_template != "chat":
         return framed(lambda text: encode(reply_template.replace("{reply}", text)))
-    end = str(tokenizer.eos_token)
-    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
     def as_a_message(text: str) -> list[int]:
-        heard = [*asked, {"role": role, "content": text}]
-        before = str(tokenizer.apply_chat_template(asked, tokenize=False))
-        after = str(tokenizer.apply_chat_template(heard, tokenize=False, add_generation_prompt=True))
-        if not after.startswith(before) or end not in before:
-            raise PromptError(
-                f"the chat template does not append a message of {role!r} to what was said and end the assistant's "
-                f"with {end!r}; set student.prompt_template and the domain's reply_template as text"
-            )
-        return encode(after[before.rindex(end) + len(end) :])
+        try:
+            return encode(reply_text(tokenizer, role, text))
+        except InputError as error:
+            raise PromptError(f"{error}; set student.prompt_template and the domain's reply_template as text") from None
 
     return framed(as_a_message)

@@ -99,12 +99,11 @@ def _teacher_texts(run: Run, stage: Stage, source: str) -> dict[str, NDArray[np.
         rows, samples = _by_uid(*stage_samples(run.store, run.job.stage(source), None, ["uid", "prompt_id"]))
         named = zip(samples["prompt_id"].to_pylist(), _tokens(run, rows), strict=True)
         return dict(reversed(list(named)))  # the first comes last, and stays
-    tokenizer = run.tokenizer
-    found = {}
+    texts = {}
     for prompt in run.store.prompts(split="train", domains=run.job.domains_of(stage)):
-        answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
-        found[prompt.prompt_id] = np.array([*run.prompt_ids(prompt), *answer, tokenizer.eos_token_id], np.int64)
-    return found
+        prompt_ids, response_ids = run.answer_ids(prompt, prompt.answer)
+        texts[prompt.prompt_id] = np.array([*prompt_ids, *response_ids], np.int64)
+    return texts
 
 
 def _tokens(run: Run, rows: Rows) -> list[NDArray[np.int64]]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane.errors import PromptError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.records import Prompt, Sample, sample_uid
@@ -231,23 +230,18 @@ def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = N
 
 
 def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt], iteration: int) -> Iterator[Sample]:
-    """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs. The
-    iteration they belong to is also the policy version they count as."""
-    job, tokenizer = run.job, run.tokenizer
-    if tokenizer.eos_token_id is None:
-        raise PromptError(
-            f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token, with which an answer "
-            "ends; set eos_token in its tokenizer_config.json"
-        )
+    """Reference answers as off-policy samples, as the student would write them, without sampler log-probs.
+
+    iteration: the one they belong to, and the policy version they count as.
+    """
+    job = run.job
     per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
     taken: dict[str, int] = {}
     for ordinal, prompt in enumerate(prompts):
         taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
         if per_domain and taken[prompt.domain] > per_domain:
             continue
-        prompt_ids = run.prompt_ids(prompt)
-        answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
-        response = [*answer, tokenizer.eos_token_id]
+        prompt_ids, response = run.answer_ids(prompt, prompt.answer)
         yield Sample(
             uid=sample_uid(job.seed, stage.name, prompt.prompt_id, 0, iteration),
             prompt_id=prompt.prompt_id,

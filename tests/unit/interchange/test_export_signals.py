@@ -25,6 +25,7 @@ class Vocabulary:
 
     digest = "0123456789abcdef"
     size = 98
+    template = "{prompt}"
 
     def file(self) -> None:
         return None

@@ -17,6 +17,7 @@ from mopd_dataplane import Store, create_store, open_store
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.interchange.exporter import KINDS, export_samples
 from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+from mopd_dataplane.models.chat_template import AnswerTokens, ChatOptions
 
 
 @dataclass
@@ -26,16 +27,24 @@ class Letters:
     digest: str = "letters"
     size: int = 1000
     end: int | None = None
+    template: str = "{prompt}"
 
     def file(self) -> None:
         return None
 
-    def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
-        whole = text if isinstance(text, str) else "".join(f"{m['role']}>{m['content']}" for m in text)
-        return [1, *map(ord, whole)]
+    def prompt(self, text: str) -> list[int]:
+        return [1, *map(ord, text)]
 
     def response(self, text: str) -> list[int]:
         return list(map(ord, text))
+
+    def conversation(self, prompt: Any, response: Any, *, options: ChatOptions, is_cut_off: bool) -> AnswerTokens:
+        [answer] = response
+        ids = self.response(answer["content"])
+        return AnswerTokens(
+            prompt_ids=self.prompt("".join(f"{m['role']}>{m['content']}" for m in prompt)), response_ids=ids,
+            loss_mask=[1] * len(ids), is_terminated=False,
+        )  # fmt: skip
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, im
 from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.interchange.traces import read_traces
+from mopd_dataplane.models.chat_template import AnswerTokens, ChatOptions
 from mopd_dataplane.query.show import read_sample
 from mopd_dataplane.query.show_terminal import render
 from mopd_dataplane.records import Teacher
@@ -30,19 +31,26 @@ END = 0
 class Letters:
     """A tokenizer of one token a character, of which 0 ends a sequence; a prompt begins with 1, a message with 2."""
 
-    digest, size, end = "letters", 1000, END
+    digest, size, end, template = "letters", 1000, END, "{prompt}"
 
     def file(self) -> None:
         return None
 
-    def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
-        return [1, *map(ord, text)] if isinstance(text, str) else [*self._chat(text), 2]
+    def prompt(self, text: str) -> list[int]:
+        return [1, *map(ord, text)]
 
     def response(self, text: str) -> list[int]:
         return list(map(ord, text))
 
-    def conversation(self, prompt: Any, response: Any) -> tuple[list[int], list[int], list[int]]:
-        raise AssertionError("no conversation of several turns here")
+    def conversation(self, prompt: Any, response: Any, *, options: ChatOptions, is_cut_off: bool) -> AnswerTokens:
+        [answer] = response
+        ids = [*map(ord, answer["content"]), *([] if is_cut_off else [END])]
+        return AnswerTokens(
+            prompt_ids=[*self._chat(prompt), 2],
+            response_ids=ids,
+            loss_mask=[1] * len(ids),
+            is_terminated=not is_cut_off,
+        )
 
     def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return [one for said in messages for one in (2, *map(ord, said["content"]))]

@@ -96,7 +96,7 @@ def test_a_reply_reads_as_the_chat_template_writes_the_whole_conversation() -> N
     policy = tokenizer.encode("add 3 4" + EOS, add_special_tokens=False)
     assert [*first, *policy, *form.ids("7")] == list(whole)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(PromptError, match="does not append a message of 'tool'"):
+    with pytest.raises(PromptError, match="does not end an answer with a special token and append a message of 'tool'"):
         reply_form(tokenizer, prompt_template="chat", reply_template="", role="tool")
 
 
