@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage, load_job
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
@@ -37,7 +38,8 @@ from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.steps.evaluate import answer
-from mopd_dataplane.run.steps.reward import verify
+from mopd_dataplane.run.steps.reward import Verifiers
+from mopd_dataplane.score.reward import Unscorable
 
 FACTORS = (0.5, 1.0, 2.0)
 """Of the learning rate that job.toml gives; the same search for every arm that trains."""
@@ -352,9 +354,12 @@ def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[st
     """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
     prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
     found: dict[str, list[tuple[float, bool | None]]] = {}
-    for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
-        outcome = verify(run, prompt, given.ids, given.mask)
-        found.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
+    with Verifiers(run) as verifiers:
+        for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
+            outcome = verifiers.verify(prompt, given.ids, given.mask)
+            if isinstance(outcome, Unscorable):
+                raise InputError(f"prompt {prompt.prompt_id!r}: {outcome.reason}; an arm is graded on every prompt")
+            found.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
     return {
         domain: {
             "correct": "".join(str(int(bool(correct))) for _, correct in outcomes),

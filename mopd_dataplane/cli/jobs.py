@@ -217,9 +217,20 @@ def score(of: OneStage, follow: Follow = False, *, given: Given) -> None:
     one_stage("score_stage", of, given, follow=follow)
 
 
-def reward(of: OneStage, given: Given) -> None:
-    """Verify answers: compute one outcome reward for each sample that has none."""
-    one_stage("reward_stage", of, given)
+def reward(
+    of: OneStage,
+    missing: Annotated[
+        bool, Option("--missing", help="Score again the answers that could not be scored before.")
+    ] = False,
+    *,
+    given: Given,
+) -> None:
+    """Verify answers: compute one outcome reward for each sample that has none.
+
+    An answer for which the reward function returns None, or takes longer than domains.NAME.reward_timeout_s, cannot be
+    scored: it is recorded as such and left out of its group.
+    """
+    one_stage("reward_stage", of, given, missing=missing)
 
 
 def plan(
@@ -254,7 +265,8 @@ def add_to(app: Typer) -> None:
     register(app, check, f"mopd check {job}", panel=PANEL)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)
-    register(app, reward, f"mopd reward {job} --stage student --json", panel=PANEL)
+    again = f"mopd reward {job} --stage student --missing"
+    register(app, reward, f"mopd reward {job} --stage student --json", again, panel=PANEL)
     register(app, plan, f"mopd plan {job} --stage student --explain", panel=PANEL)
     register(app, train, f"mopd train {job} --stage student --follow", panel=PANEL)
 

@@ -31,6 +31,8 @@ EXAMPLES: dict[str, str] = {
     "domains.NAME.environment_args": '{ call = "add (?P<a>[0-9]+) (?P<b>[0-9]+)", argv = ["expr", "{a}", "+", "{b}"] }',
     "domains.NAME.reply_template": '"[{reply}]"',
     "domains.NAME.reward": '"mypackage.rewards:units"',
+    "domains.NAME.reward_timeout_s": "30.0",
+    "domains.NAME.max_unscorable": "0.5",
     "teachers.NAME.source": '"stage:sorter"',
     "teachers.NAME.revision": '"main"',
     "teachers.NAME.blend": "{ expert = 1.25, base = -0.25 }",

@@ -104,7 +104,14 @@ class Domain(Section):
     """How the student reads a reply; with `prompt_template = "chat"` the chat template writes it."""
     reward: str = "reasoning-gym"
     """`reasoning-gym`, `verifiers`, `exact`, or `package.module:function` taking (prompt, response) and returning a
-    bool, a float, or both as (float, bool); score/reward.py says what each means."""
+    bool, a float, both as (float, bool), or None for an answer that cannot be scored; score/reward.py says what each
+    means."""
+    reward_timeout_s: float = Field(default=0.0, ge=0)
+    """Seconds that the reward may take for one answer; one that takes longer cannot be scored. The function then runs
+    in a process of its own. 0: as long as it likes."""
+    max_unscorable: float = Field(default=0.2, ge=0, le=1)
+    """Share of a stage's answers in this domain that may have no reward because they cannot be scored; a stage with a
+    larger share stops. Not applied before there are 5 of them."""
     right: Literal["reward", "reference"] = "reward"
     """Which answers count as entirely right: those the reward calls so, or of those only the reference answer itself,
     where a verifier also pays near misses in full."""

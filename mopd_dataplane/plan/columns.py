@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,17 @@ class Columns:
     abandoned: Mask
     """The generation was given up, for a recorded reason that does not depend on its content."""
     domain_names: tuple[str, ...]
+    unscorable: Mask = field(default_factory=lambda: np.empty(0, dtype=bool))
+    """The answer cannot be scored, which is on record, so it never gets the reward that the objective needs. Empty:
+    every answer can."""
+    group_unscorable: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    """Number of unscorable answers in the sample's group."""
 
     def __post_init__(self) -> None:
+        for name in ("unscorable", "group_unscorable"):
+            if not len(getattr(self, name)):
+                nothing = np.zeros(1, dtype=getattr(self, name).dtype)
+                object.__setattr__(self, name, np.broadcast_to(nothing, len(self.sample_rows)))
         sizes = {name: len(array) for name, array in self._arrays()}
         if len(set(sizes.values())) > 1:
             raise InputError(f"planner columns differ in length: {sizes}; give one value per sample in each")
@@ -82,9 +91,9 @@ class Columns:
         return Columns(domain_names=self.domain_names, **{name: taken(array) for name, array in self._arrays()})
 
     def _arrays(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        for field in fields(self):
-            if isinstance(array := getattr(self, field.name), np.ndarray):
-                yield field.name, array
+        for column in fields(self):
+            if isinstance(array := getattr(self, column.name), np.ndarray):
+                yield column.name, array
 
 
 def collect_columns(
@@ -96,6 +105,7 @@ def collect_columns(
     scores: pa.Table | None = None,
     signals: Sequence[str] = (),
     rewards: pa.Table | None = None,
+    unscorable: Ints | None = None,
 ) -> Columns:
     """Planner columns from the metadata tables of one snapshot, in the order of admission.
 
@@ -106,6 +116,7 @@ def collect_columns(
     teacher.
     teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
     signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
+    unscorable: rows whose answers could not be scored; those that have a reward by now count as rewarded.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
     held = _Numbers(limit)
@@ -120,18 +131,25 @@ def collect_columns(
     has_reward: Mask = np.broadcast_to(True, len(rows))
     if rewards is not None:
         has_reward = _among(rows, _ints(rewards["sample_row"]))
+    groups = rows if held.groups is None else held.groups
+    marks: dict[str, NDArray[Any]] = {}
+    if unscorable is not None and len(unscorable):
+        marks["unscorable"] = _among(rows, unscorable) & ~has_reward
+        _, codes = np.unique(groups, return_inverse=True)
+        marks["group_unscorable"] = np.bincount(codes, weights=marks["unscorable"])[codes].astype(np.int32)
     return Columns(
         sample_rows=rows,
         total_len=held["total_len"],
         loss_tokens=held["loss_tokens"],
         version_first=held["policy_version_first"],
         domains=held["domain"],
-        groups=rows if held.groups is None else held.groups,
+        groups=groups,
         teachers=teacher_codes,
         has_signals=has_signals,
         has_reward=has_reward,
         abandoned=held["abandoned"],
         domain_names=tuple(domain_names),
+        **marks,
     )
 
 

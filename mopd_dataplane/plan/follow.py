@@ -76,7 +76,7 @@ def next_window(
     dropped = leave_out(unusable(columns, settings, policy_version), columns, open_work)
     ready = open_work & columns.has_signals & columns.has_reward
     if group_size > 1:
-        ready &= whole_groups(columns.groups, ready, group_size)
+        ready &= whole_groups(columns, ready, group_size)
     pending = open_work & ~ready
     if finished:
         given_up = {
@@ -151,35 +151,38 @@ def _choose(
     key: of the random numbers that decide between domains. While they are not all there: none if `whole`, else those
     that are.
     """
-    members = _units(columns, np.flatnonzero(usable), training.group_size)
-    if settings.mixture and len(members):
-        members = members[_in_turn(columns, members[:, 0], settings.mixture, training.first_step, key)]
+    units = _units(columns, np.flatnonzero(usable), training.group_size)
+    if settings.mixture and units:
+        first = np.array([unit[0] for unit in units])
+        units = [units[at] for at in _in_turn(columns, first, settings.mixture, training.first_step, key)]
     limit = settings.batch_tokens or settings.batch_samples
-    sizes = np.full(len(members), training.group_size, dtype=np.int64)
-    if settings.batch_tokens:
-        sizes = columns.total_len[members].sum(axis=1, dtype=np.int64)
-    total = np.cumsum(sizes)
+    weights = columns.total_len if settings.batch_tokens else np.ones(len(columns), dtype=np.int64)
+    total = np.cumsum([weights[unit].sum(dtype=np.int64) for unit in units], dtype=np.int64)
     fits = int(np.searchsorted(total, limit, side="right"))
+    room = limit - (int(total[fits - 1]) if fits else 0)
     # Tokens: full when the next one does not fit. Samples: full when not one more group fits.
-    full = fits < len(members) or (not settings.batch_tokens and fits == limit // training.group_size)
+    full = fits < len(units) or (not settings.batch_tokens and room < training.group_size)
     chosen = np.zeros(len(usable), dtype=bool)
     if full or not whole:
-        chosen[members[: fits if full else len(members)].ravel()] = True
+        chosen[np.concatenate([np.empty(0, np.int64), *units[: fits if full else len(units)]])] = True
     return chosen
 
 
-def _units(columns: Columns, positions: Ints, group_size: int) -> Ints:
-    """[units, group_size] positions of each unit, units in the order of their first member's admission.
+def _units(columns: Columns, positions: Ints, group_size: int) -> list[Ints]:
+    """Positions of each unit, a sample or a group, units in the order of their first member's admission.
 
     The list ends before the first group that is not whole: what comes later never changes what came before.
     """
     if group_size == 1:
-        return positions[:, None]
+        return list(positions[:, None])
+    usable = np.zeros(len(columns), dtype=bool)
+    usable[positions] = True
+    whole = whole_groups(columns, usable, group_size)[positions]
     _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
     in_turn = np.argsort(first[codes], kind="stable")
-    broken = np.bincount(codes)[codes[in_turn]] < group_size
-    until = int(np.argmax(broken)) if broken.any() else len(broken)
-    return positions[in_turn[:until]].reshape(-1, group_size)
+    until = int(np.argmin(whole[in_turn])) if not whole.all() else len(whole)
+    in_turn = in_turn[:until]
+    return np.split(positions[in_turn], np.flatnonzero(np.diff(codes[in_turn])) + 1) if until else []
 
 
 def _in_turn(columns: Columns, units: Ints, weights: Mapping[str, Weight], step: int, key: int) -> Ints:

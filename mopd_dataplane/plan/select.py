@@ -15,15 +15,15 @@ def select(
 ) -> tuple[Columns, dict[str, Ints]]:
     """Apply every filter: (the selected samples in admission order, rows of the others by reason).
 
-    group_size > 1: a group is planned whole or not at all. policy_version: the version that will train; with
-    `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
+    group_size > 1: a group is planned whole or not at all, unscorable answers aside. policy_version: the version that
+    will train; with `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when nothing is left.
     """
     keep = np.ones(len(columns), dtype=bool)
     unsettled = {"missing_signal": ~columns.has_signals, "missing_reward": ~columns.has_reward}
     dropped = leave_out(unusable(columns, settings, policy_version) | unsettled, columns, keep)
     if group_size > 1:
-        dropped |= leave_out({"broken_group": ~whole_groups(columns.groups, keep, group_size)}, columns, keep)
+        dropped |= leave_out({"broken_group": ~whole_groups(columns, keep, group_size)}, columns, keep)
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
         raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}")
@@ -49,6 +49,7 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
         )
     return {
         "abandoned": columns.abandoned,
+        "unscorable": columns.unscorable,
         "no_loss_tokens": columns.loss_tokens < 1,
         "overlong": overlong,
         "stale": stale,
@@ -66,8 +67,8 @@ def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict
     return dropped
 
 
-def whole_groups(groups: Ints, keep: Mask, group_size: int) -> Mask:
-    """[n] whether all members of the sample's group are kept."""
-    _, codes = np.unique(groups, return_inverse=True)
-    whole: Mask = np.bincount(codes, weights=keep) >= group_size
-    return whole[codes]
+def whole_groups(columns: Columns, keep: Mask, group_size: int) -> Mask:
+    """[n] whether all members of the sample's group are kept, but for those that cannot be scored."""
+    _, codes = np.unique(columns.groups, return_inverse=True)
+    whole: Mask = np.bincount(codes, weights=keep)[codes] + columns.group_unscorable >= group_size
+    return whole

@@ -7,6 +7,7 @@ Everything is a join over recorded tables; nothing is inferred.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ class SampleLineage:
     sample: pa.Table
     scores: pa.Table
     rewards: pa.Table
+    unscorable: str
+    """Why the answer could not be scored; empty where it was, or nothing asked for a reward."""
     uses: pa.Table
     """Columns of USES, in order of training."""
 
@@ -85,13 +88,17 @@ def sample_lineage(store: Store, uid: str) -> SampleLineage:
     own = f"uid = '{full}'"
     sample = store.samples(filter=own)
     prompt = store.table("prompts", filter=f"prompt_id = {literal(sample['prompt_id'][0].as_py())}")
+    rewards = store.table("rewards", filter=own).sort_by("verifier")
+    failed = store.table("events", ["detail"], filter=f"kind = 'unscorable' and detail like '%\"uid\": \"{full}\"%'")
+    reasons = [json.loads(detail)["reason"] for detail in failed["detail"].to_pylist()]
     return SampleLineage(
         uid=full,
         sample_row=row,
         prompt=prompt,
         sample=sample,
         scores=store.table("scores", filter=own).sort_by([("teacher", "ascending"), ("kind", "ascending")]),
-        rewards=store.table("rewards", filter=own).sort_by("verifier"),
+        rewards=rewards,
+        unscorable=reasons[0] if reasons and not len(rewards) else "",
         uses=uses_of(store, [row])[row],
     )
 

@@ -59,6 +59,8 @@ class SampleView:
     tokens: list[Token]
     scores: list[dict[str, Any]]
     rewards: list[dict[str, Any]]
+    unscorable: str
+    """Why the answer could not be scored; empty where it was, or nothing asked for a reward."""
     uses: list[dict[str, Any]]
     """Training steps that had the sample in their batch."""
 
@@ -96,6 +98,7 @@ def read_sample(
         tokens=_tokens(payload, metadata["prompt_len"], pieces, teacher_logprobs),
         scores=line.scores.to_pylist(),
         rewards=line.rewards.to_pylist(),
+        unscorable=line.unscorable,
         uses=line.uses.to_pylist(),
     )
 

@@ -40,7 +40,8 @@ def _facts(view: SampleView) -> Table:
         "length": f"{count(row['prompt_len'])} prompt + {count(row['response_len'])} response tokens, "
         f"{count(row['loss_tokens'])} trained",
         "finished": f"{row['finish_reason']}, {_interruptions(row)}",
-        "reward": ", ".join(f"{number(r['reward'])} ({r['verifier']})" for r in view.rewards) or "none recorded",
+        "reward": ", ".join(f"{number(r['reward'])} ({r['verifier']})" for r in view.rewards)
+        or (f"cannot be scored: {view.unscorable}" if view.unscorable else "none recorded"),
         "reference": view.answer or "none",
     }
     grid = Table.grid(padding=(0, 2))

@@ -55,9 +55,14 @@ def stage_samples(
     return rows, pa.Table.from_batches([batch.cast(schema) for _, batch in parts], schema)
 
 
-def event_rows(store: Store, stage: Stage, kind: str) -> Rows:
+UNSCORABLE = "unscorable"
+"""Kind of the events of answers that a reward could not score."""
+
+
+def event_rows(store: Store, stage: Stage, kind: str, snapshot: Snapshot | None = None) -> Rows:
     """Rows named by a stage's events of one kind."""
-    events = store.table("events", ["detail"], filter=f"kind = '{kind}' AND stage = '{stage.name}'")
+    rule = f"kind = '{kind}' AND stage = '{stage.name}'"
+    events = store.table("events", ["detail"], filter=rule, snapshot=snapshot)
     rows = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
     return np.unique(np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64))
 

@@ -12,6 +12,7 @@ vllm_logprobs.py        teachers in vLLM as generating models: log-probs
 vllm_batch.py           vLLM that reads texts, started here or behind a server
 quantise.py             quantised teachers, through torchao
 reward.py               outcome rewards: (prompt, response) -> a number
+timed_reward.py         a reward function in a process of its own, with a time-out
 discriminator.py        a discriminator that rewards text like the teacher's (GAD)
 teacher_comparison.py   figures by which teachers of a domain are compared, and a teacher with itself as quantised
 """

@@ -8,7 +8,9 @@
 | `mine.judge:score` | any function (prompt, response) -> bool that can be imported | true |
 | | the same -> (float, bool) | the bool |
 | | the same -> float: no verifier | not known, so there is no accuracy |
+| | the same -> None: this answer cannot be scored | not known |
 
+An answer that cannot be scored has no reward: its baseline and group do without it.
 Accuracy is the share of answers that are entirely right. A float alone does not say that, and no threshold is assumed.
 """
 
@@ -20,6 +22,7 @@ import json
 import logging
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +31,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mopd_dataplane.base.plugins import find_plugin
-from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
+from mopd_dataplane.errors import InputError, MopdError, PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
 
 _log = logging.getLogger(__name__)
@@ -45,6 +48,16 @@ class Outcome(NamedTuple):
     """Whether the response is entirely right; None where the function does not say."""
 
 
+class Unscorable(NamedTuple):
+    """An answer for which there is no reward: the function returned None, or took too long."""
+
+    reason: str
+
+
+class RewardError(InputError):
+    """A reward function raised, or returned what is no reward: a fault of the function, not of the answer."""
+
+
 @dataclass(frozen=True)
 class Reward:
     """A resolved reward function; call it with a prompt and the decoded response."""
@@ -53,24 +66,38 @@ class Reward:
     """As the job file writes it; `rewards.verifier` in the store."""
     version: str
     """Version of the package it comes from; `rewards.verifier_version` in the store."""
-    score: Callable[[Prompt, Any], float | tuple[float, bool]]
-    """Returns a bool (right or wrong), a number (right or wrong not known), or both as (number, bool)."""
+    score: Callable[[Prompt, Any], float | tuple[float, bool] | None]
+    """Returns a bool (right or wrong), a number (right or wrong not known), both as (number, bool), or None for an
+    answer that cannot be scored."""
     whole: bool = False
     """Whether it reads what was said in turn (a list, the policy first and last), not the policy's last turn alone."""
 
-    def __call__(self, prompt: Prompt, response: str | list[str]) -> Outcome:
+    def __call__(self, prompt: Prompt, response: str | list[str]) -> Outcome | Unscorable:
         """Reward of one response (a list of turns where `whole`), and whether it is entirely right.
 
-        Raises EngineError when the reward is not a finite number, or what stands beside it is not a bool.
+        Raises RewardError when the function raises, naming its file and line, when the reward is not a finite number,
+        or when what stands beside it is not a bool.
         """
-        said = self.score(prompt, response)
+        try:
+            said = self.score(prompt, response)
+        except MopdError:
+            raise
+        except Exception as error:  # the function is the user's, and raises whatever it likes
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise RewardError(
+                f"reward {self.name!r} raised {type(error).__name__}: {error!s:.200} ({frame.filename}:{frame.lineno}) "
+                f"at prompt {prompt.prompt_id!r}, answer {str(response)[:80]!r}; mend it, or let it return None for an "
+                "answer that cannot be scored, then run the same command again: what is rewarded stays"
+            ) from error
+        if said is None:
+            return Unscorable("the function returned None")
         value, correct = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
         if isinstance(said, bool):
             correct = said
         if not isinstance(value, int | float) or not math.isfinite(value) or not isinstance(correct, bool | None):
-            raise EngineError(
-                f"reward {self.name!r} returned {said!r} for prompt {prompt.prompt_id!r}; a bool, a finite number, or "
-                "both as (number, bool) is needed"
+            raise RewardError(
+                f"reward {self.name!r} returned {said!r:.80} for prompt {prompt.prompt_id!r}; a bool, a finite number, "
+                "both as (number, bool), or None for an answer that cannot be scored is needed"
             )
         return Outcome(float(value), correct)
 
@@ -91,7 +118,7 @@ def resolve_reward(name: str) -> Reward:
     if name == "verifiers":
         conversation_reward = find_plugin("mopd.rewards", _VERIFIERS, {})
         return Reward(name, importlib.metadata.version("verifiers"), conversation_reward, whole=True)
-    function: Callable[[str, str], float | tuple[float, bool]] = find_plugin(
+    function: Callable[[str, str], float | tuple[float, bool] | None] = find_plugin(
         "mopd.rewards", name, dict.fromkeys(_BUILT_IN)
     )
     if not callable(function):

@@ -390,7 +390,11 @@ class Store:
     ) -> None:
         """Record a decision or measurement once under its name."""
         named = {"event_id": event_id, "stage": stage, "kind": kind, "iteration": iteration, "value": value}
-        self._insert("events", [named | {"detail": json.dumps(detail, sort_keys=True)}])
+        self.add_events([named | {"detail": detail}])
+
+    def add_events(self, rows: Iterable[dict[str, Any]]) -> int:
+        """Record several at once: dicts by column name, `detail` a dict. Returns how many are new."""
+        return self._insert("events", [{**row, "detail": json.dumps(row["detail"], sort_keys=True)} for row in rows])
 
     def add_plan(self, plan: PlanWindow) -> None:
         """Record a window before it is used; MismatchError when the window was planned otherwise before."""

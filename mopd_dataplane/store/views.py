@@ -66,6 +66,10 @@ _REWARDS = """(
     select uid, any_value(reward) as reward, any_value(correct) as correct
     from rewards where verifier <> 'discriminator' group by uid)"""
 
+_UNSCORABLE = """(
+    select json_extract_string(detail, '$.uid') as uid, any_value(json_extract_string(detail, '$.reason')) as reason
+    from events where kind = 'unscorable' group by 1)"""
+
 _FIXED = (
     View(
         name="responses",
@@ -83,17 +87,19 @@ _FIXED = (
             "response_len": "length in tokens, tool output included",
             "reward": "outcome reward; null where none was given",
             "correct": "whether the answer is entirely right; null where the reward does not say",
+            "unscorable": "why the answer has no reward though one was asked for; null for all others",
             "finish_reason": "stop, length, reference, abandoned or unknown",
         },
         sql=f"""
             select s.uid, s.stage, s.iteration, s.domain, s.policy,
                    s.policy_version_first as policy_version, p.text as prompt, p.answer,
                    {DECODE}(t.tokens[s.prompt_len + 1:]) as response, s.response_len, r.reward, r.correct,
-                   s.finish_reason
+                   case when r.reward is null then u.reason end as unscorable, s.finish_reason
             from samples s join tokens t on t.uid = s.uid
             left join prompts p on p.prompt_id = s.prompt_id
-            left join {_REWARDS} r on r.uid = s.uid""",
-        reads=("samples", "tokens", "prompts", "rewards"),
+            left join {_REWARDS} r on r.uid = s.uid
+            left join {_UNSCORABLE} u on u.uid = s.uid""",
+        reads=("samples", "tokens", "prompts", "rewards", "events"),
     ),
     View(
         name="sample_text",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,15 @@ def lives(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
     scores = store.table("scores", filter=keys, snapshot=snapshot)
     scored = _by_row(scores.sort_by([("teacher", "ascending"), ("kind", "ascending")]).to_pylist())
     rewarded = _by_row(store.table("rewards", filter=keys, snapshot=snapshot).sort_by("verifier").to_pylist())
+    unscorable = _unscorable(store, snapshot, {row["uid"] for row in rows})
     used = _used(store, snapshot, rows)
     gone = _gone(store, scored)
     found: dict[str, list[Event]] = {}
     for row in rows:
         at = row["sample_row"]
         found[row["uid"]] = [
-            _sampled(row), *_resumed(row), *map(_scored, scored[at]), *map(_rewarded, rewarded[at]), *used[at],
+            _sampled(row), *_resumed(row), *map(_scored, scored[at]), *map(_rewarded, rewarded[at]),
+            *unscorable[row["uid"]], *used[at],
             *(_event("freed", f"hidden states of {teacher} freed", {}) for teacher in gone[at]),
         ]  # fmt: skip
     return found
@@ -77,6 +80,18 @@ def _scored(score: dict[str, Any]) -> Event:
 def _rewarded(reward: dict[str, Any]) -> Event:
     facts = {"version": reward["verifier_version"], "detail": reward["detail"] or ""}
     return _event("rewarded", f"reward {reward['reward']:g} by {reward['verifier']}", facts, reward["created_at"])
+
+
+def _unscorable(store: Store, snapshot: Snapshot, uids: set[str]) -> dict[str, list[Event]]:
+    """Records of answers that could not be scored, by uid."""
+    events: dict[str, list[Event]] = defaultdict(list)
+    for row in store.table("events", filter="kind = 'unscorable'", snapshot=snapshot).to_pylist():
+        detail = json.loads(row["detail"])
+        if detail["uid"] in uids:
+            facts = {"reason": detail["reason"], "version": detail["verifier_version"]}
+            title = f"could not be scored by {detail['verifier']}"
+            events[detail["uid"]].append(_event("unscorable", title, facts, row["created_at"]))
+    return events
 
 
 def _used(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> dict[int, list[Event]]:

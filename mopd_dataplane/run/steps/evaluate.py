@@ -21,9 +21,10 @@ from mopd_dataplane.rollout.engines.engine import FINISH_REASON, LENGTH, STOP, E
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import UnloggedTurns, environments_of
-from mopd_dataplane.run.steps.reward import verify
+from mopd_dataplane.run.steps.reward import Verifiers
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.score.readers import HfReader, TeacherForward
+from mopd_dataplane.score.reward import Outcome
 
 if TYPE_CHECKING:
     import torch
@@ -42,24 +43,32 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
     with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
         answers = answer(run, stage, folder, version, todo)
         distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
+        with Verifiers(run) as verifiers:
+            outcomes = [
+                verifiers.verify(prompt, found.ids, found.mask) for prompt, found in zip(todo, answers, strict=True)
+            ]
         rows = [
             {
                 "policy": label,
                 "policy_version": version,
                 "prompt_id": prompt.prompt_id,
                 "domain": prompt.domain,
-                **verify(run, prompt, found.ids, found.mask)._asdict(),
+                "reward": outcome.reward if isinstance(outcome, Outcome) else None,
+                "correct": outcome.correct if isinstance(outcome, Outcome) else None,
                 "reverse_kl": distances.get(prompt.prompt_id),
                 "response": run.decode(found.ids),
                 "response_len": len(found.ids),
                 "finish_reason": found.finish_reason,
             }
-            for prompt, found in zip(todo, answers, strict=True)
+            for prompt, found, outcome in zip(todo, answers, outcomes, strict=True)
         ]
         run.store.add_evals(rows)
         advance(len(todo))
         report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
-        report.facts["reward"] = f"{np.mean([row['reward'] for row in rows]):.3f}"
+        rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Outcome)]
+        report.facts["reward"] = f"{np.mean(rewards):.3f}" if rewards else "none"
+        if len(rewards) < len(outcomes):
+            report.facts["unscorable"] = f"{len(outcomes) - len(rewards):,}"
         if distances:
             report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
     name = f"time/{label}/{version}/evaluate"

@@ -1,62 +1,175 @@
 """Rewards of stored samples, by verifiers. Only missing ones are computed; nothing here needs torch."""
 
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
 
+from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.tools.replies import turn_texts, whose_turns
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.environments import reply_form_of
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
-from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
+from mopd_dataplane.run.stage_rows import UNSCORABLE, Rows, chunks, event_rows, stage_samples
+from mopd_dataplane.score.reward import Outcome, Reward, Unscorable, is_reference, resolve_reward
+from mopd_dataplane.score.timed_reward import TimedReward
+
+COMMIT_S = 10.0
+"""Work on rewards that a kill can lose, in seconds."""
+FEW = 5
+"""Unscorable answers of a domain below which their share is not judged."""
+EXAMPLES = 60
+"""Characters of uids that a message shows."""
 
 
-def reward(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
-    """Verify every sampled answer of a stage that has no reward yet. Returns {"rewards": count, "mean": value}."""
-    every, samples = stage_samples(run.store, stage, iteration, ["uid", "prompt_id"])
-    rows = every[~np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())]
+def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: bool = False) -> dict[str, float]:
+    """Verify every sampled answer of a stage that has no reward yet.
+
+    missing: also the answers that could not be scored before. Returns {"rewards": count, "unscorable": answers that
+    could not be scored, "mean": value}. What is rewarded stays when a reward function raises.
+    Raises RewardError for a function that raises, InputError when more answers of a domain cannot be scored than its
+    `max_unscorable` allows.
+    """
+    every, samples = stage_samples(run.store, stage, iteration, ["uid", "prompt_id", "domain"])
+    rewarded = np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())
+    given_up = np.isin(every, event_rows(run.store, stage, UNSCORABLE)) & ~rewarded
+    rows = every[~rewarded if missing else ~rewarded & ~given_up]
     identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
-    if not len(rows):
-        return {"rewards": 0.0, "mean": float("nan")}
-    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(domains=run.job.domains_of(stage))}
     values: list[float] = []
-    with run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report):
-        for chunk in chunks(rows):
-            records = []
-            for row, (ids, mask) in zip(chunk.tolist(), _responses(run, chunk), strict=True):
-                uid, prompt_id = identity[row]
-                prompt = prompts[prompt_id]
-                function, outcome = reward_function(run, prompt.domain), verify(run, prompt, ids, mask)
-                values.append(outcome.reward)
-                verifier = {"verifier": function.name, "verifier_version": function.version}
-                records.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
-            run.store.add_rewards(records)
-            advance(len(values))
-        report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
-    run.record_time(stage, iteration, "reward", report.seconds)
-    return {"rewards": float(len(values)), "mean": float(np.mean(values))}
+    failed: dict[int, Unscorable] = {}
+    if len(rows):
+        with (
+            Verifiers(run) as verifiers,
+            run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report),
+        ):
+            for outcomes in _outcomes(run, verifiers, rows, identity):
+                failed |= {row: outcome for row, outcome in outcomes.items() if isinstance(outcome, Unscorable)}
+                values += [outcome.reward for outcome in outcomes.values() if isinstance(outcome, Outcome)]
+                _store(run, stage, verifiers, outcomes, identity, iteration)
+                advance(len(values) + len(failed))
+            report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}" if values else "none"}
+            if failed:
+                report.facts["unscorable"] = f"{len(failed):,}"
+        run.record_time(stage, iteration, "reward", report.seconds)
+    unscorable = [row for row in every[given_up].tolist() if not missing] + [*failed]
+    _check_share(run, stage, samples["domain"].to_pylist(), [identity[row] for row in unscorable], failed)
+    mean = float(np.mean(values)) if values else float("nan")
+    return {"rewards": float(len(values)), "unscorable": float(len(failed)), "mean": mean}
 
 
-def reward_function(run: Run, domain: str) -> Reward:
-    """The verifier that the job names for a domain."""
-    return resolve_reward(run.job.domains[domain].reward)
+_Identity = dict[int, tuple[str, str, str]]
+"""Row of a sample -> its uid, prompt and domain."""
 
 
-def verify(run: Run, prompt: Prompt, response: list[int], loss_mask: list[int]) -> Outcome:
-    """Reward of a response by the domain's verifier, and whether it is right by the domain's rule (`right`)."""
-    function = reward_function(run, prompt.domain)
-    if function.whole:
-        return function(prompt, _conversation(run, prompt.domain, response, loss_mask))
-    said = _last_turn(run, prompt.domain, response, loss_mask)
-    outcome = function(prompt, said)
-    if run.job.domains[prompt.domain].right == "reference" and outcome.correct is not None:
-        return outcome._replace(correct=outcome.correct and is_reference(prompt, said))
-    return outcome
+class Verifiers:
+    """The reward functions of a job's domains, each in a process of its own where the domain sets a time-out.
+
+    A context, which ends these processes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._timed: dict[tuple[str, float], TimedReward] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for reward in self._timed.values():
+            reward.close()
+
+    def function(self, domain: str) -> Reward:
+        """The verifier that the job names for a domain."""
+        return resolve_reward(self._run.job.domains[domain].reward)
+
+    def verify(self, prompt: Prompt, response: list[int], loss_mask: list[int]) -> Outcome | Unscorable:
+        """Reward of a response by the domain's verifier, and whether it is right by the domain's rule (`right`)."""
+        function, domain = self.function(prompt.domain), self._run.job.domains[prompt.domain]
+        ask: Callable[[Prompt, Any], Outcome | Unscorable] = function
+        if domain.reward_timeout_s:
+            name = (function.name, domain.reward_timeout_s)
+            ask = self._timed.setdefault(name, TimedReward(function, domain.reward_timeout_s))
+        if function.whole:
+            return ask(prompt, _conversation(self._run, prompt.domain, response, loss_mask))
+        said = _last_turn(self._run, prompt.domain, response, loss_mask)
+        outcome = ask(prompt, said)
+        if domain.right == "reference" and isinstance(outcome, Outcome) and outcome.correct is not None:
+            return outcome._replace(correct=outcome.correct and is_reference(prompt, said))
+        return outcome
+
+
+def _outcomes(
+    run: Run, verifiers: Verifiers, rows: Rows, identity: _Identity
+) -> Iterator[dict[int, Outcome | Unscorable]]:
+    """Outcomes by row, some at a time: a whole chunk, or what there is after COMMIT_S or when a function raises."""
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts()}
+    outcomes: dict[int, Outcome | Unscorable] = {}
+    for chunk in chunks(rows):
+        started_at = time.monotonic()
+        for row, (ids, mask) in zip(chunk.tolist(), _responses(run, chunk), strict=True):
+            try:
+                outcomes[row] = verifiers.verify(prompts[identity[row][1]], ids, mask)
+            except BaseException:
+                yield outcomes
+                raise
+            if time.monotonic() - started_at > COMMIT_S:
+                yield outcomes
+                outcomes, started_at = {}, time.monotonic()
+        yield outcomes
+        outcomes = {}
+
+
+def _store(
+    run: Run,
+    stage: Stage,
+    verifiers: Verifiers,
+    outcomes: Mapping[int, Outcome | Unscorable],
+    identity: _Identity,
+    iteration: int | None,
+) -> None:
+    """Commit rewards, and a record of each answer that could not be scored."""
+    rewards: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for row, outcome in outcomes.items():
+        uid, prompt_id, domain = identity[row]
+        function = verifiers.function(domain)
+        verifier = {"verifier": function.name, "verifier_version": function.version}
+        if isinstance(outcome, Outcome):
+            rewards.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
+        else:
+            detail = {"uid": uid, "rows": [row], "prompt_id": prompt_id, "reason": outcome.reason, **verifier}
+            events.append({
+                "event_id": f"{UNSCORABLE}/{function.name}/{uid}", "stage": stage.name, "kind": UNSCORABLE,
+                "iteration": -1 if iteration is None else iteration, "value": None, "detail": detail,
+            })  # fmt: skip
+    run.store.add_rewards(rewards)
+    run.store.add_events(events)
+
+
+def _check_share(
+    run: Run,
+    stage: Stage,
+    domains: Sequence[str],
+    unscorable: Sequence[tuple[str, str, str]],
+    failed: Mapping[int, Unscorable],
+) -> None:
+    """Raise InputError for a domain of which too many answers cannot be scored. domains: [n] of every answer."""
+    reasons = sorted({outcome.reason for outcome in failed.values()})
+    for domain, count in Counter(domain for _, _, domain in unscorable).items():
+        limit, answers = run.job.domains[domain].max_unscorable, domains.count(domain)
+        if count >= FEW and count > limit * answers:
+            examples = ", ".join(uid[:10] for uid, _, named in unscorable if named == domain)[:EXAMPLES]
+            raise InputError(
+                f"stage {stage.name!r}: {count} of {answers} answers of domain {domain!r} cannot be scored by "
+                f"{run.job.domains[domain].reward!r}{f' ({reasons[0]})' if reasons else ''}, more than "
+                f"domains.{domain}.max_unscorable = {limit:g} allows; look at some with mopd show ({examples}), mend "
+                f"the reward, and score them again with: mopd reward JOB --stage {stage.name} --missing"
+            )
 
 
 def _conversation(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> list[str]:
@@ -82,13 +195,14 @@ def _responses(run: Run, rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
         yield ids.as_py()[prompt_len:], mask.as_py()
 
 
-def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> dict[str, Any]:
-    """Verify every answer of a stage that has no reward.
+def reward_stage(job: Job, stage: Stage, *, console: Console | None = None, missing: bool = False) -> dict[str, Any]:
+    """Verify every answer of a stage that has no reward; with `missing`, those too that could not be scored before.
 
-    Returns {"stage", "rewards": how many are new, "mean"}, and what the stage's discriminator did. Raises MopdError.
+    Returns {"stage", "rewards": how many are new, "unscorable", "mean"}, and what the stage's discriminator did. Raises
+    MopdError.
     """
     run = open_run(job, Progress(console), make=False)
-    found = {"stage": stage.name, **reward(run, stage)}
+    found = {"stage": stage.name, **reward(run, stage, missing=missing)}
     if not stage.discriminator:
         return found
     from mopd_dataplane.run.steps.discriminate import discriminate  # a model after all

@@ -221,3 +221,18 @@ def test_a_mixture_waits_for_a_domain_that_has_not_come():
     assert closing.window is not None
     assert len(closing.window.sample_rows) == 0
     assert len(closing.dropped["mixture"]) == 40
+
+
+def test_a_group_is_not_kept_waiting_by_an_answer_that_cannot_be_scored():
+    groups = np.array([0, 0, 0, 1, 1, 1], dtype=np.int64)
+    rewards = np.array([1, 0, 1, 1, 1, 1], dtype=bool)
+    rule = sections.Plan(pack_tokens=100, batch_samples=6)
+    waiting = columns_of(6, groups=groups, has_reward=rewards)
+    assert follow(waiting, rule=rule, group_size=3).window is None
+    unscorable = replace(waiting, unscorable=~rewards, group_unscorable=np.array([1, 1, 1, 0, 0, 0], np.int32))
+    decision = follow(unscorable, rule=rule, group_size=3, finished=True)
+    assert rows(decision) == [0, 2, 3, 4, 5]
+    assert decision.dropped["unscorable"].tolist() == [1]
+    small = sections.Plan(pack_tokens=100, batch_samples=3)
+    first = follow(unscorable, rule=small, group_size=3)
+    assert rows(first) == [0, 2]

@@ -233,3 +233,18 @@ def test_columns_are_the_same_however_they_are_read(samples, cuts, gaps, first):
     assert found.teachers.tolist() == domain[order].tolist()
     assert found.abandoned.tolist() == (domain[order] == 2).tolist()
     assert found.groups.tolist() == found.sample_rows.tolist()
+
+
+def test_a_group_is_planned_without_its_unscorable_answers():
+    columns = replace(
+        columns_of(8),
+        groups=np.arange(8) // 4,
+        has_reward=~at(8, 1, 6),
+        unscorable=at(8, 1),
+        group_unscorable=np.array([1, 1, 1, 1, 0, 0, 0, 0], np.int32),
+    )
+    selected, dropped = select(columns, RULE, group_size=4)
+    assert selected.sample_rows.tolist() == [0, 2, 3]
+    assert {reason: rows.tolist() for reason, rows in dropped.items()} == {
+        "unscorable": [1], "missing_reward": [6], "broken_group": [4, 5, 7],
+    }  # fmt: skip

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import reasoning_gym
 
-from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
+from mopd_dataplane.errors import PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.score.reward import resolve_reward
+from mopd_dataplane.score.reward import Outcome, RewardError, Unscorable, resolve_reward
+from mopd_dataplane.score.timed_reward import TimedReward
 
 
 def gym_prompt(dataset: str, seed: int = 1) -> Prompt:
@@ -78,7 +79,7 @@ def test_any_importable_function_of_prompt_and_response_is_a_reward(plugin: str)
 
 
 def test_a_reward_that_is_not_a_number_is_refused(plugin: str) -> None:
-    with pytest.raises(EngineError, match="nan for prompt 'p'"):
+    with pytest.raises(RewardError, match="nan for prompt 'p'"):
         resolve_reward(f"{plugin}:broken")(Prompt(prompt_id="p", domain="d", text="abcd"), "ab")
 
 
@@ -87,7 +88,7 @@ def test_a_function_says_itself_what_is_right(plugin: str) -> None:
     assert resolve_reward(f"{plugin}:verified")(prompt, "ab") == (1.0, True)
     assert resolve_reward(f"{plugin}:verified")(prompt, "ba") == (0.0, False)
     assert resolve_reward(f"{plugin}:partial")(prompt, "ab") == (0.9, False)
-    with pytest.raises(EngineError, match=r"\(number, bool\)"):
+    with pytest.raises(RewardError, match=r"\(number, bool\)"):
         resolve_reward(f"{plugin}:mixed_up")(prompt, "ab")
 
 
@@ -95,3 +96,46 @@ def test_a_function_says_itself_what_is_right(plugin: str) -> None:
 def test_unknown_rewards_are_refused(name: str) -> None:
     with pytest.raises(UnknownNameError, match=name.partition(":")[0]):
         resolve_reward(name)
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of a reward that answers, cannot, raises, hangs, prints or dies, as the response asks."""
+    (tmp_path / "failing_rewards.py").write_text(
+        "import os, time\n"
+        "def judge(prompt, response):\n"
+        "    if response == 'raise':\n"
+        "        raise KeyError('no parser')\n"
+        "    if response == 'hang':\n"
+        "        time.sleep(600)\n"
+        "    if response == 'die':\n"
+        "        os._exit(7)\n"
+        "    print('judged', response)\n"
+        "    return None if response == 'none' else 0.5\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing_rewards", raising=False)
+    return "failing_rewards:judge"
+
+
+def test_none_is_an_answer_that_cannot_be_scored_and_what_raises_is_named(failing: str) -> None:
+    reward, prompt = resolve_reward(failing), Prompt(prompt_id="p", domain="d", text="2+2?")
+    assert reward(prompt, "none") == Unscorable("the function returned None")
+    with pytest.raises(RewardError, match=r"raised KeyError: 'no parser' \(.*failing_rewards\.py:4\) at prompt 'p'"):
+        reward(prompt, "raise")
+
+
+def test_an_answer_that_takes_too_long_cannot_be_scored_and_the_next_can(failing: str) -> None:
+    timed, prompt = TimedReward(resolve_reward(failing), 2.0), Prompt(prompt_id="p", domain="d", text="2+2?")
+    try:
+        assert timed(prompt, "fine") == Outcome(0.5, None)
+        assert timed(prompt, "hang") == Unscorable("no result after 2 s")
+        assert timed(prompt, "fine") == Outcome(0.5, None)
+        assert timed(prompt, "none") == Unscorable("the function returned None")
+        with pytest.raises(RewardError, match=r"failing_rewards\.py:4"):
+            timed(prompt, "raise")
+        with pytest.raises(RewardError, match="ended its process with exit code 7 at prompt 'p'"):
+            timed(prompt, "die")
+        assert timed(prompt, "fine") == Outcome(0.5, None)
+    finally:
+        timed.close()
