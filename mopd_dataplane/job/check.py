@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mopd_dataplane.errors import JobFileError, require_known
+from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING, engines_that
 
@@ -41,6 +44,7 @@ def check_references(job: Job, where: str) -> None:
         _check_reads(job, stage, at)
         _check_weights(job, stage, at)
         _check_routing(job, stage, earlier, at)
+        _check_effect(job, stage, at)
 
 
 def _check_blends(job: Job, where: str) -> None:
@@ -190,6 +194,34 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
         _require(domain, domains, f"{at}.plan.mixture: the stage has no domain")
     for teacher in job.objective(stage).teacher_weights:
         _require(teacher, job.teachers, f"{at}: objective {stage.objective!r} gives a weight to no known teacher,")
+
+
+def _check_effect(job: Job, stage: Stage, at: str) -> None:
+    """Raise JobFileError for a stage whose loss has no gradient, whatever its samples are."""
+    objective, gradient = job.objective(stage), job.objective(stage).policy_gradient
+    if not any(term.has_effect for term in objective.active):
+        raise JobFileError(
+            f"{at}: no term of objective {stage.objective!r} has a weight other than 0, so nothing would be learned; "
+            "give a term a weight, or policy_gradient a teacher_coef, reward_coef or kl_coef"
+        )
+    teachers = job.teachers_of(stage)
+    weights = [objective.teacher_weights.get(teacher, 1.0) for teacher in teachers]
+    if weights and not any(np.any(weight_at(weight, [0, *_turns(weight)]) > 0) for weight in weights):
+        raise JobFileError(
+            f"{at}: objectives.{stage.objective}.teacher_weights is 0 for every teacher of the stage "
+            f"({', '.join(teachers)}), so nothing would be learned; give one a weight above 0"
+        )
+    if gradient and gradient.reward_coef and stage.data == "rollout" and stage.rollout.group_size == 1:
+        raise JobFileError(
+            f"{at}: objective {stage.objective!r} has reward_coef = {gradient.reward_coef:g}, and rollout.group_size = "
+            "1: an answer's advantage is its reward minus its group's mean, 0 in a group of one, so rewards would "
+            "teach nothing; set rollout.group_size to 2 or more, or reward_coef = 0"
+        )
+
+
+def _turns(weight: Weight) -> list[int]:
+    """Steps at which a scheduled weight turns."""
+    return [] if isinstance(weight, int | float) else [step for step, _ in weight]
 
 
 def sampling_teachers(job: Job, stage: Stage) -> set[str]:

@@ -57,6 +57,11 @@ class Term(Section):
         return False
 
     @property
+    def has_effect(self) -> bool:
+        """Whether its weights leave a gradient."""
+        return self.weight != 0
+
+    @property
     def needs_head(self) -> bool:
         """Whether the loss of a micro-batch needs its teacher's LM head."""
         return "hidden" in self.signals
@@ -122,6 +127,10 @@ class PolicyGradientTerm(Term):
     @property
     def needs_rewards(self) -> bool:
         return bool(self.reward_coef)
+
+    @property
+    def has_effect(self) -> bool:
+        return bool(self.weight and (self.teacher_coef or self.reward_coef or self.kl_coef))
 
     @model_validator(mode="after")
     def _sum_has_terms(self) -> PolicyGradientTerm:

@@ -147,6 +147,23 @@ def test_a_job_goes_on_beside_a_reward_that_raises_hangs_and_gives_up(folder: Pa
     assert open_store(str(folder / "store")).table("rewards").num_rows == 32
 
 
+def test_a_stage_that_learns_nothing_says_why(folder: Path) -> None:
+    job = folder / "job.toml"
+    job.write_text(
+        job.read_text().replace("failing_judge:judge", "flat:judge")
+        .replace("reward_timeout_s = 1.0", "")
+        .replace("reward_coef = 1.0", "reward_coef = 1.0\nteacher_coef = 0.0").replace("iterations = 2", "iterations = 1")
+    )  # fmt: skip
+    (folder / "flat.py").write_text("def judge(prompt, response):\n    return 0.5\n")
+    done = run(folder, "run", str(job))
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "the gradient was exactly 0 at all 1 steps of window 0: nothing was learned" in said
+    assert "In every group all answers have the same reward" in said
+    events = open_store(str(folder / "store")).table("events", filter="kind = 'warning'").to_pylist()
+    assert [event["event_id"] for event in events] == ["zero_gradient/student/0"]
+
+
 def test_a_stage_with_too_many_unscorable_answers_stops_with_examples(folder: Path) -> None:
     job = folder / "job.toml"
     job.write_text(job.read_text().replace("max_unscorable = 0.9", "max_unscorable = 0.0").replace(

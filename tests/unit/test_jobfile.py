@@ -158,6 +158,22 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         ("grad_clip = 0.5", "master_weights = true", ["float32 need no copy", 'set student.dtype = "bfloat16"']),
         ("grad_clip = 0.5", "master_weights = true\noffload = true", ["leave one of the two out"]),
         ("grad_clip = 0.5", "master_weights = true\nlora = { r = 2 }", ["adapter", "leave master_weights out"]),
+        (
+            "policy_gradient = {}",
+            "policy_gradient = { reward_coef = 1.0 }",
+            ["stages.student", "reward_coef = 1", "rollout.group_size = 1", "set rollout.group_size to 2 or more"],
+        ),
+        (
+            "policy_gradient = {}",
+            "policy_gradient = { teacher_coef = 0.0 }",
+            ["no term of objective 'sampled' has a weight other than 0"],
+        ),
+        ("policy_gradient = {}", "divergence = { weight = 0 }", ["no term of objective 'sampled' has a weight"]),
+        (
+            "policy_gradient = {}",
+            "policy_gradient = {}\nteacher_weights = { summer = [[0, 0], [9, 0]] }",
+            ["teacher_weights is 0 for every teacher of the stage (summer)"],
+        ),
         ("batch_samples = 4", "batch_samples = 4, batch_tokens = 9", ["exactly one of batch_samples, batch_tokens"]),
     ],
 )

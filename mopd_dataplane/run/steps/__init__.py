@@ -7,6 +7,7 @@ plan.py              metadata of a pinned snapshot -> recorded windows; what the
 train.py             planned windows -> a new policy version
 evaluate.py          held-out prompts
 discriminate.py      the discriminator of a stage
+zero_gradient.py     why a stage learned nothing from a window
 retain.py            frees hidden states at the end of their lifetime
 compare_teachers.py  every teacher of a job on the same answers
 """

@@ -31,6 +31,7 @@ from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.retain import free_served
+from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_gradient_warning
 from mopd_dataplane.run.work_folder import Work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
@@ -87,15 +88,21 @@ class Training:
                 run.policies.publish(stage)
                 done = [m for m in self._metrics.steps() if m.window == plan.window]
                 report.facts = _summary(done)
-            if plan.window == 0 and (warning := kl_warning([m.reverse_kl for m in done])):
-                run.progress.say(f"{stage.name:<16} warning  {warning}")
-                detail = {"warning": warning}
-                run.store.add_event(f"kl_warning/{stage.name}", stage.name, "warning", plan.window, None, detail)
+            if plan.window == 0:
+                self._warn(f"kl_warning/{stage.name}", plan.window, kl_warning([m.reverse_kl for m in done]))
+            nothing = learning_rate_warning(done) or zero_gradient_warning(run, stage, plan, done)
+            self._warn(f"zero_gradient/{stage.name}/{plan.window}", plan.window, nothing)
             if not stage.train.keep:
                 self._resources.close()
                 self._trainer = None
             run.record_time(stage, plan.window, "train", report.seconds)
         self._record_steps()
+
+    def _warn(self, event_id: str, window: int, warning: str) -> None:
+        """Show and record a warning, unless it is empty."""
+        if warning:
+            self._run.progress.say(f"{self._stage.name:<16} warning  {warning}")
+            self._run.store.add_event(event_id, self._stage.name, "warning", window, None, {"warning": warning})
 
     def settle(self) -> None:
         """Wait until the newest policy's checkpoint is written and in the store; free what no window reads again.
