@@ -152,7 +152,8 @@ def test_a_stage_that_learns_nothing_says_why(folder: Path) -> None:
     job.write_text(
         job.read_text().replace("failing_judge:judge", "flat:judge")
         .replace("reward_timeout_s = 1.0", "")
-        .replace("reward_coef = 1.0", "reward_coef = 1.0\nteacher_coef = 0.0").replace("iterations = 2", "iterations = 1")
+        .replace("reward_coef = 1.0", "reward_coef = 1.0\nteacher_coef = 0.0")
+        .replace("iterations = 2", "iterations = 1")
     )  # fmt: skip
     (folder / "flat.py").write_text("def judge(prompt, response):\n    return 0.5\n")
     done = run(folder, "run", str(job))
