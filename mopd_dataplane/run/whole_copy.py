@@ -25,7 +25,7 @@ from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.copy_files import begin_copy, copy_file, copy_folders, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.deletions import FOLDER as DELETIONS
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.place import LOGS_LOCK, Place
 from mopd_dataplane.store.whole_copy import copy_tables, table_names
 from mopd_dataplane.train.metrics import FILE as METRICS
 from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
@@ -65,6 +65,8 @@ def _logs_at_rest(source: Store) -> Iterator[list[str]]:
     """Names of the token logs, wal/<stage>/<writer>, none of which grows until the block ends."""
     logs = log_names(source)
     with ExitStack() as stack:
+        if source.root is not None and os.access(source.root, os.W_OK):
+            stack.enter_context(source._place.committing(LOGS_LOCK))
         for name in logs if source.root is not None else ():
             lock = source.path(name) / LOCK
             if not lock.is_file():

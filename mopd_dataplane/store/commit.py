@@ -41,13 +41,13 @@ class CommitReceipt:
     """
 
     rows: NDArray[np.int64]
-    """[n] row id in `samples` of every given sample, also of those that were there before."""
+    """[n] row id in `samples` of every given sample, also of those that were there before; -1 of a deleted one."""
     inserted: int
     """How many this call made visible."""
     versions: dict[str, int]
     """Versions of `tokens` and `samples` that hold them."""
     dropped: tuple[str, ...] = ()
-    """uids of given samples whose content was dropped, because the uid names another one's already."""
+    """uids of given samples whose content was dropped: the uid names another one's already, or was deleted."""
 
 
 def commit_samples(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +269,25 @@ class Store:
 
         Repeating the call with the same samples, here or in another process, changes nothing, also where a process
         that was stopped in the middle wakes up after its successor.
-        Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
-        drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
+        Raises MismatchError (shapes, values, a sample that was deleted itself or with its prompt, a uid that names
+        other content; with `keep_first` the last two are dropped instead and reported), EngineError (impossible log-probs), ResourceError (disk full).
         """
-        with self._place.committing("samples"):
-            self.deletions.refuse_uids([sample.uid for sample in batch])
+        with self._committing("samples"):
+            uids, names = [sample.uid for sample in batch], [sample.prompt_id for sample in batch]
             samples, tokens = self._table("samples"), self._table("tokens")
-            return commit.commit_samples(samples, tokens, batch, keep_first=keep_first)
+            if not keep_first:
+                self.deletions.refuse_uids(uids)
+                self.deletions.refuse_prompts(names)
+                return commit.commit_samples(samples, tokens, batch)
+            deleted = self.deletions.are_deleted(uids, names)
+            stays = [sample for sample, is_deleted in zip(batch, deleted, strict=True) if not is_deleted]
+            receipt = commit.commit_samples(samples, tokens, stays, keep_first=True)
+            if not deleted.any():
+                return receipt
+            rows = np.full(len(batch), -1, np.int64)
+            rows[~deleted] = receipt.rows
+            gone = tuple(uid for uid, is_deleted in zip(uids, deleted, strict=True) if is_deleted)
+            return replace(receipt, rows=rows, dropped=receipt.dropped + gone)
 
     # -- teachers and signals --------------------------------------------------------------------------------------
 
@@ -302,7 +315,7 @@ class Store:
         if teacher not in known:
             raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
         payload = self._table(signal_table(teacher, kind))
-        with self._place.committing(payload.name):
+        with self._committing(payload.name):
             deleted = self.deletions.uids()
             batch = [signal for signal in batch if signal.uid not in deleted]
             scores, samples = self._table("scores"), self._table("samples")
@@ -454,6 +467,19 @@ class Store:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _committing(self, name: str) -> Iterator[None]:
+        """Hold the commit lock of a table, and at the end remove what was committed beside a deletion; see deleting.py.
+
+        A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
+        """
+        from mopd_dataplane.store.deleting import remove_since
+
+        looked_at = self.deletions.names()
+        with self._place.committing(name):
+            yield
+        remove_since(self, looked_at)
+
     def _table(self, name: str) -> Table:
         if name not in self._tables:
             self._tables[name] = Table(self._place, name)
@@ -475,7 +501,7 @@ class Store:
         table = self._table(name)
         if compare:
             table.refuse_other(rows, compare)
-        with self._place.committing(name):
+        with self._committing(name):
             if name == "prompts":
                 self.deletions.refuse_prompts(rows["prompt_id"].to_pylist())
             done = table.insert(self.deletions.without_deleted(name, rows))
