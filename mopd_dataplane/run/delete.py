@@ -134,10 +134,15 @@ def _logs_locked(store: Store) -> Iterator[dict[str, int]]:
     with ExitStack() as stack:
         if store.root is not None:
             stack.enter_context(store._place.committing(LOGS_LOCK))
-        stack.callback(lambda: [os.close(lock) for lock in locks.values()])
+        stack.callback(_close, locks)
         for name in log_names(store) if store.root is not None else ():
             locks[name] = take_lock(store.path(name))
         yield locks
+
+
+def _close(locks: dict[str, int]) -> None:
+    for descriptor in locks.values():
+        os.close(descriptor)
 
 
 def _uses(store: Store, rows: NDArray[np.int64]) -> Iterator[Use]:

@@ -27,7 +27,6 @@ from mopd_dataplane.store.objects import ObjectFiles
 _LISTING = "shipped.json"
 
 
-
 def log_names(store: Store) -> list[str]:
     """Token logs of a store, wal/<stage>/<writer>."""
     children = store._place.children

@@ -264,13 +264,32 @@ class Store:
             if (split is None or row["split"] == split) and (allowed is None or row["domain"] in allowed)
         ]
 
+    def prompt_slots(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt | None]:
+        """Prompts as `prompts` has them, None in place of each that was deleted, so that the others keep their order.
+
+        Prompts that a version of this package without this record deleted leave no place.
+        """
+        allowed = None if domains is None else list(domains)
+        gone = self.deletions.slots(split, allowed)
+        present = self.prompts(split, allowed)
+        if not gone:
+            return [*present]
+        dataset = self.dataset("prompts")
+        with lance_errors.reading(dataset.uri):
+            held = dataset.to_table(columns=["prompt_id"], with_row_id=True)
+        row_of = dict(zip(held["prompt_id"].to_pylist(), held["_rowid"].to_pylist(), strict=True))
+        slots: dict[int, Prompt | None] = {slot.row: None for slot in gone}
+        slots |= {row_of[prompt.prompt_id]: prompt for prompt in present if prompt.prompt_id in row_of}
+        return [slots[row] for row in sorted(slots)]
+
     def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
         """Make samples visible and durable, payload first, exactly once by uid.
 
         Repeating the call with the same samples, here or in another process, changes nothing, also where a process
         that was stopped in the middle wakes up after its successor.
         Raises MismatchError (shapes, values, a sample that was deleted itself or with its prompt, a uid that names
-        other content; with `keep_first` the last two are dropped instead and reported), EngineError (impossible log-probs), ResourceError (disk full).
+        other content; with `keep_first` the last two are dropped instead and reported), EngineError (impossible
+        log-probs), ResourceError (disk full).
         """
         with self._committing("samples"):
             uids, names = [sample.uid for sample in batch], [sample.prompt_id for sample in batch]
@@ -418,6 +437,16 @@ class Store:
         keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
         rows, dataset = self._table("plans").find(keys)
         return None if rows[0] < 0 else plan_of(take_rows(dataset, rows, None))
+
+    def forget_plan(self, plan: PlanWindow) -> None:
+        """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
+        from mopd_dataplane.store.remove_rows import remove_rows
+
+        for name, rule in (("steps", f"plan_digest = '{plan.digest}'"), ("plans", f"digest = '{plan.digest}'")):
+            dataset = self.dataset(name)
+            with lance_errors.reading(dataset.uri):
+                rows = dataset.to_table(columns=[], filter=rule, with_row_id=True)["_rowid"].to_numpy()
+            remove_rows(self._place, self._table(name), rows.astype(np.int64))
 
     def plans(self, stage: str) -> list[int]:
         """Windows recorded for a stage, in order."""

@@ -24,6 +24,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNSCORABLE, event_rows, scan_stage, stage_samples
+from mopd_dataplane.store.snapshot import tags
 
 TOKEN_BYTES = 9
 """Token id, sampler log-prob and mask of one token."""
@@ -40,12 +41,40 @@ def recorded_windows(run: Run, stage: Stage, first: int = 0) -> Iterator[PlanWin
     return (plan for plan in plans if plan is not None)
 
 
+def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
+    """The recorded plan of a window, None when there is none.
+
+    If a deletion took one of its samples, or the snapshot that it reads, before the window was trained to its end, the
+    plan is forgotten with the steps that were taken, so that what is left is planned and trained from the beginning.
+    Raises MismatchError when no checkpoint of that beginning is left.
+    """
+    plan = run.store.plan(stage.name, window)
+    if plan is None or not len(plan.sample_rows) or run.policies.latest(stage) > window:
+        return plan
+    if not run.store.deletions.names():
+        return plan
+    lost = int(np.isin(np.unique(plan.sample_rows), run.store.deletions.rows()).sum())
+    tag = window_tag(stage, window)
+    if not lost and tag in tags(run.store):
+        return plan
+    from mopd_dataplane.run.steps.train import rewind
+
+    rewind(run, stage, window)
+    run.progress.say(
+        f"{stage.name:<16} plan     window {window} is planned again: {lost} of its samples were deleted, or the "
+        "snapshot that holds them"
+    )
+    run.store.release(tag)
+    run.store.forget_plan(plan)
+    return None
+
+
 def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
     """The recorded plan of a window; made and recorded when there is none yet.
 
     iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
     """
-    recorded = run.store.plan(stage.name, window)
+    recorded = trainable_plan(run, stage, window)
     if recorded is not None:
         return recorded
     with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report), freed_memory_kept():

@@ -35,7 +35,7 @@ from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_g
 from mopd_dataplane.run.work_folder import Work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
-from mopd_dataplane.train.checkpoint import latest_checkpoint
+from mopd_dataplane.train.checkpoint import drop_inside, latest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
 from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
@@ -291,13 +291,33 @@ class StoredCheckpoints:
         for old in artifacts.names(self._name)[:-KEEP]:
             artifacts.drop(f"{self._name}/{old}")
 
+    def drop(self, names: Sequence[str]) -> None:
+        """Delete checkpoints of these names in the store too."""
+        if (artifacts := self._work.artifacts) is not None:
+            for name in names:
+                artifacts.drop(f"{self._name}/{name}")
+
     def windows_done(self) -> int:
         """Windows that no kill can make this stage train again: those before the newest checkpoint's position."""
         newest = latest_checkpoint(self.folder)
         return newest[0].window if newest else 0
 
 
+def rewind(run: Run, stage: Stage, window: int) -> None:
+    """Remove the checkpoints inside a window, so that training takes it again from its beginning.
+
+    Raises MismatchError when the checkpoint at its beginning is not kept any more.
+    """
+    checkpoints = StoredCheckpoints(run.work, stage.name)
+    checkpoints.fetch()
+    checkpoints.drop(drop_inside(checkpoints.folder, window))
+
+
 def _whole(store: Store, found: list[FoundOfSample]) -> list[FoundOfSample]:
+    if not found:
+        return []
+    deleted = set(store.deletions.rows().tolist())
+    found = [one for one in found if one.sample_row not in deleted]
     if not found:
         return []
     rows = np.array([one.sample_row for one in found])
