@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mopd_dataplane.store.arrow_rows import plan_of, plan_record, reward_rows, t
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
+from mopd_dataplane.store.deleting import remove_since
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.place import Place
@@ -264,24 +265,6 @@ class Store:
             if (split is None or row["split"] == split) and (allowed is None or row["domain"] in allowed)
         ]
 
-    def prompt_slots(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt | None]:
-        """Prompts as `prompts` has them, None in place of each that was deleted, so that the others keep their order.
-
-        Prompts that a version of this package without this record deleted leave no place.
-        """
-        allowed = None if domains is None else list(domains)
-        gone = self.deletions.slots(split, allowed)
-        present = self.prompts(split, allowed)
-        if not gone:
-            return [*present]
-        dataset = self.dataset("prompts")
-        with lance_errors.reading(dataset.uri):
-            held = dataset.to_table(columns=["prompt_id"], with_row_id=True)
-        row_of = dict(zip(held["prompt_id"].to_pylist(), held["_rowid"].to_pylist(), strict=True))
-        slots: dict[int, Prompt | None] = {slot.row: None for slot in gone}
-        slots |= {row_of[prompt.prompt_id]: prompt for prompt in present if prompt.prompt_id in row_of}
-        return [slots[row] for row in sorted(slots)]
-
     def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
         """Make samples visible and durable, payload first, exactly once by uid.
 
@@ -292,21 +275,12 @@ class Store:
         log-probs), ResourceError (disk full).
         """
         with self._committing("samples"):
-            uids, names = [sample.uid for sample in batch], [sample.prompt_id for sample in batch]
+            deleted = self.deletions.are_deleted(batch)
+            if deleted.any() and not keep_first:
+                self.deletions.refuse_uids([sample.uid for sample in batch])
+                self.deletions.refuse_prompts([sample.prompt_id for sample in batch])
             samples, tokens = self._table("samples"), self._table("tokens")
-            if not keep_first:
-                self.deletions.refuse_uids(uids)
-                self.deletions.refuse_prompts(names)
-                return commit.commit_samples(samples, tokens, batch)
-            deleted = self.deletions.are_deleted(uids, names)
-            stays = [sample for sample, is_deleted in zip(batch, deleted, strict=True) if not is_deleted]
-            receipt = commit.commit_samples(samples, tokens, stays, keep_first=True)
-            if not deleted.any():
-                return receipt
-            rows = np.full(len(batch), -1, np.int64)
-            rows[~deleted] = receipt.rows
-            gone = tuple(uid for uid, is_deleted in zip(uids, deleted, strict=True) if is_deleted)
-            return replace(receipt, rows=rows, dropped=receipt.dropped + gone)
+            return commit.commit_others(samples, tokens, batch, deleted, keep_first=keep_first)
 
     # -- teachers and signals --------------------------------------------------------------------------------------
 
@@ -438,16 +412,6 @@ class Store:
         rows, dataset = self._table("plans").find(keys)
         return None if rows[0] < 0 else plan_of(take_rows(dataset, rows, None))
 
-    def forget_plan(self, plan: PlanWindow) -> None:
-        """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
-        from mopd_dataplane.store.remove_rows import remove_rows
-
-        for name, rule in (("steps", f"plan_digest = '{plan.digest}'"), ("plans", f"digest = '{plan.digest}'")):
-            dataset = self.dataset(name)
-            with lance_errors.reading(dataset.uri):
-                rows = dataset.to_table(columns=[], filter=rule, with_row_id=True)["_rowid"].to_numpy()
-            remove_rows(self._place, self._table(name), rows.astype(np.int64))
-
     def plans(self, stage: str) -> list[int]:
         """Windows recorded for a stage, in order."""
         rows = self.table("plans", ["stage", "window"])
@@ -502,8 +466,6 @@ class Store:
 
         A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
         """
-        from mopd_dataplane.store.deleting import remove_since
-
         looked_at = self.deletions.names()
         with self._place.committing(name):
             yield

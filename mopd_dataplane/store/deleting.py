@@ -13,9 +13,12 @@ the writer, which looks again after the commit, finds the deletion and removes t
 leaves that is killed between commit and second look, `verify` names and `remove` takes away when it is called again.
 """
 
-from collections.abc import Collection, Iterator
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import lance
 import numpy as np
@@ -26,8 +29,8 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.records import PlanWindow, Prompt
 from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED, blob_columns
 from mopd_dataplane.store.deletions import Deletion, PromptSlot, prompt_hash, uids_in
 from mopd_dataplane.store.lance_errors import reading
@@ -36,6 +39,9 @@ from mopd_dataplane.store.remove_rows import remove_rows
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.signals import blob_column
 from mopd_dataplane.store.tags import tagged
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
 
 BYTES = 64 << 20
 """Hidden states that are copied at once, about."""
@@ -60,7 +66,7 @@ class Chosen:
 
     def record(self, store: Store, where: str) -> Deletion:
         """Record that all of them are about to be deleted by the command with this predicate."""
-        slots = prompt_slots(store, self.prompts)
+        slots = _slots_of(store, self.prompts)
         return store.deletions.begin(self.uids, self.rows.tolist(), self.prompts, slots=slots, where=where)
 
 
@@ -86,7 +92,34 @@ def choose(store: Store, where: str) -> Chosen:
     return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
 
 
-def prompt_slots(store: Store, names: Collection[str]) -> list[PromptSlot]:
+def prompt_slots(store: Store, split: str, domains: Iterable[str]) -> list[Prompt | None]:
+    """Prompts of a split and some domains in the order they were added, None in place of each that was deleted.
+
+    Those that an earlier version of this package deleted leave no place.
+    """
+    domains = list(domains)
+    present = store.prompts(split, domains)
+    gone = store.deletions.slots(split, domains)
+    if not gone:
+        return [*present]
+    with reading(store.dataset("prompts").uri):
+        held = store.dataset("prompts").to_table(columns=["prompt_id"], with_row_id=True)
+    rows = dict(zip(held["prompt_id"].to_pylist(), held["_rowid"].to_pylist(), strict=True))
+    slots: dict[int, Prompt | None] = {slot.row: None for slot in gone}
+    slots |= {rows[prompt.prompt_id]: prompt for prompt in present if prompt.prompt_id in rows}
+    return [slots[row] for row in sorted(slots)]
+
+
+def forget_plan(store: Store, plan: PlanWindow) -> None:
+    """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
+    for name, column in (("steps", "plan_digest"), ("plans", "digest")):
+        dataset = store.dataset(name)
+        with reading(dataset.uri):
+            rows = dataset.to_table(columns=[column], with_row_id=True)
+        remove_rows(store._place, store._table(name), _ids(rows.filter(pc.equal(rows[column], plan.digest))))
+
+
+def _slots_of(store: Store, names: Collection[str]) -> list[PromptSlot]:
     """Positions of the prompts of these names that the store has."""
     with reading(store.dataset("prompts").uri):
         held = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)

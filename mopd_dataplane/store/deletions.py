@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError
+from mopd_dataplane.records import Sample
 from mopd_dataplane.store.place import Place
 
 FOLDER = "deletions"
@@ -178,14 +179,14 @@ class Deletions:
                     "a plan that holds it cannot be trained from any more; plan what is left in a stage of its own"
                 )
 
-    def are_deleted(self, uids: Sequence[str], prompts: Sequence[str]) -> NDArray[np.bool_]:
-        """[n] whether each sample was deleted, or its prompt was; prompts: [n] names."""
+    def are_deleted(self, samples: Sequence[Sample]) -> NDArray[np.bool_]:
+        """[n] whether each sample was deleted itself, or its prompt was."""
         deletions = self.all()
         gone = {uid for deletion in deletions for uid in deletion.uids}
         hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
-        by_name = {name: prompt_hash(name) in hashes for name in set(prompts)} if hashes else {}
-        pairs = zip(uids, prompts, strict=True)
-        return np.array([uid in gone or by_name.get(name, False) for uid, name in pairs], np.bool_)
+        names = {sample.prompt_id for sample in samples} if hashes else ()
+        by_name = {name: prompt_hash(name) in hashes for name in names}
+        return np.array([one.uid in gone or by_name.get(one.prompt_id, False) for one in samples], np.bool_)
 
     def without_deleted(self, table: str, rows: pa.Table) -> pa.Table:
         """Return the rows that refer to no deleted sample, in `events` by name, and in `evals` to no deleted prompt."""

@@ -24,6 +24,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNSCORABLE, event_rows, scan_stage, stage_samples
+from mopd_dataplane.store.deleting import forget_plan
 from mopd_dataplane.store.snapshot import tags
 
 TOKEN_BYTES = 9
@@ -57,7 +58,7 @@ def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
     tag = window_tag(stage, window)
     if not lost and tag in tags(run.store):
         return plan
-    from mopd_dataplane.run.steps.train import rewind
+    from mopd_dataplane.run.steps.checkpoints import rewind
 
     rewind(run, stage, window)
     run.progress.say(
@@ -65,7 +66,7 @@ def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
         "snapshot that holds them"
     )
     run.store.release(tag)
-    run.store.forget_plan(plan)
+    forget_plan(run.store, plan)
     return None
 
 

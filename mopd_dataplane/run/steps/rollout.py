@@ -24,6 +24,7 @@ from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.discriminate import answered_by_teacher
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.deleting import prompt_slots
 
 REFERENCE_BATCH = 4096
 """Reference samples committed together."""
@@ -175,7 +176,7 @@ def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
 
 def prompt_slots_of(run: Run, stage: Stage, iteration: int) -> list[Prompt | None]:
     """Prompts of one iteration, in admission order, None in place of each that was deleted."""
-    prompts = run.store.prompt_slots(split="train", domains=run.job.domains_of(stage))
+    prompts = prompt_slots(run.store, "train", run.job.domains_of(stage))
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     count = stage.rollout.prompts_per_iteration
@@ -225,7 +226,7 @@ def _facts(done: RolloutReport) -> dict[str, str]:
 def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
     """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is, what
     was deleted stays away."""
-    slots = prompts if prompts is not None else run.store.prompt_slots("train", run.job.domains_of(stage))
+    slots = prompts if prompts is not None else prompt_slots(run.store, "train", run.job.domains_of(stage))
     deleted = run.store.deletions.uids()
     samples = [one for one in _reference_samples(run, stage, slots, iteration) if one.uid not in deleted]
     with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
