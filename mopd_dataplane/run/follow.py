@@ -29,6 +29,7 @@ from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import (
+    lost_windows,
     planner_columns,
     recorded_windows,
     trainable_plan,
@@ -136,8 +137,9 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     told = ""
     stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
     with Training(run, stage, samples=samples_expected(run, stage)) as training:
+        lost = lost_windows(run, stage)
         while True:
-            window = run.policies.latest(stage)
+            window = lost[0] if lost else run.policies.latest(stage)
             plan = trainable_plan(run, stage, window) or _next_plan(run, stage, window)
             if isinstance(plan, str):
                 if plan != told:
@@ -149,6 +151,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
             else:
                 run.store.pin(plan.snapshot, window_tag(stage, window))  # it may be trained on much later
                 training.train(plan)
+                lost = lost[1:]
                 stall.renew()
     columns = ["staleness_mean", "staleness_max", "loss_tokens"]
     mine = run.store.table("steps", columns, filter=f"stage = '{stage.name}'").to_pylist()

@@ -58,6 +58,13 @@ class StoredCheckpoints:
         return newest[0].window if newest else 0
 
 
+def windows_done(run: Run, stage: Stage) -> int:
+    """Windows that no kill can make a stage train again, by the newest checkpoint, here or in the store."""
+    checkpoints = StoredCheckpoints(run.work, stage.name)
+    checkpoints.fetch()
+    return checkpoints.windows_done()
+
+
 def rewind(run: Run, stage: Stage, window: int) -> None:
     """Remove the checkpoints inside a window, so that training takes it again from its beginning.
 

@@ -45,29 +45,54 @@ def recorded_windows(run: Run, stage: Stage, first: int = 0) -> Iterator[PlanWin
 def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
     """The recorded plan of a window, None when there is none.
 
-    If a deletion took one of its samples, or the snapshot that it reads, before the window was trained to its end, the
-    plan is forgotten with the steps that were taken, so that what is left is planned and trained from the beginning.
+    If a deletion took one of its samples, or the snapshot that it reads, before the window was trained, the plan is
+    forgotten with the steps that were taken, so that what is left is planned and trained from the window's beginning.
     Raises MismatchError when no checkpoint of that beginning is left.
     """
     plan = run.store.plan(stage.name, window)
-    if plan is None or not len(plan.sample_rows) or run.policies.latest(stage) > window:
+    if plan is None or run.policies.latest(stage) > window or not _has_lost_samples(run, stage, plan):
         return plan
+    _forget(run, stage, plan)
+    return None
+
+
+def lost_windows(run: Run, stage: Stage) -> list[int]:
+    """Windows without a usable plan that a trainer has to take again: they have a policy, and a kill came before the
+    checkpoint behind them. Call it while no trainer runs. Raises what trainable_plan does."""
     if not run.store.deletions.names():
-        return plan
-    lost = int(np.isin(np.unique(plan.sample_rows), run.store.deletions.rows()).sum())
-    tag = window_tag(stage, window)
-    if not lost and tag in tags(run.store):
-        return plan
+        return []
+    from mopd_dataplane.run.steps.checkpoints import windows_done
+
+    windows = []
+    for window in range(windows_done(run, stage), run.policies.latest(stage)):
+        plan = run.store.plan(stage.name, window)
+        if plan is None or _has_lost_samples(run, stage, plan):
+            windows.append(window)
+            if plan is not None:
+                _forget(run, stage, plan)
+    return windows
+
+
+def _has_lost_samples(run: Run, stage: Stage, plan: PlanWindow) -> bool:
+    """Whether a deletion took a sample of a plan, or the snapshot that it reads."""
+    if not run.store.deletions.names() or not len(plan.sample_rows):
+        return False
+    if np.isin(plan.sample_rows, run.store.deletions.rows()).any():
+        return True
+    return window_tag(stage, plan.window) not in tags(run.store)
+
+
+def _forget(run: Run, stage: Stage, plan: PlanWindow) -> None:
     from mopd_dataplane.run.steps.checkpoints import rewind
 
-    rewind(run, stage, window)
+    rewind(run, stage, plan.window)
+    lost = int(np.isin(np.unique(plan.sample_rows), run.store.deletions.rows()).sum())
     run.progress.say(
-        f"{stage.name:<16} plan     window {window} is planned again: {lost} of its samples were deleted, or the "
+        f"{stage.name:<16} plan     window {plan.window} is planned again: {lost} of its samples were deleted, or the "
         "snapshot that holds them"
     )
-    run.store.release(tag)
+    run.store.release(window_tag(stage, plan.window))
     forget_plan(run.store, plan)
-    return None
 
 
 def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
@@ -75,9 +100,13 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
 
     iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
     """
-    recorded = trainable_plan(run, stage, window)
-    if recorded is not None:
-        return recorded
+    for earlier in lost_windows(run, stage):
+        if earlier < window:
+            _plan(run, stage, earlier, iteration=stage.iteration_of(earlier))
+    return trainable_plan(run, stage, window) or _plan(run, stage, window, iteration=iteration)
+
+
+def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
     with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report), freed_memory_kept():
         tag = window_tag(stage, window)
         snapshot = run.store.snapshot(tag=tag)
