@@ -27,7 +27,7 @@ from mopd_dataplane.records import Sample
 from mopd_dataplane.store.place import Place
 
 FOLDER = "deletions"
-UID = re.compile(r"[0-9a-f]{32}")
+UID = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 """A sample's uid inside a text."""
 _RECORD, _WITNESS = re.compile(r"(\d+)\.json"), re.compile(r"(\d+)\.begun\.json")
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mopd_dataplane.store.decode import KEPT
-from mopd_dataplane.store.deletions import FOLDER, Deletions, prompt_hash, uids_in
+from mopd_dataplane.store.deletions import FOLDER, UID, Deletions, prompt_hash, uids_in
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.verify_files import JOB_FILES
 from mopd_dataplane.store.verify_report import Finding
@@ -27,7 +27,7 @@ _TENSORS = ".safetensors"
 _CHUNK, _OVERLAP = 8 << 20, 4096
 """Bytes of a file that are searched at once, and those of the part before that are searched again."""
 _REPAIR = "`mopd store repair` removes the row"
-_HEX = re.compile(rb"[0-9a-f]{32}")
+_HEX = re.compile(UID.pattern.encode())
 _QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
