@@ -44,6 +44,27 @@ def publish_file(target: Path, content: bytes) -> None:
     fsync(target.parent)
 
 
+def create_file(target: Path, content: bytes) -> bool:
+    """Write a small file atomically and durably unless there is one. Returns whether this call made it.
+
+    Processes that do so at the same time take turns, so one of them makes the file. Raises what publish_file does.
+    """
+    check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.tmp")
+    with _owned(staging) as file:
+        if target.exists():
+            staging.unlink()
+            return False
+        file.truncate()
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        staging.rename(target)
+    fsync(target.parent)
+    return True
+
+
 def publish_figure(figure: Any, target: Path, *, dpi: int) -> None:
     """A matplotlib figure into a file, in the form that its ending names, as publish_file does. Raises InputError."""
     forms = figure.canvas.get_supported_filetypes()

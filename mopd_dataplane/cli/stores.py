@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,8 @@ from mopd_dataplane.query.text import size
 
 if TYPE_CHECKING:
     from mopd_dataplane.run.delete import Preview
+    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.deletions import Deletion
 
 AUDIT_FAILED = 1
 MOST_REASONS = 3
@@ -28,7 +31,9 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
     """Show what a store holds: tables, rows, versions, bytes, and bytes that can be freed."""
     from mopd_dataplane import open_store
 
-    facts = plain(open_store(store).info())
+    opened = open_store(store)
+    name_unfinished(opened)
+    facts = plain(opened.info())
     if as_json:
         print_json(facts)
         return
@@ -84,7 +89,9 @@ def compact(
     """
     from mopd_dataplane import open_store
 
-    facts = open_store(store).compact(now=now)
+    opened = open_store(store)
+    name_unfinished(opened)
+    facts = opened.compact(now=now)
     if as_json:
         print_json(plain(facts))
         return
@@ -141,6 +148,7 @@ def copy(
     from mopd_dataplane.store.copying import copy_samples
 
     opened = open_store(source)
+    name_unfinished(opened)
     for part in copy_samples(opened, target, where) if where else copy_whole(opened, target):
         note(part)
     if where:
@@ -167,28 +175,67 @@ def delete(
     from mopd_dataplane.run import delete as deleting
 
     opened = open_store(store)
-    begun = [] if dry_run else deleting.unfinished(opened)
-    for deletion in begun:
+    continued = 0
+    for deletion in [] if dry_run else opened.deletions.unfinished():
+        if deletion.where != where:
+            note(_unfinished(opened, deletion))
+            continue
         note(f"deletion of {deletion.began} goes on: {len(deletion.uids):,} samples, {len(deletion.prompts):,} prompts")
         for part in deleting.resume(opened, deletion):
             note(part)
+        continued += 1
     try:
         chosen, facts = deleting.preview(opened, where)
     except UnknownNameError:
-        if not begun:
+        if not continued:
             raise
         if as_json:
-            print_json({"deleted": True, "continued": len(begun)})
+            print_json({"deleted": True, "continued": continued})
         return
     if not as_json:
         _show_preview(facts)
     if not dry_run:
         _confirm(f"delete {facts.samples:,} samples and {facts.prompts:,} prompts of {opened.uri} for good?", yes)
-        for part in deleting.resume(opened, deleting.begin(opened, chosen)):
+        for part in deleting.delete(opened, chosen, where):
             note(part)
         note(f"deleted; their bytes leave the disk with: mopd store compact {opened.uri} --now")
     if as_json:
-        print_json({"deleted": not dry_run, "continued": len(begun), **plain(facts)})
+        print_json({"deleted": not dry_run, "continued": continued, **plain(facts)})
+
+
+def repair(store: StoreUri, as_json: AsJson = False) -> None:
+    """Remove rows of deleted samples and prompts that a killed writer left behind; `store verify` names them.
+
+    Deletions that an earlier version of this package left unfinished are finished. Any other unfinished deletion is
+    named, and continues with its own command.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.run import delete as deleting
+
+    opened = open_store(store)
+    name_unfinished(opened)
+    parts = list(deleting.repair(opened))
+    if as_json:
+        print_json({"removed": parts})
+        return
+    for part in parts:
+        note(part)
+    note("repaired" if parts else "no row of a deleted sample or prompt is left")
+
+
+def name_unfinished(store: Store) -> None:
+    """Tell the user which deletions are unfinished, and how to finish them."""
+    for deletion in store.deletions.unfinished():
+        note(_unfinished(store, deletion))
+
+
+def _unfinished(store: Store, deletion: Deletion) -> str:
+    command = f"mopd store delete {store.uri} --where {shlex.quote(deletion.where)}"
+    return (
+        f"a deletion of {len(deletion.uids):,} samples and {len(deletion.prompts):,} prompts, begun {deletion.began}, "
+        f"is not finished; unless another process is at it, finish it: "
+        f"{command if deletion.where else f'mopd store repair {store.uri}'}"
+    )
 
 
 def _show_preview(facts: Preview) -> None:
@@ -222,5 +269,6 @@ def add_to(app: Typer) -> None:
     register(group, compact, "mopd store compact runs/quickstart --now")
     register(group, copy, "mopd store copy runs/quickstart s3://bucket/math --where \"domain = 'math'\"")
     register(group, delete, "mopd store delete runs/quickstart --where \"stage = 'student'\" --dry-run")
+    register(group, repair, "mopd store repair runs/quickstart")
     register(group, upgrade, "mopd store upgrade runs/old runs/new")
     app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

@@ -21,12 +21,13 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
-from mopd_dataplane.run.preflight import preflight, refuse
+from mopd_dataplane.run.preflight import deleted_prompts, preflight, refuse
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.decode import Decoder
+from mopd_dataplane.store.deletions import prompt_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,20 +148,32 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
 
 
 def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -> None:
-    """Write the prompts of every domain that the store has none of: those already loaded, else those of its source."""
+    """Write the prompts of every domain that the store has none of: those already loaded, else those of its source.
+    Deleted ones stay away."""
     for name, domain in job.domains.items():
         if domain.source == "store":
             continue
+        asked = domain.train + domain.eval + domain.tune
         own = f"domain = '{name}' AND split != 'import'"
         stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
+        if stored == asked or (stored and _lacks_deleted_only(store, name, asked - stored)):
+            continue
         if stored == 0:
-            store.add_prompts(loaded[name] if name in loaded else load_prompts(name, domain))
-        elif stored != domain.train + domain.eval + domain.tune:
+            prompts = loaded[name] if name in loaded else load_prompts(name, domain)
+            deleted = store.deletions.prompts()
+            store.add_prompts(prompt for prompt in prompts if prompt_hash(prompt.prompt_id) not in deleted)
+        else:
             raise PromptError(
                 f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
                 f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; prompts are fixed once a store "
                 "exists: use another store"
             )
+
+
+def _lacks_deleted_only(store: Store, domain: str, missing: int) -> bool:
+    """Whether deletions explain why a store has so many prompts of a domain less than the job asks for."""
+    recorded = deleted_prompts(store, domain)
+    return recorded <= missing <= recorded + store.deletions.prompts_without_slot()
 
 
 def open_existing(job: Job, progress: Progress) -> Run:

@@ -4,10 +4,11 @@ Their bytes leave the disk when the versions that held them are dropped (`mopd s
 those that were trained on the samples are listed.
 """
 
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.sections import Wal
 from mopd_dataplane.rollout.log.log_records import Commit
+from mopd_dataplane.rollout.log.ownership import take_lock
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import SAVED
 from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.deleting import Chosen, choose, pins_of, remove, rows_to_go
 from mopd_dataplane.store.deletions import Deletion, prompt_hash
+from mopd_dataplane.store.place import LOGS_LOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +78,71 @@ def preview(store: Store, where: str) -> tuple[Chosen, Preview]:
     )
 
 
-def begin(store: Store, chosen: Chosen) -> Deletion:
-    """Record what is to be deleted; from here on `resume` does the rest, also after a kill."""
-    return store.deletions.begin(chosen.uids, chosen.rows.tolist(), chosen.prompts)
+def delete(store: Store, chosen: Chosen, where: str) -> Iterator[str]:
+    """Delete samples and prompts; names each part that is done. After a kill, `resume` does the rest.
 
-
-def unfinished(store: Store) -> list[Deletion]:
-    """Deletions that were begun and not finished."""
-    return [deletion for deletion in store.deletions.all() if not deletion.finished]
+    where: the predicate that selected them, whose command continues. Raises ResourceError, with nothing written, while
+    a rollout of this machine writes one of the store's token logs; DamagedError when a row that stays is damaged.
+    """
+    with _logs_locked(store) as locks:
+        deletion = chosen.record(store, where)
+        yield from _clean_logs(store, deletion, locks)
+    yield from _remove_rows(store, deletion)
 
 
 def resume(store: Store, deletion: Deletion) -> Iterator[str]:
-    """Delete what a deletion names, or the rest of it; names each part that is done.
+    """Delete what a deletion names, or the rest of it; names each part that is done. Raises what `delete` does."""
+    with _logs_locked(store) as locks:
+        yield from _clean_logs(store, deletion, locks)
+    yield from _remove_rows(store, deletion)
 
-    Raises ResourceError while a rollout writes the store's token log, DamagedError when a row that stays is damaged.
+
+def repair(store: Store) -> Iterator[str]:
+    """Remove rows that finished deletions name, which a killed writer left; names each part that is done.
+
+    Deletions that were begun without a predicate, by an earlier version of this package, are finished. Raises what
+    `delete` does.
     """
+    for deletion in store.deletions.all():
+        if deletion.finished or not deletion.where:
+            yield from resume(store, deletion)
+
+
+def _clean_logs(store: Store, deletion: Deletion, locks: dict[str, int]) -> Iterator[str]:
     for name in log_names(store):
-        if dropped := _clean_log(store, name, deletion):
+        if dropped := _clean_log(store, name, deletion, locks.pop(name, None)):
             yield f"{name}: {dropped:,} unfinished samples"
         fault_point("delete.log")
+
+
+def _remove_rows(store: Store, deletion: Deletion) -> Iterator[str]:
     removed: Counter[str] = Counter()
     for table, count in remove(store, deletion):
         removed[table] += count
     yield from (f"{name}: {count:,}" for name, count in removed.items())
     store.deletions.close(deletion)
+
+
+@contextmanager
+def _logs_locked(store: Store) -> Iterator[dict[str, int]]:
+    """Lock every token log of a local store, so that none is written until it has been cleaned.
+
+    Yields the descriptors by name; whoever takes one out closes it. Deletions and copies take turns at this. Raises
+    ResourceError naming the process that writes a log.
+    """
+    locks: dict[str, int] = {}
+    with ExitStack() as stack:
+        if store.root is not None:
+            stack.enter_context(store._place.committing(LOGS_LOCK))
+        stack.callback(_close, locks)
+        for name in log_names(store) if store.root is not None else ():
+            locks[name] = take_lock(store.path(name))
+        yield locks
+
+
+def _close(locks: dict[str, int]) -> None:
+    for descriptor in locks.values():
+        os.close(descriptor)
 
 
 def _uses(store: Store, rows: NDArray[np.int64]) -> Iterator[Use]:
@@ -121,16 +165,17 @@ def _uses(store: Store, rows: NDArray[np.int64]) -> Iterator[Use]:
         )
 
 
-def _clean_log(store: Store, name: str, deletion: Deletion) -> int:
+def _clean_log(store: Store, name: str, deletion: Deletion, lock: int | None) -> int:
     """Rewrite a token log without what was deleted; returns how many unfinished samples of deleted prompts it had.
 
-    Samples that are in the store go from it too, as they do when the run goes on.
+    Samples that are in the store go from it too, as they do when the run goes on. lock: of the log's folder, if it is
+    locked already; it is released at the end.
     """
     stage = name.split("/")[1]
     stored = set(store.samples(["uid"], f"stage = '{stage}'")["uid"].to_pylist()) | set(deletion.uids)
     with _log_folder(store, name) as folder:
         copy = StoredLog(store.files, name) if store.files is not None else None
-        log, recovered = TokenLog.open(folder, Wal(), copy=copy)
+        log, recovered = TokenLog.open(folder, Wal(), copy=copy, lock=lock)
         ledger, dropped = recovered.ledger, 0
         try:
             done = tuple(handle for handle, held in ledger.partials.items() if held.spec.uid in stored)

@@ -18,6 +18,7 @@ import sys
 import time
 
 import numpy as np
+import pyarrow as pa
 
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
 from mopd_dataplane.errors import DeadlineError, InputError, UnknownNameError
@@ -27,9 +28,16 @@ from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
-from mopd_dataplane.run.steps.plan import planner_columns, recorded_windows, training_of, window_tag
+from mopd_dataplane.run.steps.plan import (
+    lost_windows,
+    planner_columns,
+    recorded_windows,
+    trainable_plan,
+    training_of,
+    window_tag,
+)
 from mopd_dataplane.run.steps.reward import reward
-from mopd_dataplane.run.steps.rollout import prompts_of, rollout
+from mopd_dataplane.run.steps.rollout import prompt_slots_of, prompts_of, rollout, uids_of
 from mopd_dataplane.run.steps.score import register_teachers, score
 from mopd_dataplane.run.steps.train import Training
 
@@ -129,9 +137,10 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     told = ""
     stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
     with Training(run, stage, samples=samples_expected(run, stage)) as training:
+        lost = lost_windows(run, stage)
         while True:
-            window = run.policies.latest(stage)
-            plan = run.store.plan(stage.name, window) or _next_plan(run, stage, window)
+            window = lost[0] if lost else run.policies.latest(stage)
+            plan = trainable_plan(run, stage, window) or _next_plan(run, stage, window)
             if isinstance(plan, str):
                 if plan != told:
                     run.progress.say(f"{stage.name:<16} wait     {plan}")
@@ -142,6 +151,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
             else:
                 run.store.pin(plan.snapshot, window_tag(stage, window))  # it may be trained on much later
                 training.train(plan)
+                lost = lost[1:]
                 stall.renew()
     columns = ["staleness_mean", "staleness_max", "loss_tokens"]
     mine = run.store.table("steps", columns, filter=f"stage = '{stage.name}'").to_pylist()
@@ -156,7 +166,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
 
 def samples_expected(run: Run, stage: Stage) -> int:
     """Samples of all iterations of a stage."""
-    return stage.iterations * len(prompts_of(run, stage, 0)) * stage.rollout.group_size
+    return stage.iterations * len(prompt_slots_of(run, stage, 0)) * stage.rollout.group_size
 
 
 def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
@@ -174,11 +184,10 @@ def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
 
 def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
     snapshot = run.store.snapshot()
-    rows, samples = stage_samples(run.store, stage, None, ["iteration", "writer_seq"], snapshot)
+    rows, samples = stage_samples(run.store, stage, None, ["uid", "iteration", "writer_seq"], snapshot)
     if not len(rows) and not finished:
         return Decision(wait="no samples yet")
-    per_iteration = len(prompts_of(run, stage, 0)) * stage.rollout.group_size
-    admission = samples["iteration"].to_numpy().astype(np.int64) * per_iteration + samples["writer_seq"].to_numpy()
+    admission = _admission(run, stage, samples)
     columns = planner_columns(run, stage, None, snapshot)
     return next_window(
         columns,
@@ -193,6 +202,21 @@ def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
         teachers=list(run.job.teachers_of(stage)),
         training=training_of(run, stage, window),
     )
+
+
+def _admission(run: Run, stage: Stage, samples: pa.Table) -> Rows:
+    """[n] ordinal of each sample in the order of admission; deleted ones leave no gap to wait for."""
+    iterations = samples["iteration"].to_numpy().astype(np.int64)
+    if not run.store.deletions.names():
+        per_iteration = len(prompts_of(run, stage, 0)) * stage.rollout.group_size
+        return np.asarray(iterations * per_iteration + samples["writer_seq"].to_numpy(), np.int64)
+    deleted = run.store.deletions.uids()
+    ordinals: dict[str, int] = {}
+    for iteration in range(int(iterations.max(initial=-1)) + 1):
+        for uid in uids_of(run, stage, iteration, prompts_of(run, stage, iteration)):
+            if uid not in deleted:
+                ordinals[uid] = len(ordinals)
+    return np.array([ordinals.setdefault(uid, len(ordinals)) for uid in samples["uid"].to_pylist()], np.int64)
 
 
 def settled_rows(run: Run, stage: Stage) -> Rows:

@@ -4,6 +4,7 @@ mixture of both, or the stored answer. Pure functions of names and seed, so that
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,15 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.shuffle import permutation, philox_key
 from mopd_dataplane.records import Prompt
 
+Slot = TypeVar("Slot", Prompt, Prompt | None)
 
-def iteration_prompts(prompts: Sequence[Prompt], *, count: int, iteration: int, seed: int, stage: str) -> list[Prompt]:
+
+def iteration_prompts(prompts: Sequence[Slot], *, count: int, iteration: int, seed: int, stage: str) -> list[Slot]:
     """Prompts of one iteration, in admission order: consecutive slices of seeded permutations, one for each epoch.
 
     Every prompt comes once an epoch, and never twice in one iteration: a sample's uid is its prompt, its place in the
-    group and its iteration. count 0 takes every prompt, in a new order each iteration.
+    group and its iteration. count 0 takes every prompt, in a new order each iteration. None in place of a deleted
+    prompt is drawn like a prompt, so that a deletion changes nothing about the others.
 
     Raises PromptError when there are fewer than `count`.
     """

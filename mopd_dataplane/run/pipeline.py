@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
@@ -23,7 +24,7 @@ from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import say_endings
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
-from mopd_dataplane.run.steps.plan import plan_window, recorded_windows
+from mopd_dataplane.run.steps.plan import lost_windows, plan_window, recorded_windows, trainable_plan
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, store_reference
 from mopd_dataplane.run.steps.score import score
@@ -155,7 +156,14 @@ def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
     """Train every recorded window that has no policy version yet."""
     trained = 0
     with Training(run, stage) as training:
+        lost = lost_windows(run, stage)
         for plan in recorded_windows(run, stage, run.policies.latest(stage)):
+            lost += [plan.window] if trainable_plan(run, stage, plan.window) is None else []
+            if lost:
+                raise MismatchError(
+                    f"stage {stage.name!r}: samples of window {lost[0]} were deleted, so its plan was forgotten; plan "
+                    f"what is left: mopd plan JOB --stage {stage.name}"
+                )
             if len(plan.sample_rows):
                 training.train(plan)
                 trained += 1

@@ -8,6 +8,7 @@ Only what is missing is checked: a student that was made and prompts that a stor
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +71,8 @@ def preflight(job: Job) -> Checked:
     look = _Look(job)
     store = look.at("store", lambda: Store.find(job.store))
     _domains(look, store)
+    if store is not None:
+        _deletions(look, store)
     _student(look, store)
     _environments(look)
     for name in sorted(_teachers(job)):
@@ -128,6 +131,34 @@ def _domains(look: _Look, store: Store | None) -> None:
                 f"{domain.reward!r} verifies entries of its own data sets, and {domain.source} has none; "
                 'set reward = "exact", or package.module:function',
             )
+
+
+def _deletions(look: _Look, store: Store) -> None:
+    """Tell what was deleted from the job's domains, and which deletion is not finished."""
+    for name, domain in look.job.domains.items():
+        if domain.source != "store" and (count := deleted_prompts(store, name)):
+            asked = domain.train + domain.eval + domain.tune
+            look.findings.append(
+                Finding(
+                    f"domains.{name}",
+                    f"{count:,} of its {asked:,} prompts were deleted (`mopd store delete`); the job goes on with the "
+                    "others, and with the samples that are left",
+                    certain=False,
+                )
+            )
+    if count := sum(len(deletion.uids) for deletion in store.deletions.all()):
+        problem = f"{count:,} samples were deleted (`mopd store delete`); they are not sampled again"
+        look.findings.append(Finding("store", problem, certain=False))
+    for deletion in store.deletions.unfinished():
+        where = f"mopd store delete {store.uri} --where {shlex.quote(deletion.where)}"
+        how = where if deletion.where else f"mopd store repair {store.uri}"
+        problem = f"the deletion that began {deletion.began} is not finished; finish it: {how}"
+        look.findings.append(Finding("store", problem, certain=False))
+
+
+def deleted_prompts(store: Store, domain: str) -> int:
+    """Number of prompts of a domain's source that were deleted."""
+    return sum(slot.split != "import" for slot in store.deletions.slots(domains=[domain]))
 
 
 def _is_verified(job: Job, domain: str) -> bool:

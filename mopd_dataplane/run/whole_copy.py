@@ -5,14 +5,16 @@
     weights, heads, the job,
     what was deleted          last, so that whatever the tables name is there
 
-Every checksum is compared at the end, before the copy opens as a store. After a kill the same call continues.
+Every checksum is compared at the end, before the copy opens as a store. What is deleted from the source until then is
+removed from the copy too. After a kill the same call continues.
 """
 
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from mopd_dataplane.base.fault_points import fault_point
@@ -20,12 +22,22 @@ from mopd_dataplane.base.files import publish_file, try_lock
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.ownership import LOCK
 from mopd_dataplane.rollout.log.recovery import epoch_folders
+from mopd_dataplane.run.delete import resume
 from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.artifacts import ArtifactStore
-from mopd_dataplane.store.copy_files import begin_copy, copy_file, copy_folders, copy_job, copy_weights, finish_copy
+from mopd_dataplane.store.copy_files import (
+    PROGRESS,
+    begin_copy,
+    copy_file,
+    copy_folders,
+    copy_job,
+    copy_weights,
+    finish_copy,
+)
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.deletions import FOLDER as DELETIONS
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.deletions import Deletion
+from mopd_dataplane.store.place import LOGS_LOCK, Place
 from mopd_dataplane.store.whole_copy import copy_tables, table_names
 from mopd_dataplane.train.metrics import FILE as METRICS
 from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
@@ -40,6 +52,8 @@ def copy_whole(source: Store, target: str) -> Iterator[str]:
     MismatchError for half a copy of something else, DamagedError naming what of the source is damaged.
     """
     place = Place(target)
+    is_new = place.read_json(PROGRESS) is None  # half a copy may have what was deleted since it was interrupted
+    finished = {deletion.name for deletion in source.deletions.all() if deletion.finished and is_new}
     with _logs_at_rest(source) as logs:
         begin_copy(source, place, "")
         for name in logs:
@@ -52,12 +66,23 @@ def copy_whole(source: Store, target: str) -> Iterator[str]:
         yield "checkpoints"
         yield from copy_tables(source, place)
     copy_weights(source, place)
-    for deletion in source._place.children(DELETIONS):
-        copy_file(source, place, f"{DELETIONS}/{deletion}")
     copy_job(source, place)
     yield "files"
-    finish_copy(source, place, table_names(source))
+    finish_copy(source, place, table_names(source), partial(_leave_out, source, place, finished))
     yield "verified"
+
+
+def _leave_out(source: Store, place: Place, finished: Collection[str], deletions: Collection[Deletion]) -> None:
+    """Copy the records of deletions, and carry out in the copy those that were not finished when the copy began."""
+    for name in source._place.children(DELETIONS):
+        if name.endswith(".json"):
+            copy_file(source, place, f"{DELETIONS}/{name}")
+    copy, removed = Store(place), False
+    for deletion in deletions:
+        if deletion.name not in finished:
+            removed |= any([*resume(copy, deletion)])
+    if removed:
+        copy.compact(now=True)
 
 
 @contextmanager
@@ -65,6 +90,8 @@ def _logs_at_rest(source: Store) -> Iterator[list[str]]:
     """Names of the token logs, wal/<stage>/<writer>, none of which grows until the block ends."""
     logs = log_names(source)
     with ExitStack() as stack:
+        if source.root is not None and os.access(source.root, os.W_OK):
+            stack.enter_context(source._place.committing(LOGS_LOCK))
         for name in logs if source.root is not None else ():
             lock = source.path(name) / LOCK
             if not lock.is_file():

@@ -43,6 +43,7 @@ verify_report.py   findings of an audit, and its progress
 verify_apart.py    the audit in a process of its own, which damaged bytes may end
 verify_rows.py     the audit of rows of metadata
 verify_files.py    the audit of the files beside the tables
+verify_deleted.py  the audit of deletions: their records, and the search for what they name
 upgrade.py         tables of format 1, copied into format 2
 copying.py         copying matching samples, with everything that refers to them, to a new store
 whole_copy.py      copying every table unchanged, file by file

@@ -10,7 +10,7 @@ Killed between any two of these, the same call made again ends with each sample 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import lance
 import numpy as np
@@ -41,13 +41,13 @@ class CommitReceipt:
     """
 
     rows: NDArray[np.int64]
-    """[n] row id in `samples` of every given sample, also of those that were there before."""
+    """[n] row id in `samples` of every given sample, also of those that were there before; -1 of a deleted one."""
     inserted: int
     """How many this call made visible."""
     versions: dict[str, int]
     """Versions of `tokens` and `samples` that hold them."""
     dropped: tuple[str, ...] = ()
-    """uids of given samples whose content was dropped, because the uid names another one's already."""
+    """uids of given samples whose content was dropped: the uid names another one's already, or was deleted."""
 
 
 def commit_samples(
@@ -88,6 +88,20 @@ def commit_samples(
     overtaken = ((found < 0) & ~done.new).tolist()  # another writer was first, since we looked
     dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
+
+
+def commit_others(
+    samples: Table, tokens: Table, batch: Sequence[Sample], deleted: NDArray[np.bool_], *, keep_first: bool
+) -> CommitReceipt:
+    """Commit the samples that were not deleted; the receipt has row -1 for the others. deleted: [n]."""
+    others = [sample for sample, is_deleted in zip(batch, deleted, strict=True) if not is_deleted]
+    receipt = commit_samples(samples, tokens, others, keep_first=keep_first)
+    if len(others) == len(batch):
+        return receipt
+    rows = np.full(len(batch), -1, np.int64)
+    rows[~deleted] = receipt.rows
+    gone = tuple(sample.uid for sample, is_deleted in zip(batch, deleted, strict=True) if is_deleted)
+    return replace(receipt, rows=rows, dropped=receipt.dropped + gone)
 
 
 def _dropped(

@@ -7,7 +7,7 @@ kill the same call continues.
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
@@ -17,6 +17,7 @@ from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import MARK, write_mark
 from mopd_dataplane.store.decode import KEPT
+from mopd_dataplane.store.deletions import Deletion
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify import verify
@@ -53,12 +54,22 @@ def begin_copy(source: Store, place: Place, where: str) -> None:
         )
 
 
-def finish_copy(source: Store, place: Place, names: Iterable[str]) -> None:
-    """Verify the tables and files of a copy in full, then let it open as a store. Raises DamagedError."""
-    report = verify(place, {name: Table(place, name) for name in names}, deep=True)
-    if not report.ok:
-        said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
-        raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
+def finish_copy(
+    source: Store, place: Place, names: Iterable[str], leave_out: Callable[[Collection[Deletion]], None]
+) -> None:
+    """Verify the tables and files of a copy in full, then let it open as a store. Raises DamagedError.
+
+    leave_out: removes from the copy what deletions of the source name. It gets all of them, and those that begin during
+    the verification before that is repeated: what is deleted until then is not in the copy.
+    """
+    looked_at: list[str] | None = None
+    while (there := source.deletions.names()) != looked_at:
+        leave_out([source.deletions.read(name) for name in there if name not in (looked_at or ())])
+        report = verify(place, {name: Table(place, name) for name in names}, deep=True)
+        if not report.ok:
+            said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
+            raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
+        looked_at = there
     write_mark(place, copied_from=source.uuid)
     place.remove(PROGRESS)
 

@@ -8,10 +8,12 @@ object store.
 
 Rows get new ids, so whatever names rows is not copied: plans, snapshots, checkpoints, the token log. Every checksum is
 compared with what is read, and copied; the copy is verified in full before it opens as a store. Every step first looks
-at what is there: after a kill the same call continues.
+at what is there: after a kill the same call continues. What is deleted from the source before the copy is complete is
+removed from the copy too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import lance
 import numpy as np
@@ -25,6 +27,8 @@ from mopd_dataplane.records import Signal, Snapshot
 from mopd_dataplane.store.copy_files import begin_copy, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED
+from mopd_dataplane.store.deleting import remove
+from mopd_dataplane.store.deletions import Deletion
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import fitting_rows, read_signal, signal_crcs, take_payload, take_rows, token_crcs
@@ -62,8 +66,16 @@ def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
     copy_weights(source, place)
     copy_job(source, place)
     yield "files"
-    finish_copy(source, place, [*TABLES, *copy.made])
+    finish_copy(source, place, [*TABLES, *copy.made], partial(_leave_out, place))
     yield "verified"
+
+
+def _leave_out(place: Place, deletions: Collection[Deletion]) -> None:
+    """Remove from an unfinished copy, also from its disk where no one else reads it, what deletions name."""
+    copy = Store(place)
+    removed = [part for deletion in deletions for part in remove(copy, deletion)]
+    if removed:
+        copy.compact(now=True)
 
 
 def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mopd_dataplane.store.arrow_rows import plan_of, plan_record, reward_rows, t
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
+from mopd_dataplane.store.deleting import remove_since
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.place import Place
@@ -268,13 +270,17 @@ class Store:
 
         Repeating the call with the same samples, here or in another process, changes nothing, also where a process
         that was stopped in the middle wakes up after its successor.
-        Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
-        drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
+        Raises MismatchError (shapes, values, a sample that was deleted itself or with its prompt, a uid that names
+        other content; with `keep_first` the last two are dropped instead and reported), EngineError (impossible
+        log-probs), ResourceError (disk full).
         """
-        with self._place.committing("samples"):
-            self.deletions.refuse_uids([sample.uid for sample in batch])
+        with self._committing("samples"):
+            deleted = self.deletions.are_deleted(batch)
+            if deleted.any() and not keep_first:
+                self.deletions.refuse_uids([sample.uid for sample in batch])
+                self.deletions.refuse_prompts([sample.prompt_id for sample in batch])
             samples, tokens = self._table("samples"), self._table("tokens")
-            return commit.commit_samples(samples, tokens, batch, keep_first=keep_first)
+            return commit.commit_others(samples, tokens, batch, deleted, keep_first=keep_first)
 
     # -- teachers and signals --------------------------------------------------------------------------------------
 
@@ -302,7 +308,7 @@ class Store:
         if teacher not in known:
             raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
         payload = self._table(signal_table(teacher, kind))
-        with self._place.committing(payload.name):
+        with self._committing(payload.name):
             deleted = self.deletions.uids()
             batch = [signal for signal in batch if signal.uid not in deleted]
             scores, samples = self._table("scores"), self._table("samples")
@@ -454,6 +460,17 @@ class Store:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _committing(self, name: str) -> Iterator[None]:
+        """Hold the commit lock of a table, and at the end remove what was committed beside a deletion; see deleting.py.
+
+        A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
+        """
+        looked_at = self.deletions.names()
+        with self._place.committing(name):
+            yield
+        remove_since(self, looked_at)
+
     def _table(self, name: str) -> Table:
         if name not in self._tables:
             self._tables[name] = Table(self._place, name)
@@ -475,7 +492,7 @@ class Store:
         table = self._table(name)
         if compare:
             table.refuse_other(rows, compare)
-        with self._place.committing(name):
+        with self._committing(name):
             if name == "prompts":
                 self.deletions.refuse_prompts(rows["prompt_id"].to_pylist())
             done = table.insert(self.deletions.without_deleted(name, rows))

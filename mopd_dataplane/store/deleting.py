@@ -6,12 +6,19 @@
 
 Plans stay, since they hold numbers only: they say which steps used a sample. Every step first looks at what is there;
 after a kill the same call continues.
+
+A row that is committed while its sample is deleted goes too. Each writer looks at the deletions before it commits and
+leaves out what they name. If a deletion was recorded after that look, either the deletion finds the committed row, or
+the writer, which looks again after the commit, finds the deletion and removes the row (`remove_since`). What a writer
+leaves that is killed between commit and second look, `verify` names and `remove` takes away when it is called again.
 """
 
-import re
-from collections.abc import Collection, Iterator
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import lance
 import numpy as np
@@ -22,10 +29,10 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.records import PlanWindow, Prompt
 from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED, blob_columns
-from mopd_dataplane.store.deletions import Deletion, prompt_hash
+from mopd_dataplane.store.deletions import Deletion, PromptSlot, prompt_hash, uids_in
 from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.reading import check_crcs, fitting_rows, header_columns, scored_rows, take_rows
 from mopd_dataplane.store.remove_rows import remove_rows
@@ -33,9 +40,11 @@ from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.signals import blob_column
 from mopd_dataplane.store.tags import tagged
 
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
 BYTES = 64 << 20
 """Hidden states that are copied at once, about."""
-_UID = re.compile(r"[0-9a-f]{32}")
 _OF_SAMPLES = ("labels", "token_stats", "rewards", "scores")
 """Tables with a column `uid` that point to samples, whatever they are made of."""
 
@@ -54,6 +63,11 @@ class Chosen:
     """[n] row ids in `samples`."""
     prompts: list[str]
     """Prompts that have no other sample."""
+
+    def record(self, store: Store, where: str) -> Deletion:
+        """Record that all of them are about to be deleted by the command with this predicate."""
+        slots = _slots_of(store, self.prompts)
+        return store.deletions.begin(self.uids, self.rows.tolist(), self.prompts, slots=slots, where=where)
 
 
 def choose(store: Store, where: str) -> Chosen:
@@ -78,6 +92,41 @@ def choose(store: Store, where: str) -> Chosen:
     return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
 
 
+def prompt_slots(store: Store, split: str, domains: Iterable[str]) -> list[Prompt | None]:
+    """Prompts of a split and some domains in the order they were added, None in place of each that was deleted.
+
+    Those that an earlier version of this package deleted leave no place.
+    """
+    domains = list(domains)
+    present = store.prompts(split, domains)
+    gone = store.deletions.slots(split, domains)
+    if not gone:
+        return [*present]
+    with reading(store.dataset("prompts").uri):
+        held = store.dataset("prompts").to_table(columns=["prompt_id"], with_row_id=True)
+    rows = dict(zip(held["prompt_id"].to_pylist(), held["_rowid"].to_pylist(), strict=True))
+    slots: dict[int, Prompt | None] = {slot.row: None for slot in gone}
+    slots |= {rows[prompt.prompt_id]: prompt for prompt in present if prompt.prompt_id in rows}
+    return [slots[row] for row in sorted(slots)]
+
+
+def forget_plan(store: Store, plan: PlanWindow) -> None:
+    """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
+    for name, column in (("steps", "plan_digest"), ("plans", "digest")):
+        dataset = store.dataset(name)
+        with reading(dataset.uri):
+            rows = dataset.to_table(columns=[column], with_row_id=True)
+        remove_rows(store._place, store._table(name), _ids(rows.filter(pc.equal(rows[column], plan.digest))))
+
+
+def _slots_of(store: Store, names: Collection[str]) -> list[PromptSlot]:
+    """Positions of the prompts of these names that the store has."""
+    with reading(store.dataset("prompts").uri):
+        held = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)
+    held = held.filter(pc.is_in(held["prompt_id"], value_set=pa.array(sorted(names), pa.string())))
+    return [PromptSlot(int(row["_rowid"]), row["domain"], row["split"]) for row in held.to_pylist()]
+
+
 def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
     """[n] row ids of each table that refer to these samples, or to prompts by the hash of their name; tables in the
     order in which rows can be removed. Tables that have none are left out."""
@@ -88,8 +137,16 @@ def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) ->
     found = {name: _rows_of(store.dataset(name), wanted) for name in of_samples}
     found["events"] = _events_of(store.dataset("events"), set(uids))
     for name in ("evals", "prompts"):
-        found[name] = _rows_of_prompts(store.dataset(name), set(prompts))
+        found[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
     return {name: rows for name, rows in found.items() if len(rows)}
+
+
+def late_samples(store: Store, deletion: Deletion) -> dict[str, int]:
+    """uid -> row id of the samples of deleted prompts that no record names: they were committed during the deletion."""
+    rows = _of_prompts(store.dataset("samples"), set(deletion.prompts), ["uid"])
+    known = store.deletions.uids() if rows.num_rows else set()
+    pairs = zip(rows["uid"].to_pylist(), rows["_rowid"].to_pylist(), strict=True)
+    return {uid: row for uid, row in pairs if uid not in known}
 
 
 def _rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
@@ -100,21 +157,25 @@ def _rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
     return _ids(held.filter(pc.is_in(held["uid"], value_set=uids)))
 
 
-def _rows_of_prompts(dataset: lance.LanceDataset, prompts: set[str]) -> Rows:
+def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[str]) -> pa.Table:
+    """Row ids and some columns of the rows whose prompt, by the hash of its name, is one of these."""
+    read = ["prompt_id", *columns]
     if not prompts:
-        return np.empty(0, np.int64)
+        return dataset.schema.empty_table().select(read).append_column("_rowid", pa.array([], pa.uint64()))
     with reading(dataset.uri):
-        held = dataset.to_table(columns=["prompt_id"], with_row_id=True)
+        held = dataset.to_table(columns=read, with_row_id=True)
     gone = [name for name in held["prompt_id"].unique().to_pylist() if prompt_hash(name) in prompts]
-    return _ids(held.filter(pc.is_in(held["prompt_id"], value_set=pa.array(gone, pa.string()))))
+    return held.filter(pc.is_in(held["prompt_id"], value_set=pa.array(gone, pa.string())))
 
 
 def _events_of(dataset: lance.LanceDataset, uids: set[str]) -> Rows:
     """Events whose name or detail names one of the samples."""
+    if not uids:
+        return np.empty(0, np.int64)
     with reading(dataset.uri):
         held = dataset.to_table(columns=["event_id", "detail"], with_row_id=True)
     texts = zip(held["event_id"].to_pylist(), held["detail"].to_pylist(), strict=True)
-    gone = [not uids.isdisjoint(_UID.findall(name) + _UID.findall(detail)) for name, detail in texts]
+    gone = [not uids.isdisjoint(uids_in(name, detail)) for name, detail in texts]
     return _ids(held.filter(pa.array(gone, pa.bool_())))
 
 
@@ -125,13 +186,28 @@ def _ids(held: pa.Table) -> Rows:
 def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
     """Remove what a deletion names; yields (table, rows removed) for each table that had some.
 
-    First waits once for the commit lock of each table: a writer that looked at the deletions before this one was
-    recorded has committed then, and every later writer leaves out what is deleted. Raises DamagedError when a row that
-    stays is damaged; removed rows stay removed, and the same call continues.
+    First waits once for every commit lock, so that writers which looked at the deletions before this one was recorded
+    have committed; for what comes later see the top of this file. A sample of a deleted prompt that no record names is
+    recorded and removed too. Raises DamagedError when a row that stays is damaged; removed rows stay removed, and the
+    same call continues.
     """
-    for name in store.names():
-        with store._place.committing(name):
-            pass
+    store._place.wait_for_committers()
+    yield from _remove(store, deletion)
+    if late := late_samples(store, deletion):
+        record = store.deletions.begin(late, late.values(), [], where=deletion.where)
+        yield from _remove(store, record)
+        store.deletions.close(record)
+
+
+def remove_since(store: Store, names: Collection[str]) -> None:
+    """Remove what the deletions name that were recorded in addition to those of these names; a writer's second look."""
+    for name in store.deletions.names():
+        if name not in names:
+            for _ in remove(store, store.deletions.read(name)):
+                pass
+
+
+def _remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
     while found := rows_to_go(store, deletion.uids, deletion.prompts):
         for tag in pins_of(store, found):
             tables = {name: store._table(name) for name in store.names()}
@@ -142,7 +218,8 @@ def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
         for name, rows in found.items():
             table = store._table(name)
             blobs = partial(_states, store, name) if blob_columns(table.spec) else None
-            yield name, remove_rows(store._place, table, rows, blobs)
+            if count := remove_rows(store._place, table, rows, blobs):
+                yield name, count
 
 
 def pins_of(store: Store, found: dict[str, Rows]) -> list[str]:

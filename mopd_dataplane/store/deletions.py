@@ -1,25 +1,43 @@
 """Records of what was deleted from a store, by identity alone: it cannot be added again, and errors can name the
 deletion.
 
-    deletions/<n>.json      uids and row ids of the samples, sha256 of the prompts' names; nothing of their content
+    deletions/<n>.json         uids and row ids of the samples, sha256 of the prompts' names; nothing of their content
+    deletions/<n>.begun.json   that record n was written: a record that is lost later is missed
 
-A record is written before the first row goes and is closed after the last: an open one is a deletion to be continued.
+A record is written before the first row goes and is closed after the last: an open one is a deletion to be continued,
+by the command whose predicate it holds until then. Its number is claimed by creating its file, so two deletions at once
+write two records; a number that was ever used is not used again.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+import re
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.errors import MismatchError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError
+from mopd_dataplane.records import Sample
 from mopd_dataplane.store.place import Place
 
 FOLDER = "deletions"
+UID = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
+"""A sample's uid inside a text."""
+_RECORD, _WITNESS = re.compile(r"(\d+)\.json"), re.compile(r"(\d+)\.begun\.json")
+
+
+class PromptSlot(NamedTuple):
+    """Position that a deleted prompt had in `prompts`: its row id, among the prompts of its domain and split."""
+
+    row: int
+    domain: str
+    split: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +56,10 @@ class Deletion:
     """Row ids that the samples had in `samples`."""
     prompts: tuple[str, ...]
     """sha256 of the names of prompts, hex."""
+    slots: tuple[PromptSlot, ...] = ()
+    """Positions of the prompts; empty in a record of an earlier version of this package."""
+    where: str = ""
+    """Predicate of the command that continues an unfinished deletion; empty once it is finished."""
 
 
 class Deletions:
@@ -48,27 +70,58 @@ class Deletions:
         self._known: dict[str, Deletion] = {}
         """Finished ones, which do not change any more."""
 
+    def names(self) -> list[str]:
+        """Names of the records, the oldest first."""
+        return [str(number) for number in self._numbers(_RECORD)]
+
+    def lost(self) -> list[str]:
+        """Names of records that were written and are not there."""
+        known = [*self._numbers(_RECORD), *self._numbers(_WITNESS)]
+        return [str(number) for number in sorted(set(range(max(known, default=-1) + 1)) - {*self._numbers(_RECORD)})]
+
     def all(self) -> list[Deletion]:
         """Every deletion, the oldest first."""
-        files = [name for name in self._place.children(FOLDER) if name.endswith(".json")]
-        return [self._read(name.removesuffix(".json")) for name in sorted(files, key=lambda name: (len(name), name))]
+        return [self.read(name) for name in self.names()]
 
-    def begin(self, uids: Iterable[str], rows: Iterable[int], prompts: Iterable[str]) -> Deletion:
-        """Record what is about to be deleted; durable on return. prompts: names."""
-        begun = Deletion(
-            name=str(len(self.all())),
-            began=datetime.now(UTC).isoformat(timespec="seconds"),
-            finished=False,
-            uids=tuple(uids),
-            rows=tuple(rows),
-            prompts=tuple(map(prompt_hash, prompts)),
-        )
-        self._write(begun, finished=False)
-        return begun
+    def unfinished(self) -> list[Deletion]:
+        """Deletions that were begun and not finished."""
+        return [deletion for deletion in self.all() if not deletion.finished]
+
+    def begin(
+        self,
+        uids: Iterable[str],
+        rows: Iterable[int],
+        prompts: Iterable[str],
+        *,
+        slots: Iterable[PromptSlot] = (),
+        where: str = "",
+    ) -> Deletion:
+        """Record what is about to be deleted; durable on return, under a number that no other call gets.
+
+        prompts: names. where: the predicate whose command continues it after a kill.
+        """
+        self._place.admit_writer()
+        value: dict[str, Any] = {
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "finished": False,
+            "uids": [*uids],
+            "rows": [*rows],
+            "prompts": [*map(prompt_hash, prompts)],
+            "slots": [[*slot] for slot in slots],
+            "where": where,
+            "token": uuid.uuid4().hex,
+        }
+        number = max([*self._numbers(_RECORD), *self._numbers(_WITNESS)], default=-1) + 1
+        while not self._place.create_json(_file(str(number)), value):
+            number += 1
+        self._witness(str(number))
+        return self.read(str(number))
 
     def close(self, deletion: Deletion) -> None:
-        """Record that a deletion is finished."""
-        self._write(deletion, finished=True)
+        """Record that a deletion is finished, and forget its predicate, which may name what was deleted."""
+        value = self._place.read_json(_file(deletion.name)) or {}
+        self._place.write_json(_file(deletion.name), value | {"finished": True, "where": ""})
+        self._witness(deletion.name)
 
     def uids(self) -> set[str]:
         """uids of every sample that was deleted."""
@@ -77,6 +130,21 @@ class Deletions:
     def rows(self) -> NDArray[np.int64]:
         """[n] row ids that deleted samples had in `samples`."""
         return np.array([row for deletion in self.all() for row in deletion.rows], np.int64)
+
+    def prompts(self) -> set[str]:
+        """sha256 of the names of every prompt that was deleted, hex."""
+        return {prompt for deletion in self.all() for prompt in deletion.prompts}
+
+    def slots(self, split: str | None = None, domains: Collection[str] | None = None) -> list[PromptSlot]:
+        """Positions of the deleted prompts of a split and some domains (None: of all), each once."""
+        slots = {slot for deletion in self.all() for slot in deletion.slots}
+        return sorted(
+            slot for slot in slots if split in (None, slot.split) and (domains is None or slot.domain in domains)
+        )
+
+    def prompts_without_slot(self) -> int:
+        """Number of deleted prompts whose domain is not recorded: those that an earlier version deleted."""
+        return sum(len(deletion.prompts) for deletion in self.all() if not deletion.slots)
 
     def refuse_uids(self, uids: Collection[str]) -> None:
         """Raise MismatchError when one of the samples was deleted."""
@@ -95,7 +163,7 @@ class Deletions:
                 if prompt_hash(name) in gone:
                     raise MismatchError(
                         f"{self._place.uri}: prompt {name!r:.80} was deleted ({deletion.began}, `mopd store delete`); "
-                        "take it out of what the job reads, or write to another store"
+                        "take it out of what is read, or write to another store"
                     )
 
     def refuse_rows(self, sample_rows: ArrayLike) -> None:
@@ -111,17 +179,26 @@ class Deletions:
                     "a plan that holds it cannot be trained from any more; plan what is left in a stage of its own"
                 )
 
-    def without_deleted(self, table: str, rows: pa.Table) -> pa.Table:
-        """Return the rows that refer to no deleted sample and, in `evals`, to no deleted prompt.
+    def are_deleted(self, samples: Sequence[Sample]) -> NDArray[np.bool_]:
+        """[n] whether each sample was deleted itself, or its prompt was."""
+        deletions = self.all()
+        gone = {uid for deletion in deletions for uid in deletion.uids}
+        hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
+        names = {sample.prompt_id for sample in samples} if hashes else ()
+        by_name = {name: prompt_hash(name) in hashes for name in names}
+        return np.array([one.uid in gone or by_name.get(one.prompt_id, False) for one in samples], np.bool_)
 
-        Call it under the table's commit lock: a deletion waits for that lock once, after its record is durable.
-        """
+    def without_deleted(self, table: str, rows: pa.Table) -> pa.Table:
+        """Return the rows that refer to no deleted sample, in `events` by name, and in `evals` to no deleted prompt."""
         deletions = self.all()
         if not deletions:
             return rows
+        deleted = {uid for deletion in deletions for uid in deletion.uids}
         if "uid" in rows.column_names:
-            deleted = pa.array([uid for deletion in deletions for uid in deletion.uids], pa.string())
-            rows = rows.filter(pc.invert(pc.is_in(rows["uid"], value_set=deleted)))
+            rows = rows.filter(pc.invert(pc.is_in(rows["uid"], value_set=pa.array(sorted(deleted), pa.string()))))
+        if table == "events":
+            texts = zip(rows["event_id"].to_pylist(), rows["detail"].to_pylist(), strict=True)
+            rows = rows.filter(pa.array([deleted.isdisjoint(uids_in(*both)) for both in texts], pa.bool_()))
         if table == "evals":
             hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
             stays = [prompt_hash(name) not in hashes for name in rows["prompt_id"].to_pylist()]
@@ -137,27 +214,54 @@ class Deletions:
                 "such a snapshot cannot be trained from any more; plan what is left in a stage of its own"
             ) from None
 
-    def _read(self, name: str) -> Deletion:
+    def read(self, name: str) -> Deletion:
+        """The deletion of a record. Raises DamagedError when it is not as it was written."""
         if name in self._known:
             return self._known[name]
-        held = self._place.read_json(f"{FOLDER}/{name}.json") or {}
-        found = Deletion(
+        value = self._place.read_json(_file(name))
+        if value is None:
+            raise DamagedError(f"{self._place.of(_file(name))} is gone; restore it from a copy of the store")
+        deletion = Deletion(
             name=name,
-            began=str(held["began"]),
-            finished=bool(held["finished"]),
-            uids=tuple(held["uids"]),
-            rows=tuple(held["rows"]),
-            prompts=tuple(held["prompts"]),
+            began=str(value["began"]),
+            finished=bool(value["finished"]),
+            uids=tuple(value["uids"]),
+            rows=tuple(value["rows"]),
+            prompts=tuple(value["prompts"]),
+            slots=tuple(PromptSlot(*slot) for slot in value.get("slots", [])),
+            where=str(value.get("where", "")),
         )
-        if found.finished:
-            self._known[name] = found
-        return found
+        if deletion.finished:
+            self._known[name] = deletion
+        return deletion
 
-    def _write(self, deletion: Deletion, *, finished: bool) -> None:
-        value = asdict(deletion) | {"finished": finished}
-        self._place.write_json(f"{FOLDER}/{value.pop('name')}.json", value)
+    def check_witness(self, name: str) -> None:
+        """Raise DamagedError unless the file that says that a record was written is sound, or not there."""
+        self._place.read_json(f"{FOLDER}/{name}.begun.json")
+
+    def witnesses(self) -> list[str]:
+        """Names of the records that are known to have been written."""
+        return [str(number) for number in self._numbers(_WITNESS)]
+
+    def _witness(self, name: str) -> None:
+        file = f"{FOLDER}/{name}.begun.json"
+        if not self._place.has(file):
+            self._place.write_json(file, {"record": name})
+
+    def _numbers(self, form: re.Pattern[str]) -> list[int]:
+        matches = (form.fullmatch(name) for name in self._place.children(FOLDER))
+        return sorted(int(match[1]) for match in matches if match)
 
 
 def prompt_hash(name: str) -> str:
     """sha256 of a prompt's name, by which its deletion is recorded."""
     return hashlib.sha256(name.encode()).hexdigest()
+
+
+def uids_in(*texts: str) -> set[str]:
+    """Everything in some texts that has the form of a uid."""
+    return {uid for text in texts for uid in UID.findall(text)}
+
+
+def _file(name: str) -> str:
+    return f"{FOLDER}/{name}.json"

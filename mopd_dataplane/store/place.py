@@ -9,7 +9,7 @@ from typing import Any
 
 import lance
 
-from mopd_dataplane.base.files import file_digest, fsync, publish_file, try_lock
+from mopd_dataplane.base.files import create_file, file_digest, fsync, publish_file, try_lock
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, ResourceError
@@ -20,6 +20,9 @@ INDEX_CACHE_BYTES = 64 << 20
 COMMITS_CACHED = 128
 LOCK_S = 10.0
 """Longest wait of a committer for the one before it."""
+LOGS_LOCK = "wal"
+"""Name of the lock that is no table's: copies and deletions hold it while they lock the token logs of a local store, so
+that neither takes the other for a rollout."""
 
 
 class Place:
@@ -107,6 +110,13 @@ class Place:
         finally:
             os.close(descriptor)
 
+    def wait_for_committers(self) -> None:
+        """Wait until every committer that holds the lock of a table, made or not, has let go of it, or is overdue."""
+        for lock in self.children("locks") if self.root is not None else ():
+            if (name := lock.removesuffix(".lock")) != LOGS_LOCK:
+                with self.committing(name):
+                    pass
+
     def of(self, name: str) -> str:
         """URI of a dataset or file of the store."""
         return f"{self.uri}/{name}"
@@ -129,6 +139,16 @@ class Place:
             publish_file(self.local(name), content)
         else:
             self.files.write(name, content)
+
+    def create_json(self, name: str, value: dict[str, Any]) -> bool:
+        """Write a small JSON object durably unless there is one. Returns whether the object there is this call's.
+
+        value: differs from that of every other call, so that a retry whose first reply was lost recognises its own.
+        """
+        content = seal(value)
+        if self.files is None:
+            return create_file(self.local(name), content)
+        return self.files.create(name, content) or self.files.read(name) == content
 
     def remove(self, name: str) -> None:
         """Delete a small file; no error when it is not there."""

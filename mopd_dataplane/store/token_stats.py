@@ -53,19 +53,21 @@ class TokenStats:
 
 
 def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
-    """Add rows of `token_stats`; those the store has are left alone. Returns how many are new.
+    """Add rows of `token_stats`; those the store has, and those of deleted samples, are left out. Returns how many are
+    new.
 
-    Raises MismatchError for a name that is no statistic, and for a count that is not the sample's loss tokens;
-    UnknownNameError for a sample that was deleted.
+    Raises MismatchError for a name that is no statistic, and for a count that is not the sample's loss tokens.
     """
     table = store._table(TOKEN_STATS.name)
     if stats and not table.exists():
         table.create()
     added = 0
     for start in range(0, len(stats), ROWS):
-        part = stats[start : start + ROWS]
-        with store._place.committing(TOKEN_STATS.name):
-            store.deletions.refuse_rows([stat.sample_row for stat in part])
+        with store._committing(TOKEN_STATS.name):
+            deleted = set(store.deletions.rows().tolist())
+            part = [stat for stat in stats[start : start + ROWS] if stat.sample_row not in deleted]
+            if not part:
+                continue
             done = table.insert(_rows(store, part))
             table.make_durable(done.dataset)
         added += int(done.new.sum())

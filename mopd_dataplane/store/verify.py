@@ -18,6 +18,7 @@ from mopd_dataplane.store.row_ids import fragment_ids, row_ids
 from mopd_dataplane.store.snapshot import tags_of
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.tags import tagged
+from mopd_dataplane.store.verify_deleted import Deleted, audit_files_of_deleted, audit_records, audit_rows_of_deleted
 from mopd_dataplane.store.verify_files import audit_files
 from mopd_dataplane.store.verify_report import Finding, VerifyReport, left_out, met
 from mopd_dataplane.store.verify_rows import audit_rows, files_of
@@ -48,9 +49,15 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
     audit("scores", {"scores", "samples", "teachers"}, partial(_scores, opened, deep))
     audit("rewards", {"rewards", "samples"}, partial(_rewards, opened))
     audit("plans", {"plans", "samples"}, partial(_plans, opened, deletions))
-    audit("deletions", set(), partial(_deletions, deletions))
+    audit("deletions", set(), partial(audit_records, deletions))
+    deleted: list[Deleted] = []
+    audit("deletions", set(), partial(_find_deleted, deletions, deleted))
+    for name in tables if deleted else ():
+        audit(name, {name}, partial(_deleted_rows, name, opened, deleted))
     audit("teachers", {"teachers"}, partial(_heads, place, opened, deep))
     audit("files", set(), partial(_files, place, deep))
+    if deep and deleted:
+        audit("files", set(), partial(audit_files_of_deleted, place, deleted[0]))
     if deep:
         audit("snapshots", set(), partial(_pins, place, tables, read))
     audit("orphans", set(), partial(_count_orphans, opened, report.orphans))
@@ -242,12 +249,14 @@ def _rewards(opened: Mapping[str, lance.LanceDataset]) -> Iterator[Finding]:
     yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row", numbers)
 
 
-def _deletions(deletions: Deletions) -> Iterator[Finding]:
-    """None was left half done."""
-    for deletion in deletions.all():
-        if not deletion.finished:
-            problem = f"deletion {deletion.name} of {deletion.began} is not finished: run `mopd store delete` again"
-            yield Finding("deletions", -1, "", problem)
+def _find_deleted(deletions: Deletions, deleted: list[Deleted]) -> Iterator[Finding]:
+    """Collect what was deleted, for the searches that follow."""
+    deleted.append(Deleted(deletions))
+    yield from ()
+
+
+def _deleted_rows(name: str, opened: Mapping[str, lance.LanceDataset], deleted: list[Deleted]) -> Iterator[Finding]:
+    yield from audit_rows_of_deleted(name, opened[name], deleted[0])
 
 
 def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> Iterator[Finding]:

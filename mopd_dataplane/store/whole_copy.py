@@ -11,7 +11,7 @@ import lance
 
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.errors import DamagedError, UnknownNameError
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.copy_files import copy_file
@@ -62,7 +62,10 @@ def _pins(source: Store) -> dict[str, dict[str, int]]:
     """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
     pins = {}
     for tag in snapshots.tags_of(source._place):
-        pins[tag] = source.snapshot(tag=tag).versions
+        try:
+            pins[tag] = snapshots.tagged(source, tag).versions
+        except UnknownNameError:  # a deletion has released it since
+            continue
         recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
         for name, known in recorded.items():
             content = source._place.read(f"{name}/_versions/{manifest_name(pins[tag][name])}")

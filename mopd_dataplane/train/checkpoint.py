@@ -178,8 +178,41 @@ class Checkpoints:
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
     """Position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
     name = newest_checkpoint(folder)
-    if not name:
-        return None
+    return _position_of(folder, name) if name else None
+
+
+def drop_inside(folder: Path, window: int) -> list[str]:
+    """Remove the checkpoints that were taken inside a window or behind it; returns their names.
+
+    Training then begins at the checkpoint at the window's beginning; the first window needs none. Raises MismatchError,
+    with nothing removed, when that checkpoint is not kept any more.
+    """
+    newest = newest_checkpoint(folder)
+    names = [path.name for path in sorted(folder.glob("step-*")) if path.name <= newest]
+    inside = []
+    while names and _is_inside(_position_of(folder, names[-1])[0], window):
+        inside.append(names.pop())
+    if not inside:
+        return []
+    if not names and window:
+        raise MismatchError(
+            f"{folder}: samples of window {window} were deleted while it was trained, and no checkpoint of its "
+            "beginning is kept; delete the folder and the stage's policies to train the stage anew"
+        )
+    if names:
+        name_newest(folder, names[-1])
+    else:
+        (folder / LATEST).unlink()
+    for name in inside:
+        shutil.rmtree(folder / name)
+    return inside
+
+
+def _is_inside(position: Position, window: int) -> bool:
+    return position.window > window or (position.window == window and position.window_step > 0)
+
+
+def _position_of(folder: Path, name: str) -> tuple[Position, Identity]:
     state = _read_state(folder, name)
     try:
         return Position(**state["position"]), Identity(**state["identity"])

@@ -112,17 +112,20 @@ class TokenLog:
         accept: Callable[[Ledger], None] = lambda ledger: None,
         notice: Callable[[str], None] = lambda text: None,
         copy: LogCopy | None = None,
+        lock: int | None = None,
     ) -> tuple[TokenLog, Recovered]:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 
         accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
         notice: called with one line when the disk fills up, and when there is space again.
         copy: keeps a copy elsewhere, from which a log that another node left is fetched first.
+        lock: the descriptor of take_lock, if the caller has locked the folder already; it is the log's from here on.
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
         with _named(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = take_lock(folder)
+            if lock is None:
+                lock = take_lock(folder)
             try:
                 # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
                 epoch = claim_epoch(folder, above=0 if copy is None else copy.fetch(folder))

@@ -182,7 +182,7 @@ class EngineReplica(_Worker):
             if "notice" in facts:
                 print(f"{self._stage.name} rollout {writer}: {facts['notice']}", file=sys.stderr, flush=True)
 
-        already = set(stored["uid"].to_pylist())
+        already = set(stored["uid"].to_pylist()) | self._run.store.deletions.uids()
         return roll_out(self._run, self._engine, self._part, writer, already, show, share=set(uids))
 
 

@@ -4,6 +4,7 @@ rollout.py           the policy samples one iteration into the store; reference 
 reward.py            rewards of stored samples; only missing ones are computed
 score.py             teachers' signals of stored samples; only missing ones are computed
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
+checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window
 train.py             planned windows -> a new policy version
 endings.py           the tokens that end an answer, and the share of answers that end
 evaluate.py          held-out prompts

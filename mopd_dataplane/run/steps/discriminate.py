@@ -22,14 +22,17 @@ from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.score.discriminator import WEIGHTS, Discriminator, Pair
 
 
-def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Prompt]) -> list[Prompt]:
-    """Prompts that have a text of the teacher, with which answers are compared. Raises MismatchError when none has."""
+def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Prompt | None]) -> list[Prompt | None]:
+    """Prompts that have a text of the teacher, with which answers are compared; None of deleted prompts stay.
+
+    Raises MismatchError when none has.
+    """
     if source == "reference":
         return prompts
     _, samples = stage_samples(run.store, run.job.stage(source), None, ["prompt_id"])
     answered = set(samples["prompt_id"].to_pylist())
-    found = [prompt for prompt in prompts if prompt.prompt_id in answered]
-    if not found:
+    found = [prompt for prompt in prompts if prompt is None or prompt.prompt_id in answered]
+    if not any(found):
         raise MismatchError(
             f"stage {stage.name!r}: discriminator.text = {source!r}, but that stage has answered no prompt of these "
             f"domains; run it first: mopd run JOB --stage {source}"
@@ -50,7 +53,8 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
         return {"rewards": 0.0}
     students = _tokens(run, rows)
     teachers = _teacher_texts(run, stage, settings.text)
-    pairs = [Pair(teachers[prompt.as_py()], text) for prompt, text in zip(samples["prompt_id"], students, strict=True)]
+    answers = zip(samples["prompt_id"].to_pylist(), students, strict=True)
+    pairs = [Pair(teachers[prompt], text) for prompt, text in answers if prompt in teachers]  # others were deleted
     free_device_memory()
     device = resolve_device(stage.score.device)
     critic = Discriminator(run.policies.start(stage), settings, seed=run.job.seed, device=device)

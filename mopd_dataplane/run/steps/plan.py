@@ -24,6 +24,8 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
+from mopd_dataplane.store.deleting import forget_plan
+from mopd_dataplane.store.snapshot import tags
 
 TOKEN_BYTES = 9
 """Token id, sampler log-prob and mask of one token."""
@@ -40,14 +42,71 @@ def recorded_windows(run: Run, stage: Stage, first: int = 0) -> Iterator[PlanWin
     return (plan for plan in plans if plan is not None)
 
 
+def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
+    """The recorded plan of a window, None when there is none.
+
+    If a deletion took one of its samples, or the snapshot that it reads, before the window was trained, the plan is
+    forgotten with the steps that were taken, so that what is left is planned and trained from the window's beginning.
+    Raises MismatchError when no checkpoint of that beginning is left.
+    """
+    plan = run.store.plan(stage.name, window)
+    if plan is None or run.policies.latest(stage) > window or not _has_lost_samples(run, stage, plan):
+        return plan
+    _forget(run, stage, plan)
+    return None
+
+
+def lost_windows(run: Run, stage: Stage) -> list[int]:
+    """Windows without a usable plan that a trainer has to take again: they have a policy, and a kill came before the
+    checkpoint behind them. Call it while no trainer runs. Raises what trainable_plan does."""
+    if not run.store.deletions.names():
+        return []
+    from mopd_dataplane.run.steps.checkpoints import windows_done
+
+    windows = []
+    for window in range(windows_done(run, stage), run.policies.latest(stage)):
+        plan = run.store.plan(stage.name, window)
+        if plan is None or _has_lost_samples(run, stage, plan):
+            windows.append(window)
+            if plan is not None:
+                _forget(run, stage, plan)
+    return windows
+
+
+def _has_lost_samples(run: Run, stage: Stage, plan: PlanWindow) -> bool:
+    """Whether a deletion took a sample of a plan, or the snapshot that it reads."""
+    if not run.store.deletions.names() or not len(plan.sample_rows):
+        return False
+    if np.isin(plan.sample_rows, run.store.deletions.rows()).any():
+        return True
+    return window_tag(stage, plan.window) not in tags(run.store)
+
+
+def _forget(run: Run, stage: Stage, plan: PlanWindow) -> None:
+    from mopd_dataplane.run.steps.checkpoints import rewind
+
+    rewind(run, stage, plan.window)
+    lost = int(np.isin(np.unique(plan.sample_rows), run.store.deletions.rows()).sum())
+    run.progress.say(
+        f"{stage.name:<16} plan     window {plan.window} is planned again: {lost} of its samples were deleted, or the "
+        "snapshot that holds them"
+    )
+    run.store.release(window_tag(stage, plan.window))
+    forget_plan(run.store, plan)
+
+
 def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
     """The recorded plan of a window; made and recorded when there is none yet.
 
     iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
     """
-    recorded = run.store.plan(stage.name, window)
-    if recorded is not None:
-        return recorded
+    for earlier in lost_windows(run, stage):
+        if earlier < window:
+            _plan(run, stage, earlier, iteration=stage.iteration_of(earlier))
+    return trainable_plan(run, stage, window) or _plan(run, stage, window, iteration=iteration)
+
+
+def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
     with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report), freed_memory_kept():
         tag = window_tag(stage, window)
         snapshot = run.store.snapshot(tag=tag)

@@ -25,6 +25,7 @@ from mopd_dataplane.run.steps.discriminate import answered_by_teacher
 from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.deleting import prompt_slots
 
 REFERENCE_BATCH = 4096
 """Reference samples committed together."""
@@ -175,8 +176,13 @@ def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
 
 
 def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
-    """Prompts of one iteration, in admission order."""
-    prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
+    """Prompts of one iteration, in admission order, without deleted ones."""
+    return [prompt for prompt in prompt_slots_of(run, stage, iteration) if prompt is not None]
+
+
+def prompt_slots_of(run: Run, stage: Stage, iteration: int) -> list[Prompt | None]:
+    """Prompts of one iteration, in admission order, None in place of each that was deleted."""
+    prompts = prompt_slots(run.store, "train", run.job.domains_of(stage))
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     count = stage.rollout.prompts_per_iteration
@@ -217,17 +223,18 @@ def _facts(done: RolloutReport) -> dict[str, str]:
         kept = f"{done.restored} from saved keys and values, " if done.restored else ""
         facts["prefixes"] = f"{kept}{done.resumed - done.restored} prefilled again"
     if done.dropped:
-        facts["dropped"] = f"{done.dropped} that came second under their uid"
+        facts["dropped"] = f"{done.dropped} that came second under their uid, or were deleted"
     if done.weight_changes:
         facts["newer policies"] = f"{done.weight_changes}"
     return facts
 
 
 def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
-    """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is."""
-    if prompts is None:
-        prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
-    samples = list(_reference_samples(run, stage, prompts, iteration))
+    """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is, what
+    was deleted stays away."""
+    slots = prompts if prompts is not None else prompt_slots(run.store, "train", run.job.domains_of(stage))
+    deleted = run.store.deletions.uids()
+    samples = [one for one in _reference_samples(run, stage, slots, iteration) if one.uid not in deleted]
     with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
         for start in range(0, len(samples), REFERENCE_BATCH):
             run.store.commit_samples(samples[start : start + REFERENCE_BATCH])
@@ -235,15 +242,17 @@ def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = N
         report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}
 
 
-def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt], iteration: int) -> Iterator[Sample]:
+def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt | None], iteration: int) -> Iterator[Sample]:
     """Reference answers as off-policy samples, as the student would write them, without sampler log-probs.
 
-    iteration: the one they belong to, and the policy version they count as.
+    prompts: None in place of a deleted one. iteration: the one they belong to, and the policy version they count as.
     """
     job = run.job
     per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
     taken: dict[str, int] = {}
     for ordinal, prompt in enumerate(prompts):
+        if prompt is None:
+            continue
         taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
         if per_domain and taken[prompt.domain] > per_domain:
             continue

@@ -30,15 +30,13 @@ from mopd_dataplane.models.hub import is_hub_name
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
+from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
 from mopd_dataplane.run.steps.retain import free_served
 from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_gradient_warning
-from mopd_dataplane.run.work_folder import Work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.train.checkpoint import latest_checkpoint
-from mopd_dataplane.train.metrics import FILE as METRICS
 from mopd_dataplane.train.metrics import MetricsReader
-from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
 from mopd_dataplane.train.node_agent import node_count, node_rank
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
 from mopd_dataplane.train.token_stats import FoundOfSample, read_stats, stats_files
@@ -256,48 +254,11 @@ class Training:
         raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
 
 
-class StoredCheckpoints:
-    """The checkpoints that the trainer writes to `folder`, on their way to an object store and back; nothing happens
-    for a store in a folder."""
-
-    def __init__(self, work: Work, stage: str) -> None:
-        self._work = work
-        self._name = f"checkpoints/{stage}"
-        self.folder: Path = work.root / "checkpoints" / stage
-        self._published = ""
-
-    def fetch(self) -> None:
-        """Have the newest checkpoint here, with the metrics up to it, when another node wrote it."""
-        artifacts = self._work.artifacts
-        newest = max(artifacts.names(self._name), default="") if artifacts is not None else ""
-        if newest <= newest_checkpoint(self.folder):  # names sort by step
-            return
-        (self.folder / METRICS).unlink(missing_ok=True)
-        self._work.fetch_file(f"{self._name}/{METRICS}")
-        self._work.fetch(f"{self._name}/{newest}")
-        name_newest(self.folder, newest)
-
-    def publish(self) -> None:
-        """Have the newest checkpoint in the store; one that is replaced meanwhile is left for the next call."""
-        artifacts, newest = self._work.artifacts, newest_checkpoint(self.folder)
-        if artifacts is None or newest in ("", self._published):
-            return
-        try:
-            self._work.publish_file(f"{self._name}/{METRICS}")
-            self._work.publish(f"{self._name}/{newest}")
-        except FileNotFoundError:
-            return
-        self._published = newest
-        for old in artifacts.names(self._name)[:-KEEP]:
-            artifacts.drop(f"{self._name}/{old}")
-
-    def windows_done(self) -> int:
-        """Windows that no kill can make this stage train again: those before the newest checkpoint's position."""
-        newest = latest_checkpoint(self.folder)
-        return newest[0].window if newest else 0
-
-
 def _whole(store: Store, found: list[FoundOfSample]) -> list[FoundOfSample]:
+    if not found:
+        return []
+    deleted = set(store.deletions.rows().tolist())
+    found = [one for one in found if one.sample_row not in deleted]
     if not found:
         return []
     rows = np.array([one.sample_row for one in found])

@@ -27,7 +27,8 @@ from mopd_dataplane.rollout.log.log_records import Finish, LogRecord, Open, Span
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import PartialSample, SampleSpec
-from mopd_dataplane.run.delete import begin, preview, resume
+from mopd_dataplane.run import delete as deleting
+from mopd_dataplane.run.delete import preview, resume
 from mopd_dataplane.store.deletions import Deletion
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
@@ -105,7 +106,7 @@ def log_two(folder: Path, stored: str) -> None:
 
 def delete(store: Store, where: str = WHERE) -> list[str]:
     chosen, _ = preview(store, where)
-    list(resume(store, begin(store, chosen)))
+    list(deleting.delete(store, chosen, where))
     return chosen.uids
 
 
@@ -179,7 +180,7 @@ def test_who_meets_what_was_deleted_is_told(filled: Store) -> None:
         WindowSource(filled, plan, LoadSpec(stage="student"))
     with pytest.raises(UnknownNameError, match="was deleted"):
         filled.take_samples([rows.index(PROMPT)])
-    with pytest.raises(MismatchError, match=r"was deleted .* take it out of what the job reads"):
+    with pytest.raises(MismatchError, match=r"was deleted .* take it out of what is read"):
         filled.add_prompts([Prompt(prompt_id=PROMPT, domain="chain_sum", text="1 +", answer="2")])
     assert "before" not in filled.info()["snapshots"]
     filled.compact(now=True)
@@ -205,6 +206,7 @@ def test_a_log_that_is_being_written_is_left_alone(filled: Store) -> None:
     with pytest.raises(ResourceError, match="is writing the log"):
         delete(filled)
     assert content(filled) == before
+    assert filled.deletions.all() == [], "a refused deletion has not begun"
     log.close()
 
 
@@ -285,14 +287,13 @@ def test_nothing_is_deleted_unasked(filled: Store) -> None:
 def test_rows_of_a_sample_whose_deletion_has_begun_are_left_out(filled: Store) -> None:
     rows = filled.samples(["uid", "prompt_id"]).to_pylist()
     chosen, _ = preview(filled, WHERE)
-    deletion = begin(filled, chosen)
+    deletion = chosen.record(filled, WHERE)
     label = {"label": "odd", "note": "", "author": "me", "removed": False}
     added = [{"label_id": f"late{row}", "uid": sample["uid"], **label} for row, sample in enumerate(rows)]
     assert filled.add_labels(added) == len(rows) - len(chosen.uids)
-    with pytest.raises(UnknownNameError, match="was deleted"):
-        write_token_stats(filled, [
-            TokenStats(sample_row=int(chosen.rows[0]), stage="student", step=9, values={})
-        ])  # fmt: skip
+    late = [TokenStats(sample_row=int(row), stage="student", step=9, values={}) for row in (chosen.rows[0], 1)]
+    assert 1 not in chosen.rows
+    assert write_token_stats(filled, late) == 1
     list(resume(filled, deletion))
     assert not set(chosen.uids) & set(filled.table("labels", ["uid"])["uid"].to_pylist())
 
