@@ -3,6 +3,7 @@
 pipeline.py           the whole job, stage after stage, continuing where it stopped
 estimate.py           upper bounds of a job's tokens, memory and disk
 preflight.py          checks of everything that a job names, before anything is made
+prompt_lengths.py     checks of prompts in tokens: their budget, and the context of the model that answers
 rehearsal.py          a small version of a job with tiny models, to run before the real one
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate
 context.py            what every step needs: job, store, policies, tokenizer, progress

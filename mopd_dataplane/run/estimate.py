@@ -91,7 +91,7 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, flo
     }
     for name, shape in {"student": student, **own}.items():
         found.models[name] = "not known yet" if shape is None else _model_size(shape.parameters)
-    _prompts(found, job, prompts, student)
+    _prompts(found, job, prompts)
     for stage in job.stages:
         _tokens(found, job, stage)
         _memory(found, job, stage, student, own)
@@ -168,8 +168,8 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], student: _Shape | None) -> None:
-    """Templates on real prompts, and the longest against the budgets."""
+def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]]) -> None:
+    """Templates on real prompts, and the longest sample against the packs."""
     tokenizer = _tokenizer(job)
     if tokenizer is None:
         return
@@ -182,30 +182,22 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], studen
         try:
             lengths = [len(_read(job, prompt, tokenizer)) for prompt in own[::step]]
             said["student reads"] = _text(tokenizer, _read(job, own[0], tokenizer))
-            for teacher in dict.fromkeys(t for stage in job.stages for t in _scoring(job, stage, name)):
-                if template := job.teachers[teacher].prompt_template:
+        except Exception:  # a chat template is a program: it may raise anything, and the preflight says so
+            continue
+        for teacher in dict.fromkeys(t for stage in job.stages for t in _scoring(job, stage, name)):
+            if template := job.teachers[teacher].prompt_template:
+                try:
                     ids = render(own[0].asked, tokenizer, template=template, context=own[0].teacher_context)
                     said[f"{teacher} reads"] = _text(tokenizer, ids)
-        except Exception as error:  # a chat template is a program: it may raise anything
-            found.findings.append(Finding("student.prompt_template", f"fails on a prompt of {name!r}: {error!s:.200}"))
-            continue
+                except Exception as error:
+                    problem = (
+                        f"fails on prompt {own[0].prompt_id!r}: {error!s:.200}; correct the template or the prompt"
+                    )
+                    found.findings.append(Finding(f"teachers.{teacher}.prompt_template", problem))
         longest = max(longest, *lengths)
         said["longest"] = f"{max(lengths)} tokens, of {len(lengths):,} prompts"
-        over = sum(length > _budget(job, name) for length in lengths)
-        if over:
-            found.doubt(
-                "rollout.max_prompt_tokens",
-                f"{over:,} of {len(lengths):,} prompts of {name!r} are longer than {_budget(job, name):,} tokens, "
-                f"up to {max(lengths):,}, and a rollout stops at the first; raise it, or shorten them",
-            )
     for stage in job.stages:
         most = longest + stage.rollout.max_new_tokens
-        if student is not None and student.context and stage.data == "rollout" and most > student.context:
-            found.doubt(
-                f"stages.{stage.name}.rollout.max_new_tokens",
-                f"a prompt of {longest:,} tokens and {stage.rollout.max_new_tokens:,} more do not fit into the "
-                f"model's {student.context:,} positions; lower it",
-            )
         if stage.data == "rollout" and most > stage.plan.pack_tokens and stage.plan.overlong == "error":
             found.doubt(
                 f"stages.{stage.name}.plan.pack_tokens",
@@ -226,13 +218,6 @@ def _scoring(job: Job, stage: Stage, domain: str) -> list[str]:
     if domain not in job.domains_of(stage) or not job.objective(stage).signals:
         return []
     return [job.teacher_of(stage, domain, job.domains[domain].effort)]
-
-
-def _budget(job: Job, domain: str) -> int:
-    return min(
-        (s.rollout.max_prompt_tokens for s in job.stages if s.data == "rollout" and domain in job.domains_of(s)),
-        default=1 << 31,
-    )
 
 
 def _samples(job: Job, stage: Stage) -> int:

@@ -18,6 +18,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, score_follow, train_follow
+from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
@@ -44,6 +45,8 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
         join_job(job, Progress(console), only)
         return {"store": job.store, "accuracy": {}, "report": "written by the first node"}
     run = open_run(job, Progress(console))
+    if job.student.gguf:
+        check_converted(run.job, run.store, run.tokenizer)
     with ExitStack() as stack:
         if ray is not None:
             run = replace(run, fleet=stack.enter_context(ray_fleet(ray, run)))

@@ -122,8 +122,6 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"rollout": {"max_prompt_tokens": 20, "max_new_tokens": 16}}, "rollout.max_prompt_tokens"),
-        ({"rollout": {"max_new_tokens": 490}}, "stages.s.rollout.max_new_tokens"),
         ({"plan": {"batch_samples": 2, "pack_tokens": 32}}, "stages.s.plan.pack_tokens"),
         ({"student": {"config": TINY | {"hidden_size": 32768, "vocab_size": 10**7}}}, "scale.ranks"),
     ],
