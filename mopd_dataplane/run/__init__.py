@@ -1,7 +1,9 @@
 """Runs a job: the only place where the components meet.
 
 pipeline.py           the whole job, stage after stage, continuing where it stopped
-estimate.py           upper bounds of a job's tokens, memory and disk
+estimate.py           what a job takes: tokens, time, memory, and its prompts as its models read them
+disk_estimate.py      what a job writes to its store
+model_sizes.py        sizes of a job's models, from configs and headers
 preflight.py          checks of everything that a job names, before anything is made
 prompt_lengths.py     checks of prompts in tokens: their budget, and the context of the model that answers
 rehearsal.py          a small version of a job with tiny models, to run before the real one

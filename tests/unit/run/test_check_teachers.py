@@ -38,9 +38,7 @@ def write_job(folder: Path, teacher: str, **settings: Any) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("end", "sentence"), [("own", "it stops at either"), ("map", "probability of its own end")]
-)
+@pytest.mark.parametrize(("end", "sentence"), [("own", "it stops at either"), ("map", "probability of its own end")])
 def test_a_base_student_under_an_instruct_teacher_runs_and_both_ends_are_named(
     tmp_path: Path, end: str, sentence: str
 ) -> None:
@@ -65,7 +63,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["pre-tokeniser", "merges"])
 def test_a_teacher_that_splits_text_in_another_way_is_named(tmp_path: Path, part: str) -> None:
-    """Its ids stand for the same texts, so it may judge the student's tokens; it never learned from such a splitting."""
+    """Its ids stand for the same texts, so it may judge the student's tokens, which are not those it was trained on."""
     file = write_job(tmp_path, "models/Qwen3-8B-Base", prompt_template="{context}{prompt}")
     assert preflight(load_job(file)).findings == []
     tokenizer = load_tokenizer(tmp_path / "teacher")
