@@ -23,5 +23,6 @@ upgrade.py            copies a whole store of format 1 into format 2
 whole_copy.py         a store, whole, at another place
 delete.py             samples out of a store for good
 provenance.py         commit, settings, sampler and machine of a published figure
+pace.py               the time left of a run, from its iterations so far
 progress.py           bars on a terminal, one line per finished step everywhere
 """

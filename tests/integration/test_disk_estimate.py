@@ -1,4 +1,4 @@
-"""The disk that `mopd check` estimates, beside what a run of the same job wrote."""
+"""The disk that `mopd check` estimates beside what a run of the same job wrote, and the iterations that its lines name."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ signal = "hidden"
 [[stages]]
 name = "student"
 objective = "exact"
+iterations = 2
 """
 FACTOR = 1.5
 """A part is estimated within this factor. Answers end early, so that of hidden states at most the estimate is written:
@@ -81,7 +82,9 @@ def test_what_a_run_writes_is_near_the_estimate(tmp_path: Path) -> None:
     file.write_text(JOB.format(store=store))
     disk = json.loads(run_mopd("check", file, "--json").stdout)["disk"]
     assert not store.exists()
-    run_mopd("run", file)
+    lines = run_mopd("run", file).stderr.splitlines()
+    for head in ("student 1/2      rollout", "student 2/2      train", "student          left     about"):
+        assert any(line.startswith(head) for line in lines), head
     trained = written(store / "policies" / "student") + written(store / "checkpoints")
     assert 1 / FACTOR < bytes_of(disk["student policies and checkpoints"]) / trained < FACTOR
     assert 1 / FACTOR < bytes_of(disk["initial student"]) / written(store / "policies" / "init") < FACTOR
