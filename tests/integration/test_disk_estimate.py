@@ -1,4 +1,4 @@
-"""The disk that `mopd check` estimates beside what a run of the same job wrote, and the iterations that its lines name."""
+"""What `mopd check` estimates of the disk beside what a run wrote, and the iterations that its lines name."""
 
 from __future__ import annotations
 
