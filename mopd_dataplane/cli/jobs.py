@@ -157,7 +157,7 @@ def check(
 ) -> None:
     """Check everything that a job names before you pay for a run; nothing is written or trained.
 
-    Models, prompts, verifiers and packages; templates on real prompts; upper bounds of tokens, memory and disk, and
+    Models, prompts, verifiers and packages; templates on real prompts; estimates of tokens, memory and disk, and
     time at given rates. Exit code 2 if the job is certain to fail. `mopd run` does the same first.
     """
     loaded = load(job, overrides)
@@ -313,4 +313,5 @@ def print_accuracy(store: str) -> None:
     note(section.empty or section.text)
     for grid in section.grids:
         print_grid(grid)
-        note(grid.caption)
+        if grid.caption:
+            note(grid.caption)

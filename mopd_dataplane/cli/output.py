@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -109,26 +110,74 @@ def print_facts(facts: Mapping[str, Any], *, title: str = "", indent: int = 0) -
 
 
 def print_grid(grid: Grid) -> None:
-    """A table of the report, with the small print of a cell behind its text; turned over when that makes it fit."""
+    """A table of the report, with the small print of a cell behind its text.
+
+    One that is too wide is turned over where that makes it fit. Otherwise names break behind their underscores and
+    texts at their spaces; what still does not fit goes into further tables with the same first columns. No word is cut.
+    """
     head, rows = list(map(Text, map(one_line, grid.head))), [list(map(_annotated, row)) for row in grid.rows]
-    shown = _grid(head, rows, words=grid.words)
-    if width_of(shown) > stdout().width:
-        first, *others = zip(head, *rows, strict=True)
-        turned = _grid(first, others, words=1)
-        shown = min(shown, turned, key=width_of)
-        if width_of(shown) > stdout().width:
-            for column in shown.columns:  # a name breaks behind its underscores rather than lose its end
-                column.header = Text("_\n".join(str(column.header).split("_")))
-    stdout().print(shown)
+    columns = [list(column) for column in zip(head, *rows, strict=True)]
+    turned = [list(row) for row in zip(*columns, strict=True)]
+    shown, words = min(((columns, grid.words), (turned, 1)), key=lambda one: (not _fits(*one), one[0] is turned))
+    if not _fits(shown, words):
+        shown, words = min(((columns, grid.words), (turned, 1)), key=lambda one: width_of(_grid(*one)))
+        shown = [[_broken(column[0]), *column[1:]] for column in shown]
+    for part in _parts(shown, words, stdout().width):
+        stdout().print(_grid(part, words, stdout().width))
 
 
-def _grid(head: Iterable[Text], rows: Iterable[Iterable[Text]], *, words: int) -> Table:
+def _grid(columns: Sequence[Sequence[Text]], words: int, width: int | None = None) -> Table:
+    """A table of columns, each with its name first; no wider than `width`, as far as its longest words allow."""
     shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for place, name in enumerate(head):
-        shown.add_column(name, justify="left" if place < words else "right", overflow="fold")
-    for row in rows:
+    widths = [None] * len(columns) if width is None else _widths(columns, width)
+    for place, (column, least) in enumerate(zip(columns, widths, strict=True)):
+        shown.add_column(column[0], justify="left" if place < words else "right", overflow="fold", width=least)
+    for row in zip(*(column[1:] for column in columns), strict=True):
         shown.add_row(*row)
     return shown
+
+
+def _fits(columns: Sequence[Sequence[Text]], words: int) -> bool:
+    return width_of(_grid(columns, words)) <= stdout().width
+
+
+def _broken(text: Text) -> Text:
+    """A name in one line for each of its parts."""
+    return Text("_\n".join(str(text).split("_")))
+
+
+def _parts(columns: list[list[Text]], words: int, width: int) -> list[list[list[Text]]]:
+    """The columns of each table, so that every word of it fits into the width; the leading columns are in all."""
+    lead, others = columns[:words], columns[words:]
+    if sum(_longest_word(column) for column in columns) + _frame(len(columns)) > width:
+        lead = [[column[0], *map(_broken, column[1:])] for column in lead]
+    parts = [[*lead]]
+    for column in others:
+        part = [*parts[-1], column]
+        if len(parts[-1]) > words and sum(map(_longest_word, part)) + _frame(len(part)) > width:
+            parts.append([*lead, column])
+        else:
+            parts[-1] = part
+    return parts
+
+
+def _widths(columns: Sequence[Sequence[Text]], width: int) -> list[int]:
+    """Widths of columns: as wide as their lines, the widest narrowed first, none below its longest word."""
+    widths = [max(line.cell_len for text in column for line in text.split()) for column in columns]
+    least = list(map(_longest_word, columns))
+    while sum(widths) + _frame(len(columns)) > width and widths != least:
+        place = max((place for place in range(len(widths)) if widths[place] > least[place]), key=widths.__getitem__)
+        widths[place] -= 1
+    return widths
+
+
+def _longest_word(column: Sequence[Text]) -> int:
+    return max(cell_len(word) for text in column for word in str(text).split() or [""])
+
+
+def _frame(columns: int) -> int:
+    """Characters of a table beside its columns: two at its edges, three between two of them."""
+    return 2 + 3 * (columns - 1)
 
 
 def width_of(shown: Table) -> int:

@@ -114,22 +114,20 @@ def accuracy(measures: Measures) -> Section:
     teachers = teacher_policies(measures)
     own = {(row["domain"], teachers.get(row["teacher"])) for row in measures.routing}
     recovered = recovery(measures)
-    notes = {(row["domain"], row["policy"]): _recovery_note(row) for row in recovered}
 
     def right(domain: str, policy: str) -> Cell:
         row, place = at.get((domain, policy)), (domain, policy)
         if row is None or row["accuracy"] is None:
             return NOTHING
         text = _share(row["accuracy"], row["low"], row["high"])
-        return Cell(text=text, heat=row["accuracy"], note=notes.get(place, ""), marked=place in own)
+        return Cell(text=text, heat=row["accuracy"], marked=place in own)
 
     def mean(policy: str) -> Cell:
         answers = measures.held_out.policies[policy, policies[policy]].correct
         if not answers:
             return NOTHING
         found = mean_share(answers)
-        text = _share(found.value, found.low, found.high)
-        return Cell(text=text, heat=found.value, note=notes.get(("mean", policy), ""))
+        return Cell(text=_share(found.value, found.low, found.high), heat=found.value)
 
     def paid(domain: str, policy: str) -> Cell:
         row = at.get((domain, policy))
@@ -139,8 +137,11 @@ def accuracy(measures: Measures) -> Section:
 
     head = ["domain", *(f"{policy} v{version}" for policy, version in policies.items())]
     means = [[Cell(text="mean"), *map(mean, policies)]] if len(domains) > 1 else []
+    shares = _matrix(domains, policies, right)
+    bold = "In bold: the domain's teacher." if any(cell.marked for row in shares for cell in row) else ""
     grids = [
-        Grid(head=head, rows=[*_matrix(domains, policies, right), *means], caption=_reading(recovered)),
+        Grid(head=head, rows=[*shares, *means], caption=bold),
+        *_recovered(recovered),
         Grid(head=head, rows=_matrix(domains, policies, paid), caption=MEAN_REWARD),
     ]
     asked = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
@@ -158,19 +159,25 @@ def _share(value: float, low: float, high: float) -> str:
     return f"{percent(value)} ({100 * low:.0f}–{100 * high:.0f})"
 
 
-def _recovery_note(row: dict[str, Any]) -> str:
-    return "recovered –" if row["recovery"] is None else f"recovered {percent(row['recovery'])} ({_span(row)})"
+def _recovered(recovered: Rows) -> list[Grid]:
+    """Share of the teachers' lead that each student recovered, by domain; none where no student has a teacher."""
+    if not recovered:
+        return []
+    rows = [
+        _plain(row["domain"], row["policy"], "–" if row["recovery"] is None else percent(row["recovery"]), _span(row))
+        for row in recovered
+    ]
+    head = ["domain", "student", "recovered", "95 % interval"]
+    return [Grid(head=head, rows=rows, words=2, caption=_reading(recovered))]
 
 
 def _span(row: dict[str, Any]) -> str:
-    return f"{100 * row['low']:.0f} to {100 * row['high']:.0f} %"
+    return "–" if row["recovery"] is None else f"{100 * row['low']:.0f} to {100 * row['high']:.0f} %"
 
 
 def _reading(recovered: Rows) -> str:
-    """Explanation of the table, and a warning for every figure that could not be given."""
-    parts = ["In bold: the domain's teacher."]
-    if recovered:
-        parts.append("Recovered: (student − start) / (teacher − start), with its 95 % interval.")
+    """Explanation of the recovered shares, with the reason for every share that could not be given."""
+    parts = ["Recovered: (student − start) / (teacher − start), with its 95 % interval."]
     missing: dict[tuple[str, str], list[str]] = {}
     for row in recovered:
         if row["warning"]:

@@ -1,8 +1,11 @@
 """Runs a job: the only place where the components meet.
 
 pipeline.py           the whole job, stage after stage, continuing where it stopped
-estimate.py           upper bounds of a job's tokens, memory and disk
+estimate.py           what a job takes: tokens, time, memory, and its prompts as its models read them
+disk_estimate.py      what a job writes to its store
+model_sizes.py        sizes of a job's models, from configs and headers
 preflight.py          checks of everything that a job names, before anything is made
+prompt_lengths.py     checks of prompts in tokens: their budget, and the context of the model that answers
 rehearsal.py          a small version of a job with tiny models, to run before the real one
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate
 context.py            what every step needs: job, store, policies, tokenizer, progress
@@ -20,5 +23,6 @@ upgrade.py            copies a whole store of format 1 into format 2
 whole_copy.py         a store, whole, at another place
 delete.py             samples out of a store for good
 provenance.py         commit, settings, sampler and machine of a published figure
+pace.py               the time left of a run, from its iterations so far
 progress.py           bars on a terminal, one line per finished step everywhere
 """

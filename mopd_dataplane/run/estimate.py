@@ -1,35 +1,36 @@
 """Estimates what a job takes, before the real run: tokens, memory and disk, and shows prompts as its models read them.
 
-Everything here is an upper bound from the job file, model configs and prompts, with every answer at its full length.
-What does not fit becomes an uncertain finding with the key that changes it; activations are not counted.
+Everything here follows from the job file, model configs and prompts, with every answer at its full length. What does
+not fit becomes an uncertain finding with the key that changes it. What cannot be known yet is called unknown, with the
+reason; activations are not counted.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.load.ring import available_memory
-from mopd_dataplane.models.adapter_files import weights_folder
 from mopd_dataplane.models.devices import free_memory, resolve_device
-from mopd_dataplane.models.hf import load_tokenizer, model_shape
+from mopd_dataplane.models.hf import load_tokenizer
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
-from mopd_dataplane.run.adapter_check import adapter_parameters, empty_student, rate_problem
+from mopd_dataplane.run.adapter_check import adapter_parameters, rate_problem
+from mopd_dataplane.run.disk_estimate import Amount, DiskEstimate, estimate_disk
+from mopd_dataplane.run.model_sizes import ModelSize, Size, student_size, teacher_size
 from mopd_dataplane.run.preflight import Finding
 from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.store.dataset import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,8 +43,6 @@ RATED = ("rollout", "score", "train")
 """Steps whose time is estimated, as `mopd show` names them."""
 TRAINED = 16
 """Bytes a parameter takes in training: float32 weight, gradient and two optimizer moments."""
-TOKEN_BYTES = 13
-"""A sampled token in the store: id, log-prob, mask, teacher log-prob."""
 
 
 @dataclass
@@ -64,40 +63,35 @@ class Estimate:
         self.findings.append(Finding(key, problem, certain=False))
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Sizes of a model, from its config and the headers of its weights."""
-
-    parameters: int
-    hidden: int
-    kv_bytes: int
-    """Bytes of one token's keys and values in bfloat16."""
-    context: int
-
-
 def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, float] = MappingProxyType({})) -> Estimate:
     """Estimate what a job takes. Loads no weights, writes nothing.
 
     prompts: of the domains whose prompts are known. rates: response tokens a second of some of RATED.
-
-    A model that cannot be looked at (made later by a stage, or missing, which the preflight says) is left out.
     """
     found = Estimate()
-    student = _student(job)
-    own = {
-        name: student if teacher.of_this_job else _folder_shape(teacher.source, teacher.revision)
-        for name, teacher in job.teachers.items()
-        if teacher.source
-    }
-    for name, shape in {"student": student, **own}.items():
-        found.models[name] = "not known yet" if shape is None else _model_size(shape.parameters)
-    _prompts(found, job, prompts, student)
+    store = _store(job)
+    student = student_size(job, store)
+    teachers = {name: teacher_size(job, name, student) for name, teacher in job.teachers.items() if teacher.source}
+    for name, size in {"student": student, **teachers}.items():
+        found.models[name] = f"unknown: {size}" if isinstance(size, str) else _model_size(size.parameters)
+    _prompts(found, job, prompts)
     for stage in job.stages:
         _tokens(found, job, stage)
-        _memory(found, job, stage, student, own)
-    _disk(found, job, student, own)
+        _memory(found, job, stage, student, teachers)
+    every = [] if store is None else store.prompts()
+    every += [prompt for own in prompts.values() for prompt in own]
+    adapters = {stage.name: _adapter(job, stage) for stage in job.stages if stage.train.lora.r}
+    _disk(found, job, estimate_disk(job, student, teachers, every, store, adapters))
     _time(found, job, rates)
     return found
+
+
+def _store(job: Job) -> Store | None:
+    """The job's store; None where there is none, or it cannot be opened, which the preflight says."""
+    try:
+        return Store.find(job.store)
+    except MopdError:
+        return None
 
 
 def training_bytes(parameters: int, train: Train, *, dtype: str = "float32", adapter: int = 0) -> tuple[int, int]:
@@ -118,46 +112,6 @@ def training_bytes(parameters: int, train: Train, *, dtype: str = "float32", ada
     return (TRAINED if train.master_weights else TRAINED + copy) * parameters, 0
 
 
-def _student(job: Job) -> _Shape | None:
-    if job.student.path:
-        return _folder_shape(job.student.path, job.student.revision)
-    try:
-        model = empty_student(job)
-    except (MopdError, ValueError, TypeError, KeyError):
-        return None
-    return (
-        None if model is None else _shape(model.config.to_dict(), sum(weight.numel() for weight in model.parameters()))
-    )
-
-
-def _folder_shape(place: str, revision: str) -> _Shape | None:
-    try:
-        folder = model_folder(place, revision)
-        return _shape(model_shape(folder), sum(map(_parameters, weights_folder(folder).glob("*.safetensors"))))
-    except (MopdError, OSError, ValueError, LookupError):
-        return None
-
-
-def _parameters(file: Path) -> int:
-    """Numbers in a safetensors file, from its header."""
-    with file.open("rb") as stored:
-        header = json.loads(stored.read(int.from_bytes(stored.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-def _shape(config: dict[str, Any], parameters: int) -> _Shape:
-    def first(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), 0)
-
-    hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head") or 1
-    width = first("head_dim") or hidden // heads
-    layers = first("num_hidden_layers", "n_layer")
-    return _Shape(
-        parameters, hidden, 2 * 2 * layers * (first("num_key_value_heads") or heads) * width,
-        first("max_position_embeddings", "n_positions"),
-    )  # fmt: skip
-
-
 def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
     student = job.student
     try:
@@ -168,8 +122,8 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], student: _Shape | None) -> None:
-    """Templates on real prompts, and the longest against the budgets."""
+def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]]) -> None:
+    """Templates on real prompts, and the longest sample against the packs."""
     tokenizer = _tokenizer(job)
     if tokenizer is None:
         return
@@ -182,30 +136,22 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], studen
         try:
             lengths = [len(_read(job, prompt, tokenizer)) for prompt in own[::step]]
             said["student reads"] = _text(tokenizer, _read(job, own[0], tokenizer))
-            for teacher in dict.fromkeys(t for stage in job.stages for t in _scoring(job, stage, name)):
-                if template := job.teachers[teacher].prompt_template:
+        except Exception:  # a chat template is a program: it may raise anything, and the preflight says so
+            continue
+        for teacher in dict.fromkeys(t for stage in job.stages for t in _scoring(job, stage, name)):
+            if template := job.teachers[teacher].prompt_template:
+                try:
                     ids = render(own[0].asked, tokenizer, template=template, context=own[0].teacher_context)
                     said[f"{teacher} reads"] = _text(tokenizer, ids)
-        except Exception as error:  # a chat template is a program: it may raise anything
-            found.findings.append(Finding("student.prompt_template", f"fails on a prompt of {name!r}: {error!s:.200}"))
-            continue
+                except Exception as error:
+                    problem = (
+                        f"fails on prompt {own[0].prompt_id!r}: {error!s:.200}; correct the template or the prompt"
+                    )
+                    found.findings.append(Finding(f"teachers.{teacher}.prompt_template", problem))
         longest = max(longest, *lengths)
         said["longest"] = f"{max(lengths)} tokens, of {len(lengths):,} prompts"
-        over = sum(length > _budget(job, name) for length in lengths)
-        if over:
-            found.doubt(
-                "rollout.max_prompt_tokens",
-                f"{over:,} of {len(lengths):,} prompts of {name!r} are longer than {_budget(job, name):,} tokens, "
-                f"up to {max(lengths):,}, and a rollout stops at the first; raise it, or shorten them",
-            )
     for stage in job.stages:
         most = longest + stage.rollout.max_new_tokens
-        if student is not None and student.context and stage.data == "rollout" and most > student.context:
-            found.doubt(
-                f"stages.{stage.name}.rollout.max_new_tokens",
-                f"a prompt of {longest:,} tokens and {stage.rollout.max_new_tokens:,} more do not fit into the "
-                f"model's {student.context:,} positions; lower it",
-            )
         if stage.data == "rollout" and most > stage.plan.pack_tokens and stage.plan.overlong == "error":
             found.doubt(
                 f"stages.{stage.name}.plan.pack_tokens",
@@ -226,13 +172,6 @@ def _scoring(job: Job, stage: Stage, domain: str) -> list[str]:
     if domain not in job.domains_of(stage) or not job.objective(stage).signals:
         return []
     return [job.teacher_of(stage, domain, job.domains[domain].effort)]
-
-
-def _budget(job: Job, domain: str) -> int:
-    return min(
-        (s.rollout.max_prompt_tokens for s in job.stages if s.data == "rollout" and domain in job.domains_of(s)),
-        default=1 << 31,
-    )
 
 
 def _samples(job: Job, stage: Stage) -> int:
@@ -277,26 +216,19 @@ def _time(found: Estimate, job: Job, rates: Mapping[str, float]) -> None:
             found.time["all"] += f", without {' and '.join(missing)}, whose rate was not given"
 
 
-def _memory(
-    found: Estimate, job: Job, stage: Stage, student: _Shape | None, teachers: dict[str, _Shape | None]
-) -> None:
+def _memory(found: Estimate, job: Job, stage: Stage, student: Size, teachers: Mapping[str, Size]) -> None:
     """Weights, keys and values, optimizer state of each step, each against what its device has free."""
-    if student is None:
+    if not isinstance(student, str):
+        _rollout_memory(found, job, stage, student)
+    _score_memory(found, job, stage, teachers)
+    if isinstance(student, str):
+        steps = ["train", *["rollout"] * (stage.data == "rollout")]
+        found.memory |= {f"{stage.name} {step}": f"unknown: {student}" for step in sorted(steps)}
         return
-    width = 2 if (job.engine.dtype or job.student.dtype) == "bfloat16" else 4
-    rollout = stage.rollout
-    longest = min(rollout.max_prompt_tokens + rollout.max_new_tokens, student.context or 1 << 31)
-    cache = job.engine.slots * longest * student.kv_bytes * width // 2
-    if stage.data == "rollout" and engine_kind(job.engine.kind).here:
-        _fits(found, f"{stage.name} rollout", job.engine.device, student.parameters * width + cache, "engine.slots")
-    sizes = sorted(
-        (shape.parameters * (2 if job.teachers[name].dtype == "bfloat16" else 4) for name, shape in teachers.items()
-         if shape is not None and name in job.teachers_of(stage)), reverse=True,
-    )  # fmt: skip
-    if sizes and SCORING[stage.score.engine].here:
-        need = sum(sizes[: stage.score.max_resident])
-        _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
     adapter = _adapter(job, stage) if stage.train.lora.r else 0
+    if isinstance(adapter, str):
+        found.memory[f"{stage.name} train"] = f"unknown: {adapter}"
+        return
     trained, hosted = training_bytes(student.parameters, stage.train, dtype=job.student.dtype, adapter=adapter)
     on_cpu = hosted and _place(stage.train.device) == "cpu"
     here = (trained + hosted if on_cpu else trained) // job.scale.ranks
@@ -307,12 +239,37 @@ def _memory(
         found.doubt(f"stages.{stage.name}.train.learning_rate", problem)
 
 
-def _adapter(job: Job, stage: Stage) -> int:
-    """Numbers in a stage's adapter; 0 where they are not known, or the preflight says why there is none."""
+def _rollout_memory(found: Estimate, job: Job, stage: Stage, student: ModelSize) -> None:
+    width = 2 if (job.engine.dtype or job.student.dtype) == "bfloat16" else 4
+    rollout = stage.rollout
+    longest = min(rollout.max_prompt_tokens + rollout.max_new_tokens, student.context or 1 << 31)
+    cache = job.engine.slots * longest * student.kv_bytes * width // 2
+    if stage.data == "rollout" and engine_kind(job.engine.kind).here:
+        _fits(found, f"{stage.name} rollout", job.engine.device, student.parameters * width + cache, "engine.slots")
+
+
+def _score_memory(found: Estimate, job: Job, stage: Stage, teachers: Mapping[str, Size]) -> None:
+    """The largest teachers of a stage, as many as are in memory together."""
+    names = {member for name in job.teachers_of(stage) for member in job.members_of(name)}
+    if not names or not SCORING[stage.score.engine].here:
+        return
+    sizes = []
+    for name in sorted(names):
+        size = teachers[name]
+        if isinstance(size, str):
+            found.memory[f"{stage.name} score"] = f"unknown: {size}"
+            return
+        sizes.append(size.parameters * (2 if job.teachers[name].dtype == "bfloat16" else 4))
+    need = sum(sorted(sizes, reverse=True)[: stage.score.max_resident])
+    _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
+
+
+def _adapter(job: Job, stage: Stage) -> Amount:
+    """Numbers in a stage's adapter, or the reason why they are not known."""
     try:
-        return adapter_parameters(job, stage.train.lora)
-    except MopdError:
-        return 0
+        return adapter_parameters(job, stage.train.lora) or "the student's shape, or the package peft, is missing"
+    except MopdError as error:
+        return str(error)
 
 
 def _place(device: str) -> str:
@@ -333,41 +290,22 @@ def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
         found.doubt(key, f"{what} needs about {_size(need)} on {where}, which has {_size(free)} free; change {key}")
 
 
-def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str, _Shape | None]) -> None:
-    """Samples and signals, hidden states, policies and checkpoints against the room beside the store."""
-    from mopd_kernels.codecs import row_bytes
-
-    total = 0
-    for stage in job.stages:
-        tokens = _most_tokens(job, stage) if stage.data == "rollout" else 0
-        signals = job.objective(stage).signals
-        bytes_each = TOKEN_BYTES + (8 * stage.score.topk if "topk" in signals else 0)
-        widest = max((s.hidden for name in job.teachers_of(stage) if (s := teachers.get(name))), default=0)
-        if "hidden" in signals and widest:
-            hidden = row_bytes(stage.score.hidden_codec, widest) * tokens
-            kept = hidden // stage.iterations if job.retain.hidden_passes or job.retain.hidden_versions else hidden
-            found.disk[f"{stage.name} hidden states"] = f"at most {_size(kept)}"
-            total += kept
-        found.disk[f"{stage.name} samples and signals"] = f"at most {_size(bytes_each * tokens)}"
-        total += bytes_each * tokens
-        if student is not None:
-            policy, state = student.parameters * (2 if job.student.dtype == "bfloat16" else 4), student.parameters
-            if stage.train.lora.r:
-                state = _adapter(job, stage)
-                policy = 4 * state
-            weights = policy * stage.iterations + 2 * 12 * state
-            found.disk[f"{stage.name} policies and checkpoints"] = _size(weights)
-            total += weights
+def _disk(found: Estimate, job: Job, disk: DiskEstimate) -> None:
+    """What the job writes, against the room beside the store."""
+    for name, amount in disk.parts.items():
+        found.disk[name] = f"unknown: {amount}" if isinstance(amount, str) else f"about {_size(amount)}"
+    missing = f", without {', '.join(disk.unknown)}" if disk.unknown else ""
+    found.disk["all"] = f"{'at least' if missing else 'about'} {_size(disk.total)}{missing}"
     if "://" in job.store:
         return
-    store = Path(job.store).absolute()
-    place = next(folder for folder in (store, *store.parents) if folder.exists())
+    folder = Path(job.store).absolute()
+    place = next(folder for folder in (folder, *folder.parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    found.disk["all"] = f"at most {_size(total)}, {_size(free)} free at {place}"
-    if total > free:
+    found.disk["free"] = f"{_size(free)} at {place}"
+    if disk.total > free:
         found.doubt(
             "store",
-            f"may grow to {_size(total)}, {place} has {_size(free)} free; set retain.hidden_passes = 1, a smaller "
+            f"may grow to {_size(disk.total)}, {place} has {_size(free)} free; set retain.hidden_passes = 1, a smaller "
             "score.hidden_codec or rollout.max_new_tokens, or another store",
         )
 

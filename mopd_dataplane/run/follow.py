@@ -26,6 +26,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run, open_existing
+from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import (
@@ -105,7 +106,8 @@ def rollout_follow(run: Run, stage: Stage) -> int:
         )
     for iteration in range(stage.iterations):
         _hold_back(run, stage)
-        rollout(run, stage, iteration, follow=True)
+        with run.progress.iteration(iteration + 1, stage.iterations):
+            rollout(run, stage, iteration, follow=True)
     _record_end(run, stage, "rollout")
     return len(stage_samples(run.store, stage, None, ["stage"])[0])
 
@@ -136,7 +138,10 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     """
     told = ""
     stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
-    with Training(run, stage, samples=samples_expected(run, stage)) as training:
+    samples, batch = samples_expected(run, stage), stage.plan.batch_samples
+    windows = -(-samples // batch) if batch else 0
+    pace = Pace(run.job, stage, windows, unit="windows")
+    with Training(run, stage, samples=samples) as training:
         lost = lost_windows(run, stage)
         while True:
             window = lost[0] if lost else run.policies.latest(stage)
@@ -150,8 +155,11 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
                 break
             else:
                 run.store.pin(plan.snapshot, window_tag(stage, window))  # it may be trained on much later
-                training.train(plan)
+                with run.progress.iteration(window + 1, windows):
+                    training.train(plan)
                 lost = lost[1:]
+                if left := pace.lap(window + 1):
+                    run.progress.say(f"{stage.name:<16} left     {left}")
                 stall.renew()
     columns = ["staleness_mean", "staleness_max", "loss_tokens"]
     mine = run.store.table("steps", columns, filter=f"stage = '{stage.name}'").to_pylist()

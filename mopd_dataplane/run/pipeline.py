@@ -8,6 +8,7 @@
 Each step looks at what the store already has and does the rest, so the same call continues after any kill.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,6 +20,8 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, score_follow, train_follow
+from mopd_dataplane.run.pace import Pace
+from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
@@ -46,12 +49,15 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
         join_job(job, Progress(console), only)
         return {"store": job.store, "accuracy": {}, "report": "written by the first node"}
     run = open_run(job, Progress(console))
+    if job.student.gguf:
+        check_converted(run.job, run.store, run.tokenizer)
     with ExitStack() as stack:
         if ray is not None:
             run = replace(run, fleet=stack.enter_context(ray_fleet(ray, run)))
         stack.enter_context(closing(run.engines))
-        for stage in [job.stage(only)] if only else job.stages:
-            run_stage(run, stage)
+        stages = [job.stage(only)] if only else list(job.stages)
+        for number, stage in enumerate(stages, start=1):
+            run_stage(run, stage, later=[other for other in stages[number:] if not run.is_done(other)])
     report = write_report(run.store, run.root / "report.html")
     run.work.publish_file("report.html")
     found = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
@@ -59,8 +65,11 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
     return {"store": run.store.uri, "accuracy": evaluated, "report": str(report)}
 
 
-def run_stage(run: Run, stage: Stage) -> None:
-    """One stage to its end: first the policy that it starts from is evaluated, then it is run and evaluated."""
+def run_stage(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
+    """One stage to its end: first the policy that it starts from is evaluated, then it is run and evaluated.
+
+    later: stages that follow in this call, for the time that is left.
+    """
     if run.is_done(stage):
         run.progress.say(f"{stage.name:<16} done")
         return
@@ -73,26 +82,35 @@ def run_stage(run: Run, stage: Stage) -> None:
         say_endings(run, stage)
     if stage.concurrent:
         run_concurrent(run, stage)
-        for version in range(1, run.policies.latest(stage) + 1):
+        newest = run.policies.latest(stage)
+        for version in range(1, newest + 1):
             if _is_evaluated(run, stage, version):
-                evaluate(run, stage, version)
+                with run.progress.iteration(version, newest):
+                    evaluate(run, stage, version)
     else:
-        run_in_turn(run, stage)
+        run_in_turn(run, stage, later=later)
     run.mark_done(stage)
 
 
-def run_in_turn(run: Run, stage: Stage) -> None:
+def run_in_turn(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
     """Every iteration of a stage: its data, signals, plan and training, then its evaluation."""
+    pace = Pace(run.job, stage, stage.iterations, later=later)
     with Training(run, stage) as training:
         for window in range(stage.iterations):
-            if run.policies.latest(stage) <= window:
-                produce(run, stage, window)
-                training.settle()
-                iteration = stage.iteration_of(window)
-                score(run, stage, iteration=iteration)
-                training.train(plan_window(run, stage, window, iteration=iteration))
-            if _is_evaluated(run, stage, window + 1):
-                evaluate(run, stage, window + 1)
+            with run.progress.iteration(window + 1, stage.iterations):
+                is_new = run.policies.latest(stage) <= window
+                if is_new:
+                    produce(run, stage, window)
+                    training.settle()
+                    iteration = stage.iteration_of(window)
+                    score(run, stage, iteration=iteration)
+                    training.train(plan_window(run, stage, window, iteration=iteration))
+                if _is_evaluated(run, stage, window + 1):
+                    evaluate(run, stage, window + 1)
+            if not is_new:
+                pace.skip()
+            elif left := pace.lap(window + 1):
+                run.progress.say(f"{stage.name:<16} left     {left}")
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:

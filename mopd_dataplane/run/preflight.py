@@ -34,6 +34,7 @@ from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems, check_adapter
 from mopd_dataplane.run.environments import environments_of
+from mopd_dataplane.run.prompt_lengths import prompt_problems
 from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
@@ -75,6 +76,7 @@ def preflight(job: Job) -> Checked:
         _deletions(look, store)
     _student(look, store)
     _environments(look)
+    _prompt_lengths(look, store)
     for name in sorted(_teachers(job)):
         _teacher(look, name)
     _packages(look)
@@ -84,11 +86,11 @@ def preflight(job: Job) -> Checked:
     return Checked(look.findings, look.prompts)
 
 
-def refuse(job: Job, findings: list[Finding]) -> None:
+def refuse(job: Job, findings: list[Finding], *, written: str = "nothing was") -> None:
     """Raise JobFileError, one line for each, when something is certain to fail."""
     lines = [f"{finding.key}: {finding.problem}" for finding in findings if finding.certain]
     if lines:
-        raise JobFileError("\n".join((f"job {job.name!r} cannot run, and nothing was written:", *lines)))
+        raise JobFileError("\n".join((f"job {job.name!r} cannot run, and {written} written:", *lines)))
 
 
 @dataclass
@@ -204,6 +206,19 @@ def _environments(look: _Look) -> None:
         made = look.at(key, partial(make_environment, domain.environment, domain.environment_args))
         if made is not None and look.tokenizer is not None:
             look.at(key, partial(environments_of, look.job, [name], look.tokenizer, str))
+
+
+def _prompt_lengths(look: _Look, store: Store | None) -> None:
+    """Prompts fit their budget and the model's context; without a template that works there is nothing to tokenise."""
+    if not any(finding.key == "student.prompt_template" for finding in look.findings):
+        look.findings += [Finding(*found) for found in prompt_problems(look.job, store, look.prompts, look.tokenizer)]
+
+
+def check_converted(job: Job, store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the prompts of a job whose student could only be tokenised with once it was converted. Raises
+    JobFileError."""
+    findings = [Finding(*found) for found in prompt_problems(job, store, {}, tokenizer)]
+    refuse(job, findings, written="only the converted student and the prompts were")
 
 
 def _teachers(job: Job) -> set[str]:

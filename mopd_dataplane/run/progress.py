@@ -51,6 +51,18 @@ class Progress:
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self.quiet = quiet
+        self._iteration = ""
+
+    @contextmanager
+    def iteration(self, number: int, total: int) -> Iterator[None]:
+        """Name iteration `number` of `total` in the lines of every step inside, as `student 3/12`; a single one has no
+        number, and a total of 0 is not known."""
+        before = self._iteration
+        self._iteration = f" {number}/{total}" if total > 1 else "" if total else f" {number}"
+        try:
+            yield
+        finally:
+            self._iteration = before
 
     def say(self, text: str) -> None:
         """One plain line."""
@@ -71,6 +83,7 @@ class Progress:
     @contextmanager
     def step(self, stage: str, action: str, *, total: int | None, unit: str) -> Iterator[tuple[Advance, StepReport]]:
         """Show one step of a stage while it runs, and a line with its facts when it ends."""
+        stage += self._iteration
         report = StepReport()
         began = time.monotonic()
         narrow = self.console.width < NARROW

@@ -50,3 +50,49 @@ def test_names_of_columns_break_rather_than_lose_their_ends(
     assert not any("…" in word for line in lines for word in line)
     assert lines[0] == ["number_", "spell_", "spiral_"]
     assert lines[1] == ["what", "sorting", "backward", "matrix", "mean"]
+
+
+POLICIES = ("base v1", "speller v1", "sorter v1", "walker v1", "student v12")
+TASKS = ("spell_backward", "number_sorting", "spiral_matrix", "mean")
+
+
+def shares(policies: tuple[str, ...], domains: tuple[str, ...] = TASKS) -> Grid:
+    """A table of accuracies as a run ends with."""
+    rows = [[Cell(text=domain), *(Cell(text="100.0 % (98–100)") for _ in policies)] for domain in domains]
+    return Grid(head=["domain", *policies], rows=rows)
+
+
+def lines_of(grid: Grid, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_grid(grid)
+    return capsys.readouterr().out.splitlines()
+
+
+def words_of(grid: Grid) -> set[str]:
+    """Words that may stand in a line: those of the table, and the parts of its names."""
+    texts = [*grid.head, *(cell.text for row in grid.rows for cell in row)]
+    words = {word for text in texts for word in text.split()}
+    return words | {part for word in words for part in (*(f"{p}_" for p in word.split("_")), word.split("_")[-1])}
+
+
+@pytest.mark.parametrize("domains", [TASKS, tuple(f"{task}_of_length_{n}" for task in TASKS for n in range(3))])
+@pytest.mark.parametrize("policies", [POLICIES, tuple(f"policy-{number} v{number}" for number in range(14))])
+def test_no_word_of_a_wide_table_is_cut_and_no_line_is_too_long(
+    policies: tuple[str, ...],
+    domains: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid = shares(policies, domains)
+    lines = lines_of(grid, capsys, monkeypatch)
+    assert all(len(line) <= 80 for line in lines)
+    printed_words = [word for line in lines for word in line.split() if set(word) != {"─"}]
+    assert set(printed_words) <= words_of(grid)
+    assert printed_words.count("100.0") == len(policies) * len(domains), "every cell is there"
+
+
+def test_the_table_of_the_quickstart_is_one_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = lines_of(shares(POLICIES), capsys, monkeypatch)
+    assert sum("─" in line for line in lines) == 1

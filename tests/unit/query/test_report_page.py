@@ -86,7 +86,7 @@ def test_accuracy_and_recovery_are_those_of_the_tables(demo_store: Store, measur
 def test_partial_credit_is_never_called_accuracy(measures: Measures, page: str) -> None:
     """The store pays every wrong answer half: what is shown as accuracy knows nothing of it."""
     section = next(section for section in sections(measures) if section.key == "accuracy")
-    accuracy, reward = section.grids
+    accuracy, _, reward = section.grids
     base = [row["policy"] for row in measures.accuracy].index("base") // len(DOMAINS) + 1
     assert accuracy.rows[0][base].text.startswith("25.0 %")
     assert reward.rows[0][base].text.startswith("0.625")
@@ -115,7 +115,7 @@ def test_a_student_that_learnt_nothing_recovers_nothing_and_a_teacher_without_a_
     assert found["number_sorting"]["recovery"] is None
     assert "nothing to recover" in found["number_sorting"]["warning"]
     section = next(section for section in sections(measure(store)) if section.key == "accuracy")
-    assert "number_sorting: – because the teacher's lead over the base" in section.grids[0].caption
+    assert "number_sorting: – because the teacher's lead over the base" in section.grids[1].caption
 
 
 def test_one_reason_for_several_domains_is_said_once(make_store: Callable[..., Store], tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_one_reason_for_several_domains_is_said_once(make_store: Callable[..., S
     measures = measure(store)
     assert all(row["warning"] for row in recovery(measures))
     section = next(section for section in sections(measures) if section.key == "accuracy")
-    caption = section.grids[0].caption
+    caption = section.grids[1].caption
     assert caption.count("nothing to recover") == 1
     assert f"student, {', '.join(DOMAINS)}, mean: – because" in caption
 
@@ -145,7 +145,7 @@ def test_a_reward_that_is_no_verifier_has_no_accuracy(make_store: Callable[..., 
     measures = measure(store)
     row = next(row for row in measures.accuracy if row["domain"] == "style")
     assert (row["accuracy"], row["reward"]) == (None, pytest.approx(0.97))
-    accuracy, reward = next(section for section in sections(measures) if section.key == "accuracy").grids
+    accuracy, *_, reward = next(section for section in sections(measures) if section.key == "accuracy").grids
     shown = {row[0].text: {cell.text for cell in row[1:]} for row in accuracy.rows}
     assert shown["style"] == {"–"}
     assert any(cell.text.startswith("0.970") for row in reward.rows if row[0].text == "style" for cell in row)
@@ -305,3 +305,20 @@ def test_plots_are_svg_with_words_and_theme_colours() -> None:
         assert "var(--series-0)" in plot.svg
         assert "#0400" not in plot.svg
     assert plots[0].omitted == f"2 of {MOST_SERIES + 2} series do not fit and are left out."
+
+
+def test_bold_is_explained_where_a_teacher_is_bold(measures: Measures, tmp_path: Path) -> None:
+    """The demo's teachers were evaluated; a store of prompts and answers alone has no teacher."""
+
+    def caption(shown: Measures) -> str:
+        (section,) = [section for section in sections(shown) if section.key == "accuracy"]
+        return section.grids[0].caption
+
+    assert caption(measures) == "In bold: the domain's teacher."
+    store = Store.create(tmp_path / "store")
+    store.add_prompts([Prompt(prompt_id="a", domain="sums", text="1 + 1", answer="2", split="eval")])
+    store.add_evals([
+        {"policy": "base", "policy_version": 1, "prompt_id": "a", "domain": "sums", "reward": 1.0, "correct": True,
+         "response": "2", "response_len": 1, "finish_reason": "stop"}
+    ])  # fmt: skip
+    assert caption(measure(store)) == ""

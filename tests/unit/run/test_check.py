@@ -122,8 +122,6 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"rollout": {"max_prompt_tokens": 20, "max_new_tokens": 16}}, "rollout.max_prompt_tokens"),
-        ({"rollout": {"max_new_tokens": 490}}, "stages.s.rollout.max_new_tokens"),
         ({"plan": {"batch_samples": 2, "pack_tokens": 32}}, "stages.s.plan.pack_tokens"),
         ({"student": {"config": TINY | {"hidden_size": 32768, "vocab_size": 10**7}}}, "scale.ranks"),
     ],
@@ -173,6 +171,38 @@ def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> Non
     found = estimate(checked, {"sums": load_prompts("sums", checked.domains["sums"])})
     stored = sum(weight.numel() for weight in load_model(folder).state_dict().values())
     assert found.models["student"] == f"{stored / 1e6:.3g} M parameters" == found.models["t"]
+
+
+def test_every_part_of_the_store_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 3 policies of 4 bytes and 2 checkpoints of 12 bytes a parameter; 288 tokens of 64 numbers in 2 bytes."""
+    wide = TINY | {"hidden_size": 1024}
+    said, _ = check(tmp_path, job(tmp_path, student={"config": wide}), capsys)
+    disk, parameters = said["disk"], float(said["models"]["student"].split()[0]) * 1e6
+    trained = float(disk["s policies and checkpoints"].split()[1]) * 1e6
+    assert trained == pytest.approx(36 * parameters, rel=0.05)
+    assert float(disk["s hidden states"].split()[1]) * 1e6 == pytest.approx(288 * 1024 * 2, rel=0.2)
+    assert set(disk) >= {"initial student", "LM head of teacher t", "prompts", "s samples and signals", "report"}
+    assert disk["all"].startswith("about ")
+
+
+def test_what_is_not_known_yet_is_called_unknown_and_the_sum_a_lower_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, _ = check(tmp_path, job(tmp_path, student={"gguf": "not-a-package"}), capsys)
+    why = "student.gguf is not converted yet; mopd run does it first"
+    assert said["models"] == {"student": f"unknown: {why}", "t": f"unknown: {why}"}
+    assert said["disk"]["s policies and checkpoints"] == f"unknown: the student's size is not known: {why}"
+    assert said["disk"]["s hidden states"] == f"unknown: the width of teacher t is not known: {why}"
+    assert said["disk"]["all"].startswith("at least ")
+    assert "without initial student, LM head of teacher t, s hidden states" in said["disk"]["all"]
+    assert said["memory"] == dict.fromkeys(("s rollout", "s score", "s train"), f"unknown: {why}")
+    assert not any(amount.startswith("at most") for amount in said["disk"].values())
+
+
+def test_an_import_that_is_missing_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = {"name": "s", "data": "stored", "objective": "o"}
+    said, _ = check(tmp_path, job(tmp_path, stages=[stage]), capsys)
+    assert said["disk"]["s hidden states"] == "unknown: its samples are not imported yet"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_apart import exchanged_letters
+from tokenizers_apart import exchanged_letters, rebuilt
 
 from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.job.job import load_job
@@ -61,6 +61,25 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     findings = preflight(job).findings
     with pytest.raises(JobFileError, match="stand for other texts"):
         refuse(job, findings)
+
+
+@pytest.mark.parametrize("part", ["pre-tokeniser", "merges"])
+def test_a_teacher_that_splits_text_in_another_way_is_named(tmp_path: Path, part: str) -> None:
+    """Its ids stand for the same texts, so it may judge the student's tokens, which are not those it was trained on."""
+    file = write_job(tmp_path, "models/Qwen3-8B-Base", prompt_template="{context}{prompt}")
+    assert preflight(load_job(file)).findings == []
+    tokenizer = load_tokenizer(tmp_path / "teacher")
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    if part == "pre-tokeniser":
+        digits = {"type": "Digits", "individual_digits": True}
+        described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, described["pre_tokenizer"]]}
+    else:
+        described["model"] |= {"merges": [], "ignore_merges": True}
+    rebuilt(tokenizer, described).save_pretrained(tmp_path / "teacher")
+    (finding,) = preflight(load_job(file)).findings
+    assert finding.key == "teachers.big.source"
+    assert not finding.certain
+    assert "splits text in another way than the student" in finding.problem
 
 
 def test_a_teacher_whose_context_is_short_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""Estimates what a job writes to its store: samples and signals, hidden states, policies and checkpoints.
+
+Every answer is taken at its full length. What depends on something that is not known yet is called unknown, with the
+reason, and then the sum is a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mopd_dataplane.fields import SIGNAL_KINDS
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.model_sizes import ModelSize, Size
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.train.newest import KEEP
+
+PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES = 4, 13
+"""Bytes of a token in the store: its id; of a response also log-prob, loss mask and the teacher's log-prob."""
+SAMPLE_BYTES = 1024
+"""Bytes of a sample's rows in `samples`, `scores`, `rewards`, `events` and `token_stats`."""
+WINDOW_BYTES = 300_000
+"""Bytes of the files that describe a window's commits, its plan, its steps and its evaluation."""
+REPORT_BYTES = 250_000
+"""Bytes of the report."""
+CHECKPOINT_NUMBER_BYTES = 12
+"""Bytes of a trained number in a checkpoint: float32 weight and two moments of the optimizer."""
+Amount = int | str
+"""Bytes, or the reason why they are not known."""
+
+
+@dataclass
+class DiskEstimate:
+    """Bytes by part of the store."""
+
+    parts: dict[str, Amount] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Bytes of what is known."""
+        return sum(amount for amount in self.parts.values() if isinstance(amount, int))
+
+    @property
+    def unknown(self) -> list[str]:
+        """Parts whose bytes are not known."""
+        return [name for name, amount in self.parts.items() if isinstance(amount, str)]
+
+
+@dataclass(frozen=True)
+class _Volume:
+    """Samples of a stage."""
+
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    windows: int
+
+
+def estimate_disk(
+    job: Job,
+    student: Size,
+    teachers: Mapping[str, Size],
+    prompts: Sequence[Prompt],
+    store: Store | None,
+    adapters: Mapping[str, Amount],
+) -> DiskEstimate:
+    """Estimate what a job writes.
+
+    teachers: sizes of those with weights. prompts: of every domain, as far as they are known. adapters: parameters of
+    the adapter of each stage that trains one.
+    """
+    found = DiskEstimate()
+    if not job.student.path:
+        found.parts["initial student"] = student if isinstance(student, str) else _policy_bytes(job, student)
+    scorers = {name for stage in job.stages for teacher in job.scorers_of(stage) for name in job.members_of(teacher)}
+    for name in sorted(scorers):
+        size = teachers[name]
+        found.parts[f"LM head of teacher {name}"] = size if isinstance(size, str) else 4 * size.vocabulary * size.hidden
+    found.parts["prompts"] = sum(_bytes_of(p.text, p.answer, p.verifier_data, p.messages) for p in prompts)
+    for stage in job.stages:
+        volume = _volume(job, stage, prompts, store)
+        found.parts[f"{stage.name} samples and signals"] = (
+            volume if isinstance(volume, str) else _sample_bytes(job, stage, volume)
+        )
+        if "hidden" in job.objective(stage).signals:
+            found.parts[f"{stage.name} hidden states"] = _hidden_bytes(job, stage, teachers, volume)
+        found.parts[f"{stage.name} policies and checkpoints"] = _trained_bytes(
+            job, stage, student, volume, adapters.get(stage.name)
+        )
+        if stage.discriminator:
+            found.parts[f"{stage.name} discriminator"] = "its checkpoints are not estimated"
+        if "experts" in stage.rollout.record:
+            found.parts[f"{stage.name} recorded experts"] = "their number a token is the model's"
+        if other := [kind for kind in stage.score.signals if kind not in SIGNAL_KINDS]:
+            found.parts[f"{stage.name} signals {', '.join(other)}"] = "their size is their package's"
+    found.parts["report"] = REPORT_BYTES
+    return found
+
+
+def _bytes_of(*texts: str) -> int:
+    return sum(len(text.encode()) for text in texts)
+
+
+def _volume(job: Job, stage: Stage, prompts: Sequence[Prompt], store: Store | None) -> _Volume | str:
+    """Samples and tokens of a whole stage; of reference answers a byte counts as a token, which is an upper bound."""
+    rollout, domains = stage.rollout, job.domains_of(stage)
+    if stage.data == "rollout":
+        every = sum(job.domains[name].train for name in domains)
+        samples = (rollout.prompts_per_iteration or every) * rollout.group_size * stage.iterations
+        prompt, response = samples * rollout.max_prompt_tokens, samples * rollout.max_new_tokens
+        return _Volume(samples, prompt, response, _windows(stage, samples, prompt + response))
+    if stage.data == "stored":
+        stored = None if store is None else store.table("samples", ["prompt_len", "response_len"], _of(stage))
+        if not stored:
+            return "its samples are not imported yet"
+        lengths = [sum(stored[name].to_pylist()) for name in ("prompt_len", "response_len")]
+        return _Volume(0, 0, lengths[1], stage.iterations)  # the samples themselves are there already
+    own = [prompt for prompt in prompts if prompt.domain in domains and prompt.split == "train"]
+    if not own:
+        return "its prompts are not known"
+    share = min(1.0, stage.examples / len(own)) if stage.examples else 1.0
+    frame = len(job.student.prompt_template) + 1
+    asked = int(share * sum(_bytes_of(prompt.text) + frame for prompt in own))
+    answers = int(share * sum(_bytes_of(prompt.answer) + 1 for prompt in own))
+    return _Volume(int(share * len(own)), asked, answers, stage.iterations)
+
+
+def _of(stage: Stage) -> str:
+    return f"stage = '{stage.name}'"
+
+
+def _windows(stage: Stage, samples: int, tokens: int) -> int:
+    """Windows of a stage that rolls out, each of which publishes a policy: its iterations, or in a concurrent stage
+    its batches."""
+    if not stage.concurrent:
+        return stage.iterations
+    plan = stage.plan
+    return -(-samples // plan.batch_samples) if plan.batch_samples else -(-tokens // plan.batch_tokens)
+
+
+def _sample_bytes(job: Job, stage: Stage, volume: _Volume) -> int:
+    each = RESPONSE_TOKEN_BYTES
+    if "topk" in job.objective(stage).signals:
+        each += 8 * stage.score.topk
+    if "sampling_mask" in stage.rollout.record:
+        each += 4 * stage.rollout.top_k
+    tokens = PROMPT_TOKEN_BYTES * volume.prompt_tokens + each * volume.response_tokens
+    return tokens + SAMPLE_BYTES * volume.samples + WINDOW_BYTES * volume.windows
+
+
+def _hidden_bytes(job: Job, stage: Stage, teachers: Mapping[str, Size], volume: _Volume | str) -> Amount:
+    """Hidden states of a stage, as many at a time as `retain` keeps."""
+    from mopd_kernels.codecs import row_bytes
+
+    if isinstance(volume, str):
+        return volume
+    widest = 0
+    for name in job.teachers_of(stage):
+        for member in job.members_of(name):
+            size = teachers[member]
+            if isinstance(size, str):
+                return f"the width of teacher {member} is not known: {size}"
+            widest = max(widest, size.hidden)
+    kept = volume.windows
+    if job.retain.hidden_passes:
+        kept = min(kept, 1 + stage.plan.max_staleness)
+    if job.retain.hidden_versions:
+        kept = min(kept, 1 + job.retain.hidden_versions)
+    return row_bytes(stage.score.hidden_codec, widest) * volume.response_tokens * kept // max(volume.windows, 1)
+
+
+def _policy_bytes(job: Job, student: ModelSize) -> int:
+    return student.parameters * (2 if job.student.dtype == "bfloat16" else 4) + student.other_files
+
+
+def _trained_bytes(job: Job, stage: Stage, student: Size, volume: _Volume | str, adapter: Amount | None) -> Amount:
+    """Every policy version of a stage, and the checkpoints that are kept of it."""
+    if isinstance(student, str):
+        return f"the student's size is not known: {student}"
+    if isinstance(volume, str) and stage.concurrent:
+        return volume
+    versions = stage.iterations if isinstance(volume, str) else volume.windows
+    checkpoint = _checkpoints(stage, volume) * CHECKPOINT_NUMBER_BYTES
+    if adapter is None:
+        return versions * _policy_bytes(job, student) + checkpoint * student.parameters
+    if isinstance(adapter, str):
+        return f"the adapter's size is not known: {adapter}"
+    merged = _policy_bytes(job, student) if stage.train.lora.merge == "end" else 0
+    return versions * (4 * adapter + student.other_files) + checkpoint * adapter + merged
+
+
+def _checkpoints(stage: Stage, volume: _Volume | str) -> int:
+    """Checkpoints that are there in the end: the newest ones, of one behind each window and those between."""
+    if isinstance(volume, str) or not volume.samples or not stage.plan.batch_samples:
+        return KEEP
+    steps = stage.train.epochs * math.ceil(volume.samples / volume.windows / stage.plan.batch_samples)
+    return min(KEEP, volume.windows * math.ceil(steps / stage.train.checkpoint_steps))
