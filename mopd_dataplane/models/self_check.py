@@ -107,7 +107,7 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
     try:
         plain = plain_logits(model, ids)
         head = lm_head(model)
-        states = hidden_states(model, ids[None])[0].float()
+        logits = hidden_states(model, ids[None])[0].float() @ head.weight.detach().float().T
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise MismatchError(
             f"{part}: {type(model).__name__} ({model.config.model_type}) cannot read a short text: "
@@ -115,7 +115,6 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
         ) from error
     finally:
         model.train(training)
-    logits = states @ head.weight.detach().float().T
     if head.bias is not None:
         logits = logits + head.bias.detach().float()
     logits = logits * head.logit_scale

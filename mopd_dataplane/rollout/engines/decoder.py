@@ -41,17 +41,19 @@ class Decoder:
 
     def __init__(self, folder: Path, *, rows: int, dtype: str, device: str) -> None:
         self.model = load_model(folder, dtype=dtype, device=device)
-        self.layer_types = LayerTypes(self.model.config)
-        self.layer_types.require_decodable()
-        self._reads = text_decoder(self.model)
-        taken = inspect.signature(self._reads.forward).parameters
-        self._cache_name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else _CACHE
         self._device = device
-        self._routing = Routing.of(self.model)
+        with self._own_code():
+            self.layer_types = LayerTypes(self.model.config)
+            self.layer_types.require_decodable()
+            self._reads = text_decoder(self.model)
+            taken = inspect.signature(self._reads.forward).parameters
+            self._cache_name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else _CACHE
+            self._routing = Routing.of(self.model)
         self._base = base_folder(folder) if is_adapter(folder) else None
         self.context_length = context_length(self.model.config)
         self.digest = weights_digest(folder)
-        self._take_head()
+        with self._own_code():
+            self._take_head()
         self.clear(rows)
 
     def _take_head(self) -> None:
@@ -136,7 +138,7 @@ class Decoder:
                 use_cache=True,
                 **{self._cache_name: self.cache},
             ).last_hidden_state
-        return self.logits(states[:, 0])
+            return self.logits(states[:, 0])
 
     @torch.inference_mode()
     def check(self) -> SelfCheck:
