@@ -105,7 +105,23 @@ def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
     for iteration in range(ITERATIONS):
         _iteration(store, [p for p in questions if p.split == "train"], iteration, noise)
     _evaluate(store, [p for p in questions if p.split == "eval"], noise)
+    _exactness(store)
     return store
+
+
+def _exactness(store: Store) -> None:
+    """Self-checks of one stage, and a first window whose sampler was not quite the trainer's policy."""
+    allowed = {"model": "Qwen3ForCausalLM (qwen3)", "dtype": "float32", "band": 1e-3}
+    for part, teacher, gap in (("sampler", "", 1.5e-7), ("teacher", "chain_sum-expert", 2e-7), ("trainer", "", 1e-7)):
+        detail = {"part": part, "teacher": teacher, **allowed}
+        store.add_event(f"self_check/student/{part}/{teacher}", "student", "self_check", -1, gap, detail)
+    for window, gap in enumerate((0.004, 2e-7)):
+        detail = {
+            "p99": 3 * gap, "outside": 0.75 if gap > 1e-3 else 0.0, "tokens": 80, "band": 1e-3, "engine": "hf",
+            "sampler_dtype": "float32", "dtype": "float32", "policy_version": window,
+            "warning": "the trainer's log-probs differ from the sampler's" if gap > 1e-3 else "",
+        }  # fmt: skip
+        store.add_event(f"sampler_gap/student/{window}", "student", "sampler_gap", window, gap, detail)
 
 
 def _prompt(domain: str, split: str, index: int) -> Prompt:

@@ -1,7 +1,8 @@
-"""Writes the table of docs/models.md: each family of tests/families.py beside its plain pass (`make models`)."""
+"""Writes the tables of docs/models.md: families, and all causal LM classes, beside their plain pass (`make models`)."""
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import warnings
@@ -10,6 +11,7 @@ from pathlib import Path
 import peft
 import torch
 import transformers
+from causal_classes import causal_classes, outcome_of
 from families import FAMILIES, measure
 from transformers import PreTrainedModel
 
@@ -20,6 +22,9 @@ from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 
 START, END = "<!-- families -->", "<!-- end of families -->"
+WITHIN = 1e-4
+"""Largest difference of a model that is right, in nat."""
+ALL, END_OF_ALL = "<!-- classes -->", "<!-- end of classes -->"
 
 
 def row(name: str) -> str:
@@ -30,12 +35,42 @@ def row(name: str) -> str:
         try:
             found = measure(folder)
         except MopdError as error:
-            reason = str(error).partition("; set engine")[0].partition(". Nothing was")[0].replace("|", "\\|")
+            reason = in_a_cell(str(error))
             return f"| {name} | refused | – | – | – | {adapter} | {reason} |"
         layout = "packed" if found.layout == "packed" else "a row a sequence"
         cells = (found.sampler, found.resumed, found.teacher, found.trainer)
         figures = " | ".join(f"{cell:.0e}" for cell in cells)
         return f"| {name} | {figures} | {adapter} | {layout} |"
+
+
+def in_a_cell(message: str) -> str:
+    """What a refusal says of the model, without the way out, as text of a table's cell."""
+    first = message.partition("; set engine")[0].partition(". Nothing was")[0].partition("\n")[0]
+    return re.sub(r"(/\S+)+/", "", first).replace("|", "\\|")
+
+
+def classes() -> str:
+    """What every causal LM class of transformers ends with: two lists and a table."""
+    outcomes = {}
+    for name in causal_classes():
+        with tempfile.TemporaryDirectory() as scratch:
+            outcomes[name] = outcome_of(name, Path(scratch) / "model")
+    right = [name for name, found in outcomes.items() if found.kind == "measured" and found.worst < WITHIN]
+    refused = {name: found for name, found in outcomes.items() if found.kind == "refused"}
+    apart = {name: found for name, found in outcomes.items() if found.kind == "not tried"}
+    wrong = outcomes.keys() - {*right, *refused, *apart}
+    if wrong:
+        raise SystemExit(f"further than {WITHIN} nat from the plain pass: {', '.join(sorted(wrong))}")
+    rows = [
+        f"| {name} | {'yes' if found.is_scored else 'refused'} | {in_a_cell(found.reason)} |"
+        for name, found in refused.items()
+    ]
+    return "\n".join([
+        f"**Right within {WITHIN:g} nat** ({len(right)}): {', '.join(right)}.", "",
+        f"**Refused by the built-in sampler** ({len(refused)}):", "", "| type | teacher and trainer | why |",
+        "|---|---|---|", *rows, "", f"**Not tried** ({len(apart)}):", "",
+        *(f"- {name}: {found.reason}" for name, found in apart.items()),
+    ])  # fmt: skip
 
 
 def _adapter(model: PreTrainedModel) -> str:
@@ -52,6 +87,7 @@ def _adapter(model: PreTrainedModel) -> str:
 def main() -> None:
     """Measure every family and rewrite the table between the page's markers."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     page = Path(sys.argv[1])
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, peft {peft.__version__}"
     head = (
@@ -59,8 +95,11 @@ def main() -> None:
     )
     rows = [row(name) for name in FAMILIES]
     table = "\n".join([f"{versions}; float32.", "", head, "|---|---|---|---|---|---|---|", *rows])
-    before, _, rest = page.read_text().partition(START)
-    page.write_text(f"{before}{START}\n{table}\n{END}{rest.partition(END)[2]}")
+    text = page.read_text()
+    for start, end, part in ((START, END, table), (ALL, END_OF_ALL, classes())):
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}\n{part}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text)
 
 
 if __name__ == "__main__":

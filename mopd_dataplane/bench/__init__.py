@@ -10,6 +10,7 @@ audit.py         an audit of a large store, and a group-by
 commits.py       a store under many small commits: time, memory, files
 wal.py           speed of the token log
 sample.py        cost of drawing a token
+decode.py        a decode step beside transformers' generate
 adapters.py      many teachers that are adapters on one base
 train_memory.py  memory of a trainer, measured and computed
 step.py          one iteration of a real model, by its phases

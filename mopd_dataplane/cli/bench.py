@@ -151,6 +151,30 @@ def sample(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def decode(
+    size: Annotated[Literal["tiny", "mid"], Option("--size", help="0.1 M or 40 to 60 M parameters.")] = "mid",
+    slots: Annotated[int, Option("--slots", min=1, help="Sequences decoded together.")] = 16,
+    tokens: Annotated[int, Option("--tokens", min=4, help="Tokens of an answer.")] = 48,
+    model: Annotated[
+        list[str] | None, Option("--model", metavar="NAME", help="One of the models; repeatable. Default: all.")
+    ] = None,
+    threads: Annotated[int, Option("--threads", min=1, help="CPU threads of both sides.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Processor time of a decode step of the built-in sampler, beside transformers' `generate`, on random models.
+
+    Both decode the same prompts in turn. Plain attention, sliding windows, linear attention and short convolutions.
+    """
+    from mopd_dataplane.bench.decode import measure
+
+    figures = measure(size, slots, tokens, models=model, threads=threads)
+    if as_json:
+        print_json(figures)
+        return
+    columns = ("model", *next(iter(figures.values())))
+    print_fitting(columns, [[name, *own.values()] for name, own in figures.items()])
+
+
 def step(
     iterations: Annotated[int, Option("--iterations", min=2, help="Iterations; the first is not counted.")] = 3,
     model: Annotated[
@@ -315,6 +339,7 @@ def add_to(app: Typer) -> None:
     register(group, commits, "mopd bench commits --commits 2000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
+    register(group, decode, "mopd bench decode", "mopd bench decode --size tiny --model llama --json")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
     register(group, adapters, "mopd bench adapters models/SmolLM2-135M-Instruct --count 100 --json")
     register(group, train_memory, "mopd bench train-memory models/SmolLM2-135M-Instruct")

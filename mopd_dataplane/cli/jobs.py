@@ -125,20 +125,25 @@ def packages(job: Job) -> list[str]:
 
 def _rehearse(job: Job, only: str | None, ray: str | None, *, as_json: bool) -> None:
     """Run a small version of a job; print what it ran unchanged, what it replaced, and what it did not run."""
+    from mopd_dataplane import open_store
+    from mopd_dataplane.query.exactness import exactness_facts
     from mopd_dataplane.run import pipeline
     from mopd_dataplane.run.rehearsal import rehearse
 
     began = time.monotonic()
     small = rehearse(job)
     result = pipeline.run_job(small.job, only=only, console=stderr(), ray=ray)
-    facts, seconds = small.facts(), time.monotonic() - began
+    facts, seconds = (
+        {**small.facts(), "exactness": exactness_facts(open_store(result["store"]))},
+        time.monotonic() - began,
+    )
     if as_json:
         print_json({**facts, "seconds": seconds, "store": result["store"], "report": result["report"]})
         return
     for name, values in facts.items():
         if values:
             print_facts(values, title=name.replace("_", " "))
-    note(f"rehearsed in {seconds:.0f} s; its figures mean nothing: {result['report']}")
+    note(f"rehearsed in {seconds:.0f} s; figures of training and sampling mean nothing: {result['report']}")
 
 
 def check(

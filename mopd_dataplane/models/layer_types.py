@@ -87,7 +87,7 @@ class LayerTypes:
                 visible = seen & (places // window == columns[:, None] // window)
             else:
                 visible = seen
-            masks[kind] = visible[:, None, None, :]
+            masks[kind] = masks[name] = visible[:, None, None, :]
         if not masks:
             return None
         if len(masks) == 1 and not self.has_states:

@@ -7,6 +7,7 @@ numbers; a model for which it does not is refused before anything is sampled or 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +23,30 @@ BANDS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest mean difference of log-probs over the likeliest tokens, in nat. Correct float32 models of two layers stay
 below 1e-5 and deep ones below 1e-4; a bfloat16 logit of 16 to 32 is rounded by up to 0.06. A lost window, softcap or
 sink moves it by 0.3 nat and more."""
+LARGEST_BAND = max(BANDS.values())
+"""Band of a dtype that has none of its own."""
 _LIKELIEST = 32
 """Tokens of each position that are compared; log-probs of improbable tokens are mostly rounding."""
 _SHORT = 24
 """Tokens of the text by which a scorer or trainer is checked."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """Result of a self-check that a model has passed."""
+
+    model: str
+    """Class of the model, and its type in brackets."""
+    dtype: str
+    gap: float | None
+    """Mean difference of log-probs in nat; None where the model's own logits are not finite."""
+    band: float
+    """Largest mean difference that is allowed in the dtype, in nat."""
+
+
+def band_of(dtype: torch.dtype | str) -> float:
+    """Largest mean difference of log-probs, in nat, that is allowed in a dtype or in the dtype of that name."""
+    return BANDS.get(getattr(torch, dtype) if isinstance(dtype, str) else dtype, LARGEST_BAND)
 
 
 def check_text(model: PreTrainedModel, length: int) -> Tensor:
@@ -50,31 +71,33 @@ def plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
-def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTrainedModel) -> float:
-    """Compare logits [T, V] with those of the plain pass; returns the mean difference of log-probs, in nat.
+def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTrainedModel) -> SelfCheck:
+    """Compare logits [T, V] with those of the plain pass.
 
     Raises MismatchError when it is above the band of the model's dtype. A model whose own logits are not finite is not
     judged: sampling, scoring and training report that with the sample that meets it.
     """
+    name, dtype = f"{type(model).__name__} ({model.config.model_type})", str(model.dtype).removeprefix("torch.")
+    band = band_of(model.dtype)
     if not bool(plain.isfinite().all()):
-        return 0.0
+        return SelfCheck(name, dtype, None, band)
     likeliest = plain.topk(min(_LIKELIEST, plain.shape[1])).indices
     gaps = (ours.float().log_softmax(-1) - plain.log_softmax(-1)).gather(1, likeliest).abs().mean(1)
-    gap, band = float(gaps.mean()), BANDS.get(model.dtype, BANDS[torch.bfloat16])
+    gap = float(gaps.mean())
     if not gap <= band:  # a gap that is not a number is none either
         first = int((~(gaps <= band)).nonzero()[0]) if (~(gaps <= band)).any() else 0
         raise MismatchError(
-            f"{part} does not compute what {type(model).__name__} ({model.config.model_type}) computes by itself: "
+            f"{part} does not compute what {name} computes by itself: "
             f"log-probs differ by {gap:.3g} nat in the mean, from token {first} of the compared ones on, and "
-            f"{band:g} is allowed in {str(model.dtype).removeprefix('torch.')}. Nothing was written; use another "
+            f"{band:g} is allowed in {dtype}. Nothing was written; use another "
             'model, or engine.kind = "vllm" and score.engine = "vllm"'
         )
-    return gap
+    return SelfCheck(name, dtype, gap, band)
 
 
 @torch.no_grad()
-def check_forward(model: PreTrainedModel, part: str) -> float:
-    """Check states and LM head as scorer and trainer take them; returns the mean difference, in nat.
+def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
+    """Check states and LM head as scorer and trainer take them.
 
     Raises MismatchError, see require_same_logits; also when the model's own code fails.
     """
@@ -84,7 +107,7 @@ def check_forward(model: PreTrainedModel, part: str) -> float:
     try:
         plain = plain_logits(model, ids)
         head = lm_head(model)
-        states = hidden_states(model, ids[None])[0].float()
+        logits = hidden_states(model, ids[None])[0].float() @ head.weight.detach().float().T
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise MismatchError(
             f"{part}: {type(model).__name__} ({model.config.model_type}) cannot read a short text: "
@@ -92,7 +115,6 @@ def check_forward(model: PreTrainedModel, part: str) -> float:
         ) from error
     finally:
         model.train(training)
-    logits = states @ head.weight.detach().float().T
     if head.bias is not None:
         logits = logits + head.bias.detach().float()
     logits = logits * head.logit_scale

@@ -9,6 +9,7 @@ compare.py        two policies on the same held-out prompts
 sections.py       its sections
 run_sections.py   its sections on how the run went and what it was made with
 measures.py       its numbers, one SQL statement each
+exactness.py      self-checks of the models, and trainer against sampler
 run_curves.py     curves over iterations and steps, which the viewer draws too
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals

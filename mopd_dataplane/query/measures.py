@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mopd_dataplane.query.answers import HeldOut, Values, held_out, paired
+from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
@@ -109,6 +110,8 @@ class Measures:
                max(value) filter (detail->>'$.measure' = 'logprob_gap') as logprob_gap,
                max(value) filter (detail->>'$.measure' = 'top1_agreement') as top1_agreement
         from events where kind = 'quantisation' group by teacher order by teacher""")
+    self_checks: Rows = _answer(SELF_CHECKS)
+    sampler_gaps: Rows = _answer(SAMPLER_GAPS)
     job: dict[str, Any]
     """Settings of the job, empty where none made the store."""
     made_with: dict[str, Any]

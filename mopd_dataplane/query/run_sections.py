@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mopd_dataplane.query.exactness import nat, part_name, verdict, worst_gaps
 from mopd_dataplane.query.measures import Measures, Rows
 from mopd_dataplane.query.plots import Line, grouped
 from mopd_dataplane.query.sections import Cell, Grid, Parts, Plots, Section, curves, lines_of, made
-from mopd_dataplane.query.text import count
+from mopd_dataplane.query.text import count, percent
 
 STEP_CURVES = (
     ("loss", "Loss.", "objective value"),
@@ -62,6 +63,46 @@ def training(measures: Measures) -> Section:
     return Section(plots=plots)
 
 
+def exactness(measures: Measures) -> Section:
+    """Sampler, teachers and trainer beside the plain pass of their models, and the trainer beside the sampler."""
+    checks, gaps = measures.self_checks, measures.sampler_gaps
+    grids = []
+    if checks:
+        rows = [[row["stage"], part_name(row), row["model"], row["dtype"], *_bounded(row, "gap")] for row in checks]
+        grids.append(
+            Grid(
+                head=["stage", "part", "model", "dtype", "difference", "allowed"],
+                rows=_cells(rows),
+                words=4,
+                caption="Mean difference of log-probs from the model's own plain pass of the same text, in nat.",
+            )
+        )
+    if gaps:
+        rows = [
+            [row["stage"], f"{row['engine']}, {row['sampler_dtype']}", row["dtype"], str(row["window"]),
+             nat(row["p99"]), percent(row["outside"]), *_bounded(row, "mean")]
+            for row in worst_gaps(gaps)
+        ]  # fmt: skip
+        grids.append(
+            Grid(
+                head=["stage", "sampler", "trainer", "window", "99th percentile", "outside", "mean", "allowed"],
+                rows=_cells(rows),
+                words=3,
+                caption="Trainer against sampler on the policy's own samples before it is trained on them, in nat: "
+                "each stage's window with the largest mean.",
+            )
+        )
+    return Section(text=verdict(checks, gaps), grids=grids)
+
+
+def _bounded(row: dict[str, Any], name: str) -> list[str]:
+    return [nat(row[name]), f"{row['band']:g}"]
+
+
+def _cells(rows: Sequence[Sequence[str]]) -> list[list[Cell]]:
+    return [[Cell(text=text) for text in row] for row in rows]
+
+
 def made_with(measures: Measures) -> Section:
     """Commit, versions, machine and date of every call that differed from those before."""
     runs = measures.made_with.get("runs", [])
@@ -80,6 +121,7 @@ def settings(measures: Measures) -> Section:
 PARTS: Parts = (
     ("rollouts", "Rollouts over iterations", rollouts, "No stage has sampled twice."),
     ("training", "Training", training, "No training step is recorded."),
+    ("exactness", "Exactness", exactness, "No self-check is recorded."),
     ("made-with", "Made with", made_with, "The store does not say what it was made with."),
     ("settings", "Settings of the job", settings, "No job made this store."),
 )

@@ -22,7 +22,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
 from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
-from mopd_dataplane.models.self_check import check_forward
+from mopd_dataplane.models.self_check import SelfCheck, check_forward
 from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
 from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.models.vocabulary import compare_vocabularies, unknown_tokens
@@ -95,6 +95,8 @@ class TeacherPool:
         self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase | VllmAdaptedBase] = OrderedDict()
         self.loads: dict[str, int] = {}
         """How often each teacher's weights were read from disk; of adapters, their base's, under its digest."""
+        self._self_checks: dict[str, SelfCheck] = {}
+        """By place in the pool; of teachers that run here."""
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -138,11 +140,15 @@ class TeacherPool:
         """A teacher with its stored weights, not quantised. The pool drops the teachers that it holds first, and does
         not keep this one. Raises UnknownNameError, MismatchError."""
         self.close()
-        return self._hf_reader(self._checked(name), self._spec(name).settings)
+        return self._hf_reader(name, self._checked(name), self._spec(name).settings)
 
     def logprob_reader(self, name: str) -> LogprobReader:
         """A teacher of a pool of vLLM teachers that give log-probs of text, ready to score."""
         return self._held(name)  # type: ignore[return-value]
+
+    def self_check(self, name: str) -> SelfCheck | None:
+        """Self-check of a teacher, or of an adapter's base, that was loaded here; None where it was not."""
+        return self._self_checks.get(self._place(name))
 
     def unknown_tokens(self, name: str) -> dict[int, str]:
         """Tokens of the student, by id, that a teacher's tokenizer does not have; of a blend, that a member lacks."""
@@ -177,7 +183,7 @@ class TeacherPool:
                 self._resident.popitem(last=False)[1].close()
                 gc.collect()
             if place == name:
-                self._resident[place] = self._open(folder, spec.settings)
+                self._resident[place] = self._open(name, folder, spec.settings)
             else:
                 self._resident[place] = self._open_base(place, base_folder(folder), spec.settings.dtype)
             self.loads[place] = self.loads.get(place, 0) + 1
@@ -201,7 +207,7 @@ class TeacherPool:
         """A base for every adapter in the pool that has its place there."""
         if self._engine.here:
             model = hf.load_model(base, dtype=dtype, device=self._device)
-            check_forward(model, f"Scoring with adapters on {base.name}")
+            self._self_checks[place] = check_forward(model, f"Scoring with adapters on {base.name}")
             return AdaptedBase(model)
         require_vllm()
         adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._place(name) == place]
@@ -209,9 +215,9 @@ class TeacherPool:
         shared: Any = self._vllm_reader(base, dtype, room | dict(self._options))
         return VllmAdaptedBase(shared)
 
-    def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
+    def _open(self, name: str, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine.here:
-            reader = self._hf_reader(folder, settings)
+            reader = self._hf_reader(name, folder, settings)
             quantise(reader.model, settings.quantisation)
             return reader
         exchanged = self._exchanged(folder, settings)
@@ -234,9 +240,9 @@ class TeacherPool:
         made = ExtractingReader if self._reads == "extract_hidden_states" else VllmReader
         return made(folder, head, dtype=dtype, options=options)
 
-    def _hf_reader(self, folder: Path, settings: sections.Teacher) -> HfReader:
+    def _hf_reader(self, name: str, folder: Path, settings: sections.Teacher) -> HfReader:
         model = hf.load_model(folder, dtype=settings.dtype, device=self._device)
-        check_forward(model, f"Scoring with {folder.name}")
+        self._self_checks[name] = check_forward(model, f"Scoring with {folder.name}")
         exchange_rows(model, *self._exchanged(folder, settings))
         return HfReader(model)
 

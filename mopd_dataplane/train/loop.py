@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.errors import EngineError
+from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
@@ -22,7 +22,8 @@ from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
 from mopd_dataplane.train.optimizer import clip_gradients, learning_rate, make_optimizer
 from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks
-from mopd_dataplane.train.spec import Window
+from mopd_dataplane.train.sampler_gap import STOPS_AT, SamplerGap, allowed_gap, gap_problem
+from mopd_dataplane.train.spec import Sampling, Window
 from mopd_dataplane.train.student import Student
 from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
@@ -51,6 +52,8 @@ class Trainer:
     seed: int = 0
     proximal: Student | None = None
     """The policy at the window's start, where the objective compares with it."""
+    sampling: Sampling | None = None
+    """Whose log-probs the trainer's must equal in the first step of a window; None compares nothing."""
     stats: StatsOfSteps | None = None
     """Keeps per-token statistics; None keeps none."""
 
@@ -58,10 +61,14 @@ class Trainer:
         self.optimizer = make_optimizer(self.student, self.settings)
         self.copies = DeviceCopies(self.ranks.device)
 
-    def step(self, batch: Batch, window: Window, step: int, *, waited_s: float = 0.0) -> StepMetrics:
-        """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch.
+    def step(
+        self, batch: Batch, window: Window, step: int, *, waited_s: float = 0.0, is_first: bool = False
+    ) -> StepMetrics:
+        """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch;
+        is_first: whether the student still is the policy that the window starts from.
 
-        Raises EngineError, with the update not applied, when loss or gradient is not finite.
+        Raises EngineError, with the update not applied, when loss or gradient is not finite; MismatchError when the
+        log-probs of a first step are far from the sampler's.
         """
         started = time.perf_counter()
         torch.manual_seed(hash((self.seed, step, self.ranks.rank)) & 0x7FFFFFFF)
@@ -69,7 +76,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        sums = self._gradients(batch, window, step)
+        gap = None
+        if is_first and self.sampling is not None:
+            gap = SamplerGap(allowed_gap(self.sampling, self._dtype), window.policy_version, self.ranks.device)
+        sums = self._gradients(batch, window, step, gap)
+        compared = self._compared(gap, batch, window)
         norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
@@ -99,10 +110,27 @@ class Trainer:
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
             data_wait_s=sums.waited_s + waited_s,
-            extra=sums.extra(totals) | weights,
+            extra=sums.extra(totals) | weights | compared,
         )
 
-    def _gradients(self, batch: Batch, window: Window, step: int) -> _StepSums:
+    @property
+    def _dtype(self) -> str:
+        """Dtype of the forward pass."""
+        return str(self.student.dtype).removeprefix("torch.")
+
+    def _compared(self, gap: SamplerGap | None, batch: Batch, window: Window) -> dict[str, float]:
+        """Figures of the comparison with the sampler, where there was one. Raises MismatchError far above the band."""
+        found = None if gap is None else gap.over_ranks(self.ranks)
+        if found is None or self.sampling is None:
+            return {}
+        if not found.mean <= STOPS_AT * allowed_gap(self.sampling, self._dtype):
+            problem = gap_problem(
+                found, self.sampling, stage=batch.stage, policy_version=window.policy_version, dtype=self._dtype
+            )
+            raise MismatchError(f"{problem}. Window {window.window} was not trained")
+        return found.metrics()
+
+    def _gradients(self, batch: Batch, window: Window, step: int, gap: SamplerGap | None) -> _StepSums:
         totals = Totals(batch.loss_tokens, batch.sequences, step)
         sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
         teachers, lengths = batch.teachers, batch.lengths
@@ -121,7 +149,7 @@ class Trainer:
             share = part_of(micro, self.ranks.member, self.ranks.members)
             picked = None if self.stats is None else self.stats.pick(share, self.ranks.device)
             share = self.copies.to_device(share)
-            self._backward(share, totals, teacher_head, sums, picked)
+            self._backward(share, totals, teacher_head, sums, picked, gap)
             del micro, share, parts
             used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
             if used:  # without a name everything would go back
@@ -140,6 +168,7 @@ class Trainer:
         teacher_head: Head | None,
         sums: _StepSums,
         picked: Picked | None = None,
+        gap: SamplerGap | None = None,
     ) -> None:
         """Gradients of one forward pass, its loss and metrics. Without a trained token they are zero."""
         trains = len(micro.targets) > 0
@@ -156,11 +185,22 @@ class Trainer:
             )
             if picked is not None and self.stats is not None:
                 self.stats.add(picked, found.per_token, hidden, head, micro)
+            if gap is not None:
+                self._compare(gap, hidden, head, micro)
             return loss, found
 
         loss, found = self.student(micro, compute_loss if trains else _zero)
         loss.backward()
         sums.add(loss, found, micro)
+
+    @torch.no_grad()
+    def _compare(self, gap: SamplerGap, hidden: Tensor, head: Head, micro: MicroBatch) -> None:
+        """Add a forward pass's tokens to the comparison with the sampler."""
+        chosen = gap.chosen(micro.policy_versions)
+        if len(chosen):
+            mask = None if micro.sampling_mask is None else micro.sampling_mask[chosen]
+            part = replace(micro, targets=micro.targets[chosen], sampling_mask=mask)
+            gap.add(self.objective.logprob(hidden[chosen], head, part), micro.sampler_logprobs[chosen])
 
     def _teacher_head(self, teacher: str, following: str) -> Head | None:
         """Head of a teacher; the one needed after it starts loading. After the last, the next step's first is likely

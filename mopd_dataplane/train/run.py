@@ -27,6 +27,7 @@ from mopd_dataplane.train.loop import BatchSource, Trainer
 from mopd_dataplane.train.metrics import MetricsLog, Tracker, open_tracker
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
+from mopd_dataplane.train.sampler_gap import write_self_check
 from mopd_dataplane.train.spec import TrainSpec, Window
 from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
@@ -50,7 +51,7 @@ class Run:
             stats = StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
         self._trainer = Trainer(
             self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,
-            total_steps=spec.total_steps, seed=spec.seed, stats=stats,
+            total_steps=spec.total_steps, seed=spec.seed, sampling=spec.sampling, stats=stats,
         )  # fmt: skip
         adapted = bool(spec.train.lora.r)
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
@@ -59,6 +60,9 @@ class Run:
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
         """metrics.jsonl, and what mirrors it; on the leading rank only."""
+        passed = self._trainer.student.self_check
+        if ranks.leads and passed is not None:
+            write_self_check(Path(spec.checkpoint_dir), passed)
         if ranks.leads:
             folder, done = Path(spec.checkpoint_dir), self._position.step
             self._log = MetricsLog(folder, steps_done=done)
@@ -123,10 +127,10 @@ class Run:
 
     def _step(self, batch: Batch, window: Window, waited: float) -> None:
         fault_point("train.batch")
-        metrics = self._trainer.step(batch, window, self._position.step, waited_s=waited)
+        at = self._position
+        metrics = self._trainer.step(batch, window, at.step, waited_s=waited, is_first=at.window_step == 0)
         fault_point("train.updated")
         batch.release()
-        at = self._position
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
         if self._position.window_step == window.steps:
             self._write_stats()

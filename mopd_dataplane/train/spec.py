@@ -31,6 +31,21 @@ class Window(Section):
     """Version the window starts from; its end publishes the next one."""
 
 
+class Sampling(Section):
+    """How the samples of a stage were drawn, where the trainer must find the sampler's log-probs again."""
+
+    engine: str
+    """Kind of the engine."""
+    dtype: Literal["float32", "bfloat16"]
+    """Dtype of the sampling policy."""
+    served: bool = False
+    """Whether a running server samples, whose weights nobody here has loaded."""
+    routes: bool = False
+    """Whether the model is a mixture of experts."""
+    records_experts: bool = False
+    """Whether the samples have the experts that they were drawn with."""
+
+
 class TrainSpec(Section):
     stage: str
     start: str
@@ -49,6 +64,8 @@ class TrainSpec(Section):
     heads: dict[str, HeadFile] = Field(default_factory=dict)
     teachers: tuple[str, ...] = ()
     """Teachers of the stage; metrics are reported for each."""
+    sampling: Sampling | None = None
+    """None where the sampler's log-probs are of another distribution than the trainer's, or there are none."""
     total_steps: int = Field(default=0, ge=0)
     """Optimizer steps of the whole stage, for the schedule; 0 when unknown (schedule must then be constant)."""
     seed: int = 0

@@ -30,7 +30,7 @@ from mopd_dataplane.models.hf import (
 )
 from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.models.router_replay import Routing
-from mopd_dataplane.models.self_check import check_forward
+from mopd_dataplane.models.self_check import SelfCheck, check_forward
 from mopd_dataplane.train import attention
 from mopd_dataplane.train.context import check_heads
 from mopd_dataplane.train.microbatch import Layout, MicroBatch
@@ -76,6 +76,8 @@ class Student(nn.Module):
         """Tokens of a sequence beyond which its states would depend on its neighbours."""
         self._mixed = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
         self._routing = Routing.of(model)
+        self.self_check: SelfCheck | None = None
+        """Comparison of the weights as they were loaded with the plain pass."""
         if context_group is not None:
             _check_shares(model, self.layout, context_group.size())
 
@@ -138,8 +140,9 @@ def load_student(
     else:
         held = dtype if train.master_weights or train.offload else torch.float32
         model = load_merged(folder, dtype=_name(held), device=device)
-    check_forward(model, "Training")
+    passed = check_forward(model, "Training")
     student = Student(model, dtype=dtype, freeze_head=train.freeze_head, context_group=ranks.group)
+    student.self_check = passed
     head = head_weight(model)
     if train.freeze_head and head is not embedding_weight(model):
         head.requires_grad_(False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import half_width, rollout_curves, step_curves, with_intervals
@@ -53,7 +54,12 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
     return {
         "rollouts": rollouts, "scored": scored, "measured": measured, "steps": steps, "evals": evals,
         "times": _times(store, index),
-        "sql": [index.over(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip()],
+        "self_checks": store.sql(SELF_CHECKS, snapshot=index.snapshot).to_pylist(),
+        "sampler_gaps": store.sql(SAMPLER_GAPS, snapshot=index.snapshot).to_pylist(),
+        "sql": [
+            index.over(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip(),
+            SELF_CHECKS.strip(), SAMPLER_GAPS.strip(),
+        ],
         "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ from mopd_dataplane.models.architecture import context_length, text_decoder
 from mopd_dataplane.models.hf import lm_head, load_model, weights_digest
 from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.models.router_replay import Routing
-from mopd_dataplane.models.self_check import check_text, plain_logits, require_same_logits
+from mopd_dataplane.models.self_check import SelfCheck, check_text, plain_logits, require_same_logits
 from mopd_dataplane.rollout.engines.slot_cache import SlotCache
 
 _CACHE = "past_key_values"
@@ -41,17 +41,19 @@ class Decoder:
 
     def __init__(self, folder: Path, *, rows: int, dtype: str, device: str) -> None:
         self.model = load_model(folder, dtype=dtype, device=device)
-        self.layer_types = LayerTypes(self.model.config)
-        self.layer_types.require_decodable()
-        self._reads = text_decoder(self.model)
-        taken = inspect.signature(self._reads.forward).parameters
-        self._cache_name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else _CACHE
         self._device = device
-        self._routing = Routing.of(self.model)
+        with self._own_code():
+            self.layer_types = LayerTypes(self.model.config)
+            self.layer_types.require_decodable()
+            self._reads = text_decoder(self.model)
+            taken = inspect.signature(self._reads.forward).parameters
+            self._cache_name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else _CACHE
+            self._routing = Routing.of(self.model)
         self._base = base_folder(folder) if is_adapter(folder) else None
         self.context_length = context_length(self.model.config)
         self.digest = weights_digest(folder)
-        self._take_head()
+        with self._own_code():
+            self._take_head()
         self.clear(rows)
 
     def _take_head(self) -> None:
@@ -136,12 +138,12 @@ class Decoder:
                 use_cache=True,
                 **{self._cache_name: self.cache},
             ).last_hidden_state
-        return self.logits(states[:, 0])
+            return self.logits(states[:, 0])
 
     @torch.inference_mode()
-    def check(self) -> float:
+    def check(self) -> SelfCheck:
         """Decode two texts side by side, one past every window where that is affordable, and compare with the plain
-        pass of each alone; returns the mean difference of log-probs in nat. Forgets everything that was read.
+        pass of each alone. Forgets everything that was read.
 
         Raises MismatchError above the band of the dtype (self_check.py).
         """
@@ -163,9 +165,9 @@ class Decoder:
         with self._own_code():
             plain = [plain_logits(self.model, text)[-_CHECK_STEPS:] for text in texts]
         ours = torch.stack(steps, 1).flatten(0, 1)
-        gap = require_same_logits(ours, torch.cat(plain), part="The built-in sampler", model=self.model)
+        passed = require_same_logits(ours, torch.cat(plain), part="The built-in sampler", model=self.model)
         self.clear(self.cache.rows)
-        return gap
+        return passed
 
     def _as_attention_takes_it(self, mask: Any) -> Any:
         """Masks of columns seen in the form of the model's attention: plain attention adds them to its scores."""

@@ -4,11 +4,13 @@ An engine holds up to `slots` requests. It never sees prompts, groups, the log o
 decode token ids with per-token log-probs and position-keyed noise fits behind this protocol.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
+
+if TYPE_CHECKING:
+    from mopd_dataplane.models.self_check import SelfCheck
 
 GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
@@ -96,6 +101,13 @@ class CanSleep(Protocol):
 
     def sleep(self) -> bool:
         """Leave the device until `load_policy`; every slot must be free. False where it cannot be done here."""
+
+
+@runtime_checkable
+class HasSelfCheck(Protocol):
+    """An engine that has compared its policy with the model's plain pass."""
+
+    self_check: SelfCheck
 
 
 class Engine(Protocol):

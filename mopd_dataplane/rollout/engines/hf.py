@@ -115,7 +115,7 @@ class HfEngine:
         decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
         shape = model_shape(folder)
         if shape != self._checked_shape:  # every version of a policy has the same one
-            decoder.check()
+            self.self_check = decoder.check()
             self._checked_shape = shape
         return decoder
 

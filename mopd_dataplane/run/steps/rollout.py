@@ -10,7 +10,7 @@ import numpy as np
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.engines.engine import Engine, HasSelfCheck
 from mopd_dataplane.rollout.engines.hf import MixedTeacher
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.rollout_report import RolloutReport
@@ -18,6 +18,7 @@ from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
+from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.iteration import Sampler, iteration_prompts, sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_rows import stage_samples
@@ -164,6 +165,8 @@ def roll_out(
         sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
     )
     report.dropped = dropped
+    if isinstance(engine, HasSelfCheck):
+        record_self_check(run.store, stage.name, "sampler", engine.self_check)
     if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)
     return report

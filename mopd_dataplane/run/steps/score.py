@@ -17,6 +17,7 @@ from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
@@ -198,6 +199,9 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
         write_token_stats(run.store, [_stats(stage, task.teacher, s) for s in signals if s.teacher_entropy is not None])
         new += run.store.commit_signals(task.teacher, kind, signals)
         positions += sum(len(value(signal, of_signal(kind)[0].name)) for signal in signals)
+    for member in run.job.members_of(task.teacher):
+        if passed := pool.self_check(member):
+            record_self_check(run.store, stage.name, "teacher", passed, teacher=member)
     return ScoredTask(task.teacher, new, positions)
 
 

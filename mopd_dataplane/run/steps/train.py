@@ -26,9 +26,11 @@ from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.models.devices import free_device_memory
+from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import is_hub_name
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.exactness import record_sampler_gap, record_trainers_self_check, sampling_of
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
 from mopd_dataplane.run.steps.retain import free_served
@@ -38,7 +40,7 @@ from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.node_agent import node_count, node_rank
-from mopd_dataplane.train.spec import HeadFile, TrainSpec
+from mopd_dataplane.train.spec import HeadFile, Sampling, TrainSpec
 from mopd_dataplane.train.token_stats import FoundOfSample, read_stats, stats_files
 
 POLL_S = 0.1
@@ -90,6 +92,7 @@ class Training:
                 self._warn(f"kl_warning/{stage.name}", plan.window, kl_warning([m.reverse_kl for m in done]))
             nothing = learning_rate_warning(done) or zero_gradient_warning(run, stage, plan, done)
             self._warn(f"zero_gradient/{stage.name}/{plan.window}", plan.window, nothing)
+            self._record_exactness(done)
             if not stage.train.keep:
                 self._resources.close()
                 self._trainer = None
@@ -141,6 +144,21 @@ class Training:
             self._publish_checkpoint()
             if error is None:
                 self.settle()
+
+    def _record_exactness(self, done: Sequence[StepMetrics]) -> None:
+        """Record the trainer's self-check, and how far a window's first step was from the sampler; warn above the
+        band."""
+        run, stage = self._run, self._stage
+        record_trainers_self_check(run.store, stage.name, self._folder)
+        sampling = self._sampling()
+        if sampling is not None and done:
+            warning = record_sampler_gap(run.store, done[0], sampling, dtype=run.job.student.dtype)
+            if warning:
+                run.progress.say(f"{stage.name:<16} warning  {warning}")
+
+    def _sampling(self) -> Sampling | None:
+        run, stage = self._run, self._stage
+        return sampling_of(run.job, stage, model_shape(run.policies.start(stage)))
 
     def _record_steps(self) -> None:
         if metrics := self._metrics.steps():
@@ -208,6 +226,7 @@ class Training:
             objective=run.job.objective(stage),
             heads=heads,
             teachers=teachers,
+            sampling=self._sampling(),
             total_steps=self._steps_expected(),
             seed=run.job.seed,
             dtype=run.job.student.dtype,

@@ -2,8 +2,8 @@
 
 import { isStatic, link, once } from "./api.js";
 import { chart } from "./chart.js";
-import { h, put, select } from "./dom.js";
-import { count, seconds } from "./format.js";
+import { h, put, select, table } from "./dom.js";
+import { count, percent, seconds } from "./format.js";
 import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
 
@@ -33,7 +33,7 @@ const MEASURES = { forward_kl: ["Forward KL", "nat/token"], entropy: ["Entropy",
   teacher_entropy: ["Teacher entropy", "nat/token"], top1_agreement: ["Same likeliest token", "share"], reward: ["Reward of what was trained", "mean"] };
 
 function extras(rows) {
-  const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => rows.some((r) => Number.isFinite(r.extra[k])));
+  const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => !k.startsWith("sampler_gap_") && rows.some((r) => Number.isFinite(r.extra[k])));
   const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r.extra[key] ?? null) });
   const ofTeachers = (what, title, unit) => {
     const own = keys.filter((k) => k.startsWith("teacher/") && k.endsWith(`/${what}`));
@@ -54,6 +54,21 @@ function kept(rows) {
   return [
     chart([line("gap", "mean")], { title: "Trainer against sampler, |log-prob gap|", unit: "nat/token", empty: "No statistics of tokens were kept." }),
     chart([line("student_entropy", "student"), line("teacher_entropy", "teacher")], { title: "Entropy on trained tokens", unit: "nat", empty: "No statistics of tokens were kept." }),
+  ];
+}
+
+// Sampler, teachers and trainer beside the plain pass of their models, then the trainer beside the sampler.
+function exactness(checks, gaps) {
+  const nat = (value) => (value === null ? "–" : Number(value.toPrecision(2)).toString());
+  const stage = { title: "stage", word: true, show: (r) => r.stage }, allowed = { title: "allowed", show: (r) => String(r.band) };
+  return [
+    checks.length ? table([stage, { title: "part", word: true, show: (r) => `${r.part} ${r.teacher}`.trim() }, { title: "model", word: true, show: (r) => r.model },
+      { title: "dtype", word: true, show: (r) => r.dtype }, { title: "from the plain pass, nat", show: (r) => nat(r.gap), tip: "Mean difference of log-probs from the model's own plain pass of the same text" }, allowed], checks)
+      : h("p", { class: "empty" }, "No self-check is recorded."),
+    gaps.length ? table([stage, { title: "window", show: (r) => count(r.window) }, { title: "sampler", word: true, show: (r) => `${r.engine}, ${r.sampler_dtype}` }, { title: "trainer", word: true, show: (r) => r.dtype },
+      { title: "mean, nat", show: (r) => nat(r.mean), tip: "Trainer against sampler on the policy's own samples before it is trained on them" }, { title: "99th percentile", show: (r) => nat(r.p99) },
+      { title: "outside", show: (r) => percent(r.outside) }, allowed], gaps) : null,
+    gaps.filter((r) => r.warning).map((r) => h("p", { class: "lead" }, r.warning)),
   ];
 }
 
@@ -129,6 +144,7 @@ export async function runPage(main, { params }, { store }) {
       chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s" }),
       chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step" }), extras(steps), kept(run.measured.filter((r) => r.stage === stage)))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
+    h("h2", {}, "Exactness"), exactness(run.self_checks, run.sampler_gaps),
     h("h2", {}, "Time"), timeline(run.times, run.steps),
     h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with, 4) : h("p", { class: "empty" }, "The store does not say what it was made with."),
     h("h2", {}, "Settings of the job"), Object.keys(run.job).length ? settings(run.job) : h("p", { class: "empty" }, "No job made this store."),

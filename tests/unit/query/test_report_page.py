@@ -14,6 +14,7 @@ from mopd_dataplane import Prompt, Store, create_store
 from mopd_dataplane.query.measures import Measures, from_the_start, measure, recovery
 from mopd_dataplane.query.plots import MOST_SERIES, Line, bars, histogram, line_plot
 from mopd_dataplane.query.report import write_report
+from mopd_dataplane.query.run_sections import run_sections
 from mopd_dataplane.query.sections import sections
 
 DOMAINS = ("chain_sum", "number_sorting", "spell_backward")
@@ -283,9 +284,29 @@ def test_report_is_read_at_one_snapshot(tmp_path: Path, make_store: Callable[...
     before = measure(store)
     store.add_event("late", "student", "stage_time", 9, 1000.0, {"action": "rollout"})
     assert before.snapshot.versions["events"] < store.snapshot().versions["events"]
-    assert store.sql("select sum(value) as s from events", snapshot=before.snapshot)["s"][0].as_py() == pytest.approx(
-        262.8
+    seconds = "select sum(value) as s from events where kind = 'stage_time'"
+    assert store.sql(seconds, snapshot=before.snapshot)["s"][0].as_py() == pytest.approx(262.8)
+
+
+def test_self_checks_and_the_worst_window_of_a_stage_are_shown(measures: Measures, page: str) -> None:
+    exactness = next(part for part in run_sections(measures) if part.key == "exactness")
+    checks, gaps = exactness.grids
+    assert [[cell.text for cell in row][1:] for row in checks.rows] == [
+        ["sampler", "Qwen3ForCausalLM (qwen3)", "float32", "1.5e-07", "0.001"],
+        ["teacher chain_sum-expert", "Qwen3ForCausalLM (qwen3)", "float32", "2e-07", "0.001"],
+        ["trainer", "Qwen3ForCausalLM (qwen3)", "float32", "1e-07", "0.001"],
+    ]
+    worst = ["student", "hf, float32", "float32", "0", "0.012", "75.0 %", "0.004", "0.001"]
+    assert [[cell.text for cell in row] for row in gaps.rows] == [worst]
+    assert "3 self-checks passed. 1 of 2 windows began" in exactness.text
+    assert "log-probs differ from the sampler&#39;s" in page
+
+
+def test_a_store_without_self_checks_says_so(tmp_path: Path) -> None:
+    exactness = next(
+        part for part in run_sections(measure(create_store(str(tmp_path / "s")))) if part.key == "exactness"
     )
+    assert exactness.empty == "No self-check is recorded."
 
 
 def test_plots_are_svg_with_words_and_theme_colours() -> None:

@@ -29,7 +29,7 @@ MECHANISMS = (
     "lfm2", "falcon-h1",
 )  # fmt: skip
 """One model of each mechanism; the others are in the slow tier."""
-REFUSED = {"minimax": "cache of its own", "bloom": "cannot be decoded", "nemotron-h": "by itself"}
+REFUSED = {"minimax": "cache of its own", "bloom": "cannot be decoded"}
 REST = tuple(name for name in FAMILIES if name not in MECHANISMS and name not in REFUSED)
 
 

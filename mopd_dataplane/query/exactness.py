@@ -1,0 +1,75 @@
+"""How exact the models of a run were: statements, which the viewer runs too, and sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.query.text import count
+
+if TYPE_CHECKING:
+    from mopd_dataplane.query.measures import Rows
+    from mopd_dataplane.records import Snapshot
+    from mopd_dataplane.store.dataset import Store
+
+SELF_CHECKS = """
+    select stage, detail->>'$.part' as part, detail->>'$.teacher' as teacher, detail->>'$.model' as model,
+           detail->>'$.dtype' as dtype, value as gap, (detail->>'$.band')::double as band
+    from events where kind = 'self_check' order by created_at, stage, part, teacher"""
+"""Mean difference of sampler, teachers and trainer from the model's plain pass, in nat."""
+SAMPLER_GAPS = """
+    select stage, iteration as "window", (detail->>'$.policy_version')::int as policy_version,
+           detail->>'$.engine' as engine, detail->>'$.sampler_dtype' as sampler_dtype, detail->>'$.dtype' as dtype,
+           value as mean, (detail->>'$.p99')::double as p99, (detail->>'$.outside')::double as outside,
+           (detail->>'$.band')::double as band, detail->>'$.warning' as warning
+    from events where kind = 'sampler_gap' order by stage, "window" """
+"""Trainer against sampler on the policy's own samples, at the first step of each window, in nat."""
+
+
+def nat(gap: float | None) -> str:
+    """A difference in nat with two digits; a dash where the model's own logits were not finite.
+
+    >>> nat(1.0449e-07), nat(None)
+    ('1e-07', '–')
+    """
+    return "–" if gap is None else f"{gap:.2g}"
+
+
+def part_name(row: dict[str, Any]) -> str:
+    """Name of what a row of SELF_CHECKS is of: `sampler`, `trainer` or `teacher NAME`."""
+    return f"{row['part']} {row['teacher']}".strip()
+
+
+def exactness_facts(store: Store, snapshot: Snapshot | None = None) -> dict[str, str]:
+    """The figures of a store in words, by stage and part: for a terminal."""
+    facts = {
+        f"{row['stage']}.{part_name(row)}": f"{nat(row['gap'])} nat from the plain pass of {row['model']} in "
+        f"{row['dtype']}, {row['band']:g} is allowed"
+        for row in store.sql(SELF_CHECKS, snapshot=snapshot).to_pylist()
+    }
+    gaps = store.sql(SAMPLER_GAPS, snapshot=snapshot).to_pylist()
+    for row in worst_gaps(gaps):
+        facts[f"{row['stage']}.trainer against sampler"] = (
+            f"{nat(row['mean'])} nat, {nat(row['p99'])} at the 99th percentile, {row['band']:g} is allowed"
+        )
+    return facts
+
+
+def worst_gaps(gaps: Rows) -> Rows:
+    """Choose for each stage the window with the largest mean difference from the sampler."""
+    worst: dict[str, dict[str, Any]] = {}
+    for row in gaps:
+        if row["stage"] not in worst or row["mean"] > worst[row["stage"]]["mean"]:
+            worst[row["stage"]] = row
+    return list(worst.values())
+
+
+def verdict(checks: Rows, gaps: Rows) -> str:
+    """One sentence on the whole, and every warning."""
+    if not checks and not gaps:
+        return ""
+    warnings = [row["warning"] for row in gaps if row["warning"]]
+    parts = [f"{count(len(checks))} self-checks passed."] if checks else []
+    if gaps:
+        inside = f"{count(len(gaps) - len(warnings))} of {count(len(gaps))} windows"
+        parts.append(f"{inside} began with the sampler's log-probs, within the band.")
+    return " ".join([*parts, *(f"{text}." for text in warnings)])

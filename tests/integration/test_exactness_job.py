@@ -1,0 +1,99 @@
+"""Whole jobs whose sampler is right, or not: what the store, the report and a rehearsal say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mopd_dataplane import open_store
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.query.measures import measure
+from mopd_dataplane.rollout.engines.decoder import Decoder
+from mopd_dataplane.run.pipeline import run_job
+
+
+def one_stage(write_job: Callable[..., Path], folder: Path, dtype: str = "float32") -> Job:
+    """The tiny job with its last stage alone, started from the random student, whose teachers are that student."""
+    text = write_job(folder).read_text()
+    head, *stages = text.split("[[stages]]")
+    student = stages[-1].replace('"base"', '"init"')
+    teachers = head.replace('"stage:sums"', '"student"').replace('"stage:words"', '"student"')
+    file = folder / "job.toml"
+    file.write_text(teachers.replace("[student]", f'[student]\ndtype = "{dtype}"') + "[[stages]]" + student)
+    return load_job(file)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_healthy_job_records_every_part_and_warns_of_nothing(
+    dtype: str, tmp_path: Path, write_job: Callable[..., Path]
+) -> None:
+    job = one_stage(write_job, tmp_path, dtype)
+    run_job(job, console=Console(quiet=True))
+    found = measure(open_store(job.store))
+    parts = {(row["part"], row["teacher"], row["stage"]) for row in found.self_checks}
+    teachers = {("teacher", name, "student") for name in ("sums", "words")}
+    assert parts == {("sampler", "", "student"), ("trainer", "", "student")} | teachers
+    assert all(0 <= row["gap"] <= row["band"] for row in found.self_checks)
+    assert [(row["window"], row["policy_version"], row["warning"]) for row in found.sampler_gaps] == [
+        (0, 0, ""), (1, 1, ""),
+    ]  # fmt: skip
+    assert all(0 < row["mean"] <= row["p99"] for row in found.sampler_gaps)
+    assert all(row["mean"] <= row["band"] for row in found.sampler_gaps)
+
+
+def test_a_sampler_with_shifted_positions_stops_the_stage_before_its_first_step(
+    tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = one_stage(write_job, tmp_path)
+    check, forward = Decoder.check, Decoder.forward
+
+    def check_then_shift(self: Decoder) -> object:
+        passed = check(self)
+        self.forward = lambda last, columns: 1.5 * forward(self, last, columns + 1)
+        return passed
+
+    monkeypatch.setattr(Decoder, "check", check_then_shift)
+    with pytest.raises(MopdError, match="the trainer stopped with the error above"):
+        run_job(job, console=Console(quiet=True))
+    text = capfd.readouterr().err
+    assert "Window 0 was not trained" in text
+    assert "a shifted position" in text
+    store = open_store(job.store)
+    assert store.table("steps", ["step"]).num_rows == 0
+    assert not (tmp_path / "store" / "policies" / "student").exists()
+
+
+def test_a_slightly_wrong_sampler_is_warned_of_and_shown(
+    tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = one_stage(write_job, tmp_path)
+    check = Decoder.check
+
+    def check_then_scale(self: Decoder) -> object:
+        passed = check(self)
+        self._logit_scale *= 1.02
+        return passed
+
+    monkeypatch.setattr(Decoder, "check", check_then_scale)
+    with Console(file=(tmp_path / "progress.txt").open("w"), width=400) as console:
+        run_job(job, console=console)
+    shown = (tmp_path / "progress.txt").read_text()
+    assert "warning  stage 'student', policy version 0: the trainer's log-probs" in shown
+    first = measure(open_store(job.store)).sampler_gaps[0]
+    assert first["band"] < first["mean"] < 10 * first["band"]
+    assert first["warning"] in (tmp_path / "store" / "report.html").read_text().replace("&#39;", "'")
+
+
+def test_a_rehearsal_prints_the_self_checks(
+    tmp_path: Path, write_job: Callable[..., Path], mopd: Callable[..., object]
+) -> None:
+    one_stage(write_job, tmp_path)
+    printed = json.loads(mopd("run", tmp_path / "job.toml", "--rehearse", "--json").stdout)["exactness"]
+    names = {"sampler", "trainer", "teacher sums", "teacher words", "trainer against sampler"}
+    assert set(printed) == {f"student.{name}" for name in names}
+    assert "is allowed" in printed["student.sampler"]
