@@ -142,7 +142,7 @@ def _store(
         if isinstance(outcome, Outcome):
             rewards.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
         else:
-            detail = {"uid": uid, "rows": [row], "prompt_id": prompt_id, "reason": outcome.reason, **verifier}
+            detail = {"uid": uid, "prompt_id": prompt_id, "reason": outcome.reason, **verifier}
             events.append({
                 "event_id": f"{UNSCORABLE}/{function.name}/{uid}", "stage": stage.name, "kind": UNSCORABLE,
                 "iteration": -1 if iteration is None else iteration, "value": None, "detail": detail,
