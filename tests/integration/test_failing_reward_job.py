@@ -208,11 +208,27 @@ def test_a_stage_with_too_many_unscorable_answers_stops_with_examples(folder: Pa
     refused = run(folder, "run", str(job))
     assert refused.returncode == 2
     assert "16 of 16 answers of domain 'sums' cannot be scored by 'no_judge:judge'" in refused.stderr
-    assert refused.stderr.count("(the function returned None)") == 3
+    assert " ".join(refused.stderr.split()).count("(the function returned None)") == 3
     assert "mopd reward JOB --stage student --missing" in refused.stderr
     again = run(folder, "run", str(job))
     assert again.returncode == 2
-    assert again.stderr.count("(the function returned None)") == 3
+    assert " ".join(again.stderr.split()).count("(the function returned None)") == 3
     (folder / "no_judge.py").write_text("def judge(prompt, response):\n    return len(response) % 2 == 0\n")
     assert run(folder, "reward", str(job), "--stage", "student", "--missing").returncode == 0
     assert run(folder, "run", str(job)).returncode == 0
+
+
+def test_an_evaluation_that_cannot_be_scored_stops_and_stores_nothing(folder: Path) -> None:
+    job = folder / "job.toml"
+    job.write_text(job.read_text().replace("train = 8", "train = 8\neval = 6").replace(
+        "failing_judge:judge", "no_judge:judge"
+    ).replace("max_unscorable = 0.9", "").replace("reward_timeout_s = 1.0", ""))  # fmt: skip
+    with (folder / "sums.jsonl").open("a") as lines:
+        lines.writelines(json.dumps({"question": f"{n}+{n}?", "answer": str(2 * n)}) + "\n" for n in range(8, 14))
+    (folder / "no_judge.py").write_text("def judge(prompt, response):\n    return None\n")
+    refused = run(folder, "run", str(job))
+    assert refused.returncode == 2, refused.stderr
+    said = " ".join(refused.stderr.split())
+    assert "evaluation of 'init': 6 of 6 answers of domain 'sums' cannot be scored by 'no_judge:judge'" in said
+    assert "max_unscorable = 0.2 allows" in said
+    assert open_store(str(folder / "store")).table("evals").num_rows == 0

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -57,12 +57,12 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: boo
                 failed += len(new)
                 _store(run, stage, verifiers, outcomes, identity, iteration)
                 advance(len(values) + failed)
-                _check_share(run, stage, answers, unscorable, identity)  # a judge that is down costs no more waiting
+                _check_stage(run, stage, answers, unscorable, identity)  # a judge that is down costs no more waiting
             report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}" if values else "none"}
             if failed:
                 report.facts["unscorable"] = f"{failed:,}"
         run.record_time(stage, iteration, "reward", report.seconds)
-    _check_share(run, stage, answers, unscorable, identity)
+    _check_stage(run, stage, answers, unscorable, identity)
     mean = float(np.mean(values)) if values else float("nan")
     return {"rewards": float(len(values)), "unscorable": float(failed), "mean": mean}
 
@@ -163,24 +163,33 @@ def _recorded_reasons(run: Run, stage: Stage) -> dict[str, str]:
     return {detail["uid"]: detail["reason"] for detail in details}
 
 
-def _check_share(
+def _check_stage(
     run: Run, stage: Stage, answers: Mapping[str, int], unscorable: Mapping[int, str], identity: _Identity
 ) -> None:
-    """Raise InputError for a domain of which too many answers cannot be scored.
+    """Raise InputError for a domain of which too many sampled answers cannot be scored. unscorable: reason by row."""
+    named = [(identity[row][2], identity[row][0][:10], reason) for row, reason in unscorable.items()]
+    next_step = (
+        "look at them with mopd show STORE UID, mend the reward, and score them again with: mopd reward JOB --stage "
+        f"{stage.name} --missing"
+    )
+    check_share(run, f"stage {stage.name!r}", answers, named, next_step)
 
-    answers: of each domain. unscorable: the reason by row.
+
+def check_share(
+    run: Run, where: str, answers: Mapping[str, int], unscorable: Sequence[tuple[str, str, str]], next_step: str
+) -> None:
+    """Raise InputError for a domain of which more answers cannot be scored than its `max_unscorable` allows.
+
+    answers: count by domain. unscorable: domain, name and reason of each such answer.
     """
-    for domain, count in Counter(identity[row][2] for row in unscorable).items():
+    for domain, count in Counter(domain for domain, _, _ in unscorable).items():
         limit = run.job.domains[domain].max_unscorable
         if count >= FEW and count > limit * answers[domain]:
-            named = [
-                f"{identity[row][0][:10]} ({why})" for row, why in unscorable.items() if identity[row][2] == domain
-            ]
+            examples = [f"{name} ({reason})" for other, name, reason in unscorable if other == domain][:EXAMPLES]
             raise InputError(
-                f"stage {stage.name!r}: {count} of {answers[domain]} answers of domain {domain!r} cannot be scored by "
+                f"{where}: {count} of {answers[domain]} answers of domain {domain!r} cannot be scored by "
                 f"{run.job.domains[domain].reward!r}, more than domains.{domain}.max_unscorable = {limit:g} allows: "
-                f"{', '.join(named[:EXAMPLES])}; look at them with mopd show STORE UID, mend the reward, and score "
-                f"them again with: mopd reward JOB --stage {stage.name} --missing"
+                f"{', '.join(examples)}; {next_step}"
             )
 
 
