@@ -12,11 +12,20 @@ Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.environments` (rollout/
 """
 
 import importlib
+import os
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.errors import UnknownNameError, nearest
+
+_NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__file__, "<frozen ")
+"""Where files of this package and of the import system begin."""
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Where files of Python and of installed packages begin."""
 
 
 def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
@@ -37,8 +46,27 @@ def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
         raise UnknownNameError(
             f"{what}: cannot import {module_name!r}: {error}; install it, or put its folder on PYTHONPATH"
         ) from None
+    except Exception as error:  # the module is the user's, and raises whatever it likes
+        raise UnknownNameError(
+            f"{what}: importing {module_name!r} raised {type(error).__name__}: {error!s:.200} ({raised_at(error)}); "
+            "mend the module, then run the same command again"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         public = [known for known in vars(module) if not known.startswith("_")]
         raise UnknownNameError(f"{what}: {module_name!r} has no {attribute!r}: {nearest(attribute, public)}")
     return found
+
+
+def raised_at(error: BaseException) -> str:
+    """FILE:LINE of the user's code that an error came from: its innermost line outside Python and installed packages.
+
+    For an installed plug-in, its outermost line.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    frame = own[-1] if own else (foreign or frames)[0]
+    return f"{frame.filename}:{frame.lineno}"

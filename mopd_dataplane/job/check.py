@@ -199,10 +199,11 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
 def _check_effect(job: Job, stage: Stage, at: str) -> None:
     """Raise JobFileError for a stage whose loss has no gradient, whatever its samples are."""
     objective, gradient = job.objective(stage), job.objective(stage).policy_gradient
-    if not any(term.has_effect for term in objective.active):
+    if not objective.has_effect:
         raise JobFileError(
-            f"{at}: no term of objective {stage.objective!r} has a weight other than 0, so nothing would be learned; "
-            "give a term a weight, or policy_gradient a teacher_coef, reward_coef or kl_coef"
+            f"{at}: the weights of objective {stage.objective!r} are 0 or cancel ({objective.weights_text}), so "
+            "nothing would be learned; give a term another weight, or policy_gradient a teacher_coef, reward_coef or "
+            "kl_coef other than 0"
         )
     teachers = job.teachers_of(stage)
     weights = [objective.teacher_weights.get(teacher, 1.0) for teacher in teachers]

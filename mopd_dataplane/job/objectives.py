@@ -284,15 +284,37 @@ class Objective(Section):
         return self
 
     @property
+    def by_name(self) -> dict[str, Term]:
+        """Its terms, in the order in which they are summed, by the names that the job file gives them."""
+        names = ("policy_gradient", "divergence", "cross_entropy", "entropy")
+        built_in = {name: getattr(self, name) for name in names}
+        plugins = {name: plugin_term(name, settings) for name, settings in self.terms.items()}
+        return {**{name: term for name, term in built_in.items() if term is not None}, **plugins}
+
+    @property
     def active(self) -> tuple[Term, ...]:
         """Its terms, in the order in which they are summed."""
-        built_in = (self.policy_gradient, self.divergence, self.cross_entropy, self.entropy)
-        return (*(term for term in built_in if term is not None), *self.plugins)
+        return tuple(self.by_name.values())
 
     @property
     def plugins(self) -> tuple[Term, ...]:
         """Its terms of other packages."""
         return tuple(plugin_term(name, settings) for name, settings in self.terms.items())
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether its weights leave a gradient: not where all are 0, or equal terms have weights that cancel."""
+        sums: dict[str, float] = {}
+        for term in self.active:
+            key = f"{type(term).__module__}.{type(term).__qualname__} {term.model_dump_json(exclude={'weight'})}"
+            sums[key] = sums.get(key, 0.0) + (term.weight if term.has_effect else 0.0)
+        return any(sums.values())
+
+    @property
+    def weights_text(self) -> str:
+        """Weight of each term, for a message."""
+        shown = ((name, term.weight, term.weight and not term.has_effect) for name, term in self.by_name.items())
+        return ", ".join(f"{name} {weight:g}{' of coefficients 0' * bool(idle)}" for name, weight, idle in shown)
 
     @property
     def signals(self) -> tuple[str, ...]:

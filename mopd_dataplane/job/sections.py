@@ -111,7 +111,7 @@ class Domain(Section):
     in a process of its own. 0: as long as it likes."""
     max_unscorable: float = Field(default=0.2, ge=0, le=1)
     """Share of a stage's answers in this domain that may have no reward because they cannot be scored; a stage with a
-    larger share stops. Not applied before there are 5 of them."""
+    larger share stops, and so does an evaluation. Not applied before there are 5 of them."""
     right: Literal["reward", "reference"] = "reward"
     """Which answers count as entirely right: those the reward calls so, or of those only the reference answer itself,
     where a verifier also pays near misses in full."""

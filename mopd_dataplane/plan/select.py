@@ -9,6 +9,12 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.shuffle import Ints, Mask
 
+_NEXT_STEPS = {
+    "no_loss_tokens": "no_loss_tokens: their loss_mask is 0 everywhere; look at one with mopd show",
+    "unscorable": "unscorable: mend the reward, then score them again with mopd reward JOB --missing",
+}
+"""What to do about samples that are left out for a reason."""
+
 
 def select(
     columns: Columns, settings: sections.Plan, *, group_size: int = 1, policy_version: int | None = None
@@ -26,7 +32,8 @@ def select(
         dropped |= leave_out({"broken_group": ~whole_groups(columns, keep, group_size)}, columns, keep)
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
-        raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}")
+        steps = "".join(f"; {step}" for reason, step in _NEXT_STEPS.items() if reason in dropped)
+        raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}{steps}")
     return columns.take(keep) if dropped else columns, dropped
 
 

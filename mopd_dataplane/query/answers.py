@@ -19,10 +19,13 @@ Policy = tuple[str, int]
 SPLITS = ("eval", "tune")
 """Splits that figures may be of: the first one that has answers is used."""
 
+# An answer that could not be scored is left out, so that its domain keeps its accuracy over the others.
 _QUERY = """
     select policy, policy_version, domain, prompt_id, correct, reward, coalesce(split, 'eval') as split
     from evals left join (select prompt_id, split from prompts) using (prompt_id)
     where finish_reason <> 'benchmark'
+    qualify correct is not null or not coalesce(isnan(reward), true)
+        or count(reward) over (partition by policy, policy_version, domain) = 0
     order by min(created_at) over (partition by policy), policy, policy_version, domain, prompt_id"""
 
 

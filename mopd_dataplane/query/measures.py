@@ -75,6 +75,20 @@ class Measures:
     rewards: Rows = _answer("""
         select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples
         from samples join rewards using (uid) group by stage, domain, iteration order by stage, domain, iteration""")
+    unscorable: Rows = _answer("""
+        with failed as (
+            select json_extract_string(detail, '$.uid') as uid, any_value(json_extract_string(detail, '$.reason'))
+                   as reason
+            from events where kind = 'unscorable' group by 1)
+        select stage, domain, reason, count(*) as samples from samples join failed using (uid)
+        where uid not in (select uid from rewards where verifier <> 'discriminator')
+        group by stage, domain, reason order by stage, domain, reason""")
+    """Sampled answers without a reward because none could be given."""
+    unscorable_evals: Rows = _answer("""
+        select policy, policy_version, domain, count(*) as answers from evals
+        where coalesce(isnan(reward), true) and correct is null and finish_reason <> 'benchmark'
+        group by policy, policy_version, domain order by policy, policy_version, domain""")
+    """Held-out answers without a reward because none could be given."""
     steps: Rows = _answer(step_curves(CURVE_POINTS))
     curves: Rows = _answer(rollout_curves(f"({SAMPLED})"))
     """Means of rollouts by (stage, domain, iteration), half widths of their 95 % intervals as `<name>_ci`."""

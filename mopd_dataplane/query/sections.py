@@ -142,7 +142,7 @@ def accuracy(measures: Measures) -> Section:
     grids = [
         Grid(head=head, rows=[*shares, *means], caption=bold),
         *_recovered(recovered),
-        Grid(head=head, rows=_matrix(domains, policies, paid), caption=MEAN_REWARD),
+        Grid(head=head, rows=_matrix(domains, policies, paid), caption=MEAN_REWARD + _left_out(measures, policies)),
     ]
     asked = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
     text = f"Share of {asked} that is answered entirely right, with its 95 % interval; newest version of every policy."
@@ -184,6 +184,16 @@ def _reading(recovered: Rows) -> str:
             missing.setdefault((row["policy"], row["warning"]), []).append(row["domain"])
     parts += [f"{policy}, {', '.join(domains)}: – because {why}." for (policy, why), domains in missing.items()]
     return " ".join(parts)
+
+
+def _left_out(measures: Measures, policies: dict[str, int]) -> str:
+    """Sentence on the answers of these versions of policies that could not be scored; empty where all could."""
+    counts: dict[str, int] = {}
+    for row in measures.unscorable_evals:
+        if policies.get(row["policy"]) == row["policy_version"]:
+            counts[row["policy"]] = counts.get(row["policy"], 0) + row["answers"]
+    shown = ", ".join(f"{count(answers)} of {policy}" for policy, answers in counts.items())
+    return f" Left out, because they could not be scored: {shown}." if shown else ""
 
 
 def comparison_grid(comparison: Comparison) -> Grid:
@@ -303,7 +313,19 @@ def samples(measures: Measures) -> Section:
         for row in measures.finish
     ]
     grid = Grid(head=["stage", "finished by", "samples", "interrupted"], rows=body, words=2)
-    return Section(plots=[("Length of sampled responses.", plot)], grids=[grid])
+    return Section(plots=[("Length of sampled responses.", plot)], grids=[grid, *_unscorable(measures.unscorable)])
+
+
+def _unscorable(rows: Rows) -> list[Grid]:
+    """Answers that could not be scored, by domain and reason."""
+    if not rows:
+        return []
+    body = [_plain(row["stage"], row["domain"], row["reason"], count(row["samples"])) for row in rows]
+    head = ["stage", "domain", "could not be scored because", "samples"]
+    caption = (
+        "Answers without a reward, left out of their groups. mopd reward JOB --stage NAME --missing scores them again."
+    )
+    return [Grid(head=head, rows=body, words=3, caption=caption)]
 
 
 def staleness(measures: Measures) -> Section:

@@ -35,6 +35,7 @@ from mopd_dataplane.run.steps.plan import (
     recorded_windows,
     trainable_plan,
     training_of,
+    warn_of_masked_domains,
     window_tag,
 )
 from mopd_dataplane.run.steps.reward import reward
@@ -115,17 +116,17 @@ def rollout_follow(run: Run, stage: Stage) -> int:
 def score_follow(run: Run, stage: Stage) -> dict[str, float]:
     """Score and verify samples as they become visible, until the rollouts have ended."""
     register_teachers(run, stage)
-    counts = {"signals": 0.0, "rewards": 0.0}
+    counts = {"signals": 0.0, "rewards": 0.0, "unscorable": 0.0}
     stall = StallTimeout(f"mopd rollout JOB --stage {stage.name} --follow")
     while True:
         last_round = _has_ended(run, stage, "rollout")
-        signals = score(run, stage)["signals"]
-        rewards = reward(run, stage)["rewards"]
-        counts = {"signals": counts["signals"] + signals, "rewards": counts["rewards"] + rewards}
+        new = {"signals": score(run, stage)["signals"]}
+        new |= {name: value for name, value in reward(run, stage).items() if name in counts}
+        counts = {name: counts[name] + count for name, count in new.items()}
         if last_round:
             _record_end(run, stage, "score")
             return counts
-        if signals or rewards:
+        if any(new.values()):
             stall.renew()
         else:
             stall.pause()
@@ -187,6 +188,8 @@ def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
     if decision.window is None:
         return decision.wait
     run.store.add_plan(decision.window)
+    if not len(decision.window.sample_rows):
+        warn_of_masked_domains(run, stage, planner_columns(run, stage, None, decision.window.snapshot))
     return decision.window
 
 

@@ -64,10 +64,18 @@ UNREADABLE = "unreadable"
 
 
 def event_rows(store: Store, stage: Stage, kind: str, snapshot: Snapshot | None = None) -> Rows:
-    """Rows named by a stage's events of one kind."""
+    """Rows named by a stage's events of one kind, by their ids or by the uid of a sample.
+
+    A uid holds in a copy of the store too, where rows have other ids.
+    """
     rule = f"kind = '{kind}' AND stage = '{stage.name}'"
     events = store.table("events", ["detail"], filter=rule, snapshot=snapshot)
-    rows = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
+    details = [json.loads(detail) for detail in events["detail"].to_pylist()]
+    rows = [detail.get("rows", []) for detail in details if "uid" not in detail]
+    if uids := [detail["uid"] for detail in details if "uid" in detail]:
+        every, samples = stage_samples(store, stage, None, ["uid"], snapshot)
+        named = pc.is_in(samples["uid"], value_set=pa.array(uids, pa.string()))
+        rows.append(every[named.to_numpy()])
     return np.unique(np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64))
 
 

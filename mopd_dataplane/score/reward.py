@@ -22,7 +22,6 @@ import json
 import logging
 import math
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.base.plugins import find_plugin, raised_at
 from mopd_dataplane.errors import InputError, MopdError, PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
 
@@ -82,10 +81,9 @@ class Reward:
             said = self.score(prompt, response)
         except MopdError:
             raise
-        except Exception as error:  # the function is the user's, and raises whatever it likes
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+        except (Exception, SystemExit) as error:  # the function is the user's, and raises whatever it likes
             raise RewardError(
-                f"reward {self.name!r} raised {type(error).__name__}: {error!s:.200} ({frame.filename}:{frame.lineno}) "
+                f"reward {self.name!r} raised {type(error).__name__}: {error!s:.200} ({raised_at(error)}) "
                 f"at prompt {prompt.prompt_id!r}, answer {str(response)[:80]!r}; mend it, or let it return None for an "
                 "answer that cannot be scored, then run the same command again: what is rewarded stays"
             ) from error

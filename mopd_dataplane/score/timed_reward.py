@@ -4,9 +4,11 @@ The process is started on the first answer and again after each that was given u
 ({"prompt": fields, "response": text or turns}) and answers with one; it ends with its parent.
 """
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -38,10 +40,10 @@ class TimedReward:
         Raises RewardError for a function that raises or ends its process.
         """
         process = self._started()
-        asked = json.dumps({"prompt": asdict(prompt), "response": response}, default=str)
+        request = json.dumps({"prompt": asdict(prompt), "response": response}, default=str)
         assert process.stdin is not None
         try:
-            process.stdin.write(asked.encode() + b"\n")
+            process.stdin.write(request.encode() + b"\n")
             process.stdin.flush()
             reply = self._reply(process, self.timeout_s)
         except BrokenPipeError:
@@ -62,10 +64,15 @@ class TimedReward:
         return Unscorable(said["reason"]) if "reason" in said else Outcome(said["reward"], said["correct"])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and every process that the function started in its session."""
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate(timeout=KILLED_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(KILLED_S)
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(BrokenPipeError):  # a request that was not read
+                    assert pipe is not None
+                    pipe.close()
         self._process, self._unread = None, b""
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -99,12 +106,14 @@ class TimedReward:
 
 
 def _serve(name: str) -> None:
-    """Answer requests on stdin until it closes. What the function prints goes to stderr."""
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    """Answer requests on stdin until it closes. What the function prints goes to stderr; it reads an empty stdin."""
+    requests, replies = os.fdopen(os.dup(sys.stdin.fileno())), os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     reward = resolve_reward(name)
     print(json.dumps(_READY), file=replies, flush=True)
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         print(json.dumps(_answer(reward, Prompt(**request["prompt"]), request["response"])), file=replies, flush=True)
 

@@ -166,9 +166,9 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         (
             "policy_gradient = {}",
             "policy_gradient = { teacher_coef = 0.0 }",
-            ["no term of objective 'sampled' has a weight other than 0"],
+            ["'sampled' are 0 or cancel (policy_gradient 1 of coefficients 0)", "a teacher_coef"],
         ),
-        ("policy_gradient = {}", "divergence = { weight = 0 }", ["no term of objective 'sampled' has a weight"]),
+        ("policy_gradient = {}", "divergence = { weight = 0 }", ["'sampled' are 0 or cancel (divergence 0)"]),
         (
             "policy_gradient = {}",
             "policy_gradient = {}\nteacher_weights = { summer = [[0, 0], [9, 0]] }",

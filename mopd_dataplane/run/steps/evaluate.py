@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,17 +21,20 @@ from mopd_dataplane.rollout.engines.engine import FINISH_REASON, LENGTH, STOP, E
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import UnloggedTurns, environments_of
-from mopd_dataplane.run.steps.reward import Verifiers
+from mopd_dataplane.run.steps.reward import Verifiers, check_share
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.score.readers import HfReader, TeacherForward
-from mopd_dataplane.score.reward import Outcome
+from mopd_dataplane.score.reward import Outcome, Unscorable
 
 if TYPE_CHECKING:
     import torch
 
 
 def evaluate(run: Run, stage: Stage, version: int) -> None:
-    """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once."""
+    """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once.
+
+    Raises InputError, with nothing stored, when more answers cannot be scored than a domain's `max_unscorable` allows.
+    """
     prompts = run.store.prompts(split=run.job.eval.split, domains=list(run.job.domains))
     label = stage.name if version else stage.start  # version 0 belongs to where the stage starts
     stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
@@ -47,6 +50,14 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
             outcomes = [
                 verifiers.verify(prompt, found.ids, found.mask) for prompt, found in zip(todo, answers, strict=True)
             ]
+        unscorable = [
+            (prompt.domain, prompt.prompt_id, outcome.reason)
+            for prompt, outcome in zip(todo, outcomes, strict=True)
+            if isinstance(outcome, Unscorable)
+        ]
+        answered = Counter(prompt.domain for prompt in todo)
+        next_step = "mend the reward, then run the same command again: nothing of this evaluation is stored"
+        check_share(run, f"evaluation of {label!r}", answered, unscorable, next_step)
         rows = [
             {
                 "policy": label,
@@ -67,8 +78,8 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
         report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
         rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Outcome)]
         report.facts["reward"] = f"{np.mean(rewards):.3f}" if rewards else "none"
-        if len(rewards) < len(outcomes):
-            report.facts["unscorable"] = f"{len(outcomes) - len(rewards):,}"
+        if unscorable:
+            report.facts["unscorable"] = f"{len(unscorable):,}"
         if distances:
             report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
     name = f"time/{label}/{version}/evaluate"

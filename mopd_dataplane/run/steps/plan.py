@@ -134,11 +134,7 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
             "density": f"{stats['density']:.3f}",
         }
     run.record_time(stage, window, "plan", report.seconds)
-    for domain in masked_domains(columns, plan):
-        run.progress.say(
-            f"{stage.name:<16} warning  no sample of domain {domain!r} has a token that is trained on (loss_mask is 0 "
-            "everywhere), so the stage learns nothing of it; look at one with mopd show"
-        )
+    warn_of_masked_domains(run, stage, columns)
     for reason, count in stats.items():
         if reason.startswith("dropped_"):
             name = f"drop/{stage.name}/{window}/{reason}"
@@ -146,12 +142,22 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
     return plan
 
 
-def masked_domains(columns: Columns, plan: PlanWindow) -> list[str]:
-    """Domains of which no sample is planned, because none has a trained token."""
-    planned = np.isin(columns.sample_rows, plan.sample_rows)
-    names = enumerate(columns.domain_names)
-    inside = ((name, columns.domains == code) for code, name in names)
-    return [name for name, mine in inside if mine.any() and not (planned | (columns.loss_tokens > 0))[mine].any()]
+def warn_of_masked_domains(run: Run, stage: Stage, columns: Columns) -> None:
+    """Show and record a warning for each domain from which nothing can be learned."""
+    for domain in masked_domains(columns):
+        warning = (
+            f"no sample of domain {domain!r} has a token that is trained on (loss_mask is 0 everywhere), so the stage "
+            "learns nothing of it; look at one with mopd show"
+        )
+        run.progress.say(f"{stage.name:<16} warning  {warning}")
+        name = f"masked/{stage.name}/{domain}"
+        run.store.add_event(name, stage.name, "warning", -1, None, {"warning": warning})
+
+
+def masked_domains(columns: Columns) -> list[str]:
+    """Domains of which no sample has a trained token."""
+    by_domain = ((name, columns.domains == code) for code, name in enumerate(columns.domain_names))
+    return [name for name, mine in by_domain if mine.any() and not (columns.loss_tokens[mine] > 0).any()]
 
 
 def training_of(run: Run, stage: Stage, window: int) -> Training:

@@ -1,5 +1,6 @@
 """Rewards of stored samples, by verifiers. Only missing ones are computed; nothing here needs torch."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from mopd_dataplane.rollout.tools.replies import turn_texts, whose_turns
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.environments import reply_form_of
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.stage_rows import UNSCORABLE, Rows, chunks, event_rows, stage_samples
+from mopd_dataplane.run.stage_rows import UNSCORABLE, Rows, chunks, stage_samples
 from mopd_dataplane.score.reward import Outcome, Reward, Unscorable, is_reference, resolve_reward
 from mopd_dataplane.score.timed_reward import TimedReward
 
@@ -23,8 +24,8 @@ COMMIT_S = 10.0
 """Work on rewards that a kill can lose, in seconds."""
 FEW = 5
 """Unscorable answers of a domain below which their share is not judged."""
-EXAMPLES = 60
-"""Characters of uids that a message shows."""
+EXAMPLES = 3
+"""Unscorable answers that a message names."""
 
 
 def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: bool = False) -> dict[str, float]:
@@ -32,34 +33,38 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: boo
 
     missing: also the answers that could not be scored before. Returns {"rewards": count, "unscorable": answers that
     could not be scored, "mean": value}. What is rewarded stays when a reward function raises.
-    Raises RewardError for a function that raises, InputError when more answers of a domain cannot be scored than its
-    `max_unscorable` allows.
+    Raises RewardError for a function that raises, and InputError as soon as more answers of a domain cannot be scored
+    than its `max_unscorable` allows.
     """
     every, samples = stage_samples(run.store, stage, iteration, ["uid", "prompt_id", "domain"])
     rewarded = np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())
-    given_up = np.isin(every, event_rows(run.store, stage, UNSCORABLE)) & ~rewarded
-    rows = every[~rewarded if missing else ~rewarded & ~given_up]
     identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
+    reasons = {} if missing else _recorded_reasons(run, stage)
+    unscorable = {row: reasons[identity[row][0]] for row in every[~rewarded].tolist() if identity[row][0] in reasons}
+    rows = every[~rewarded & ~np.isin(every, [*unscorable])]
+    answers = Counter(samples["domain"].to_pylist())
     values: list[float] = []
-    failed: dict[int, Unscorable] = {}
+    failed = 0
     if len(rows):
         with (
             Verifiers(run) as verifiers,
             run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report),
         ):
             for outcomes in _outcomes(run, verifiers, rows, identity):
-                failed |= {row: outcome for row, outcome in outcomes.items() if isinstance(outcome, Unscorable)}
+                new = {row: outcome.reason for row, outcome in outcomes.items() if isinstance(outcome, Unscorable)}
                 values += [outcome.reward for outcome in outcomes.values() if isinstance(outcome, Outcome)]
+                unscorable |= new
+                failed += len(new)
                 _store(run, stage, verifiers, outcomes, identity, iteration)
-                advance(len(values) + len(failed))
+                advance(len(values) + failed)
+                _check_stage(run, stage, answers, unscorable, identity)  # a judge that is down costs no more waiting
             report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}" if values else "none"}
             if failed:
-                report.facts["unscorable"] = f"{len(failed):,}"
+                report.facts["unscorable"] = f"{failed:,}"
         run.record_time(stage, iteration, "reward", report.seconds)
-    unscorable = [row for row in every[given_up].tolist() if not missing] + [*failed]
-    _check_share(run, stage, samples["domain"].to_pylist(), [identity[row] for row in unscorable], failed)
+    _check_stage(run, stage, answers, unscorable, identity)
     mean = float(np.mean(values)) if values else float("nan")
-    return {"rewards": float(len(values)), "unscorable": float(len(failed)), "mean": mean}
+    return {"rewards": float(len(values)), "unscorable": float(failed), "mean": mean}
 
 
 _Identity = dict[int, tuple[str, str, str]]
@@ -142,7 +147,7 @@ def _store(
         if isinstance(outcome, Outcome):
             rewards.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
         else:
-            detail = {"uid": uid, "rows": [row], "prompt_id": prompt_id, "reason": outcome.reason, **verifier}
+            detail = {"uid": uid, "prompt_id": prompt_id, "reason": outcome.reason, **verifier}
             events.append({
                 "event_id": f"{UNSCORABLE}/{function.name}/{uid}", "stage": stage.name, "kind": UNSCORABLE,
                 "iteration": -1 if iteration is None else iteration, "value": None, "detail": detail,
@@ -151,24 +156,40 @@ def _store(
     run.store.add_events(events)
 
 
-def _check_share(
-    run: Run,
-    stage: Stage,
-    domains: Sequence[str],
-    unscorable: Sequence[tuple[str, str, str]],
-    failed: Mapping[int, Unscorable],
+def _recorded_reasons(run: Run, stage: Stage) -> dict[str, str]:
+    """uid -> why an answer of the stage could not be scored."""
+    events = run.store.table("events", ["detail"], filter=f"kind = '{UNSCORABLE}' AND stage = '{stage.name}'")
+    details = [json.loads(detail) for detail in events["detail"].to_pylist()]
+    return {detail["uid"]: detail["reason"] for detail in details}
+
+
+def _check_stage(
+    run: Run, stage: Stage, answers: Mapping[str, int], unscorable: Mapping[int, str], identity: _Identity
 ) -> None:
-    """Raise InputError for a domain of which too many answers cannot be scored. domains: [n] of every answer."""
-    reasons = sorted({outcome.reason for outcome in failed.values()})
-    for domain, count in Counter(domain for _, _, domain in unscorable).items():
-        limit, answers = run.job.domains[domain].max_unscorable, domains.count(domain)
-        if count >= FEW and count > limit * answers:
-            examples = ", ".join(uid[:10] for uid, _, named in unscorable if named == domain)[:EXAMPLES]
+    """Raise InputError for a domain of which too many sampled answers cannot be scored. unscorable: reason by row."""
+    named = [(identity[row][2], identity[row][0][:10], reason) for row, reason in unscorable.items()]
+    next_step = (
+        "look at them with mopd show STORE UID, mend the reward, and score them again with: mopd reward JOB --stage "
+        f"{stage.name} --missing"
+    )
+    check_share(run, f"stage {stage.name!r}", answers, named, next_step)
+
+
+def check_share(
+    run: Run, where: str, answers: Mapping[str, int], unscorable: Sequence[tuple[str, str, str]], next_step: str
+) -> None:
+    """Raise InputError for a domain of which more answers cannot be scored than its `max_unscorable` allows.
+
+    answers: count by domain. unscorable: domain, name and reason of each such answer.
+    """
+    for domain, count in Counter(domain for domain, _, _ in unscorable).items():
+        limit = run.job.domains[domain].max_unscorable
+        if count >= FEW and count > limit * answers[domain]:
+            examples = [f"{name} ({reason})" for other, name, reason in unscorable if other == domain][:EXAMPLES]
             raise InputError(
-                f"stage {stage.name!r}: {count} of {answers} answers of domain {domain!r} cannot be scored by "
-                f"{run.job.domains[domain].reward!r}{f' ({reasons[0]})' if reasons else ''}, more than "
-                f"domains.{domain}.max_unscorable = {limit:g} allows; look at some with mopd show ({examples}), mend "
-                f"the reward, and score them again with: mopd reward JOB --stage {stage.name} --missing"
+                f"{where}: {count} of {answers[domain]} answers of domain {domain!r} cannot be scored by "
+                f"{run.job.domains[domain].reward!r}, more than domains.{domain}.max_unscorable = {limit:g} allows: "
+                f"{', '.join(examples)}; {next_step}"
             )
 
 

@@ -90,7 +90,7 @@ class Training:
                 report.facts = _summary(done)
             if plan.window == 0:
                 self._warn(f"kl_warning/{stage.name}", plan.window, kl_warning([m.reverse_kl for m in done]))
-            nothing = learning_rate_warning(done) or zero_gradient_warning(run, stage, plan, done)
+            nothing = learning_rate_warning(stage.train.schedule, done) or zero_gradient_warning(run, stage, plan, done)
             self._warn(f"zero_gradient/{stage.name}/{plan.window}", plan.window, nothing)
             self._record_exactness(done)
             if not stage.train.keep:

@@ -22,13 +22,17 @@ def zero_gradient_warning(run: Run, stage: Stage, plan: PlanWindow, steps: Seque
     return f"{told}. {_cause(run, stage, plan, steps)}"
 
 
-def learning_rate_warning(steps: Sequence[StepMetrics]) -> str:
-    """Warning about a window at whose every step the learning rate was 0; empty for any other."""
+def learning_rate_warning(schedule: str, steps: Sequence[StepMetrics]) -> str:
+    """Warning about a window at whose every step the learning rate was 0; empty for any other.
+
+    schedule: of the learning rate, as the job file names it.
+    """
     if not steps or any(step.learning_rate for step in steps):
         return ""
     return (
-        f"the learning rate was 0 at all {len(steps)} steps of window {steps[0].window}: nothing was learned. Lower "
-        "train.warmup_steps below the steps of the stage, or set another train.schedule"
+        f"the learning rate was 0 at all {len(steps)} steps of window {steps[0].window}: nothing was learned. "
+        f"train.schedule = {schedule!r} had ended: its length follows from the steps of window 0, which were fewer. "
+        'Set train.schedule = "constant"'
     )
 
 
@@ -47,7 +51,11 @@ def _cause(run: Run, stage: Stage, plan: PlanWindow, steps: Sequence[StepMetrics
             "Teacher and student give every token the same probability: is the teacher the student itself? See "
             "teachers.*.source and routing"
         )
-    return "Look whether the terms and weights of the objective cancel, and at the corrections' share of dropped tokens"
+    weights = run.job.objective(stage).weights_text
+    return (
+        f"Look whether the terms of objective {stage.objective!r} cancel (their weights: {weights}), and whether a "
+        "correction drops every token"
+    )
 
 
 def _has_spread(run: Run, stage: Stage, plan: PlanWindow) -> bool:

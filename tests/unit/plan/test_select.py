@@ -248,3 +248,15 @@ def test_a_group_is_planned_without_its_unscorable_answers():
     assert {reason: rows.tolist() for reason, rows in dropped.items()} == {
         "unscorable": [1], "missing_reward": [6], "broken_group": [4, 5, 7],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss_tokens": np.zeros(3, np.int32)}, "no_loss_tokens 3; no_loss_tokens: their loss_mask is 0 everywhere"),
+        ({"unscorable": np.ones(3, bool)}, "unscorable 3; unscorable: mend the reward, .* mopd reward JOB --missing"),
+    ],
+)
+def test_a_window_of_which_nothing_can_be_trained_says_what_to_do(changes, words):
+    with pytest.raises(InputError, match=f"nothing to train on: 3 samples, of which {words}"):
+        select(replace(columns_of(3), **changes), RULE)

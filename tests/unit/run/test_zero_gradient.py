@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.records import PlanWindow, Snapshot, StepMetrics
+from mopd_dataplane.records import StepMetrics
 from mopd_dataplane.run.steps.plan import masked_domains
 from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning
 
@@ -19,9 +19,9 @@ STEP = StepMetrics(
 
 
 def test_a_rate_of_zero_for_a_whole_window_is_named() -> None:
-    assert "the learning rate was 0 at all 2 steps of window 1" in learning_rate_warning([STEP, STEP])
-    assert learning_rate_warning([STEP, replace(STEP, learning_rate=1e-9)]) == ""
-    assert learning_rate_warning([]) == ""
+    assert "the learning rate was 0 at all 2 steps of window 1" in learning_rate_warning("linear", [STEP, STEP])
+    assert learning_rate_warning("linear", [STEP, replace(STEP, learning_rate=1e-9)]) == ""
+    assert learning_rate_warning("linear", []) == ""
 
 
 def test_a_domain_of_which_every_sample_is_masked_is_named() -> None:
@@ -31,8 +31,4 @@ def test_a_domain_of_which_every_sample_is_masked_is_named() -> None:
         teachers=np.zeros(6, np.int16), has_signals=np.ones(6, bool), has_reward=np.ones(6, bool),
         abandoned=np.zeros(6, bool), domain_names=("words", "sums", "tools"),
     )  # fmt: skip
-    plan = PlanWindow(
-        stage="s", window=0, seed=0, settings={}, snapshot=Snapshot(uri="", versions={}), sample_rows=np.array([0, 2]),
-        pack_starts=np.array([0, 2]), pack_teachers=np.zeros(1, np.int16), step_starts=np.array([0, 1]), teachers=["t"],
-    )  # fmt: skip
-    assert masked_domains(columns, plan) == ["tools"]
+    assert masked_domains(columns) == ["tools"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_unknown_rewards_are_refused(name: str) -> None:
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of a reward that answers, cannot, raises, hangs, prints or dies, as the response asks."""
     (tmp_path / "failing_rewards.py").write_text(
-        "import os, time\n"
+        "import json, os, subprocess, sys, time\n"
         "def judge(prompt, response):\n"
         "    if response == 'raise':\n"
         "        raise KeyError('no parser')\n"
@@ -110,6 +111,16 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "        time.sleep(600)\n"
         "    if response == 'die':\n"
         "        os._exit(7)\n"
+        "    if response == 'parse':\n"
+        "        json.loads('no JSON')\n"
+        "    if response == 'exit':\n"
+        "        sys.exit('done')\n"
+        "    if response == 'read':\n"
+        "        return float(len(sys.stdin.read()))\n"
+        "    if response == 'start':\n"
+        "        child = subprocess.Popen(['sleep', '600'])\n"
+        "        open(__file__ + '.pid', 'w').write(str(child.pid))\n"
+        "        child.wait()\n"
         "    print('judged', response)\n"
         "    return None if response == 'none' else 0.5\n"
     )
@@ -123,6 +134,10 @@ def test_none_is_an_answer_that_cannot_be_scored_and_what_raises_is_named(failin
     assert reward(prompt, "none") == Unscorable("the function returned None")
     with pytest.raises(RewardError, match=r"raised KeyError: 'no parser' \(.*failing_rewards\.py:4\) at prompt 'p'"):
         reward(prompt, "raise")
+    with pytest.raises(RewardError, match=r"raised JSONDecodeError: .*failing_rewards\.py:10\)"):
+        reward(prompt, "parse")
+    with pytest.raises(RewardError, match=r"raised SystemExit: done .*failing_rewards\.py:12\)"):
+        reward(prompt, "exit")
 
 
 def test_an_answer_that_takes_too_long_cannot_be_scored_and_the_next_can(failing: str) -> None:
@@ -137,5 +152,31 @@ def test_an_answer_that_takes_too_long_cannot_be_scored_and_the_next_can(failing
         with pytest.raises(RewardError, match="ended its process with exit code 7 at prompt 'p'"):
             timed(prompt, "die")
         assert timed(prompt, "fine") == Outcome(0.5, None)
+        assert timed(prompt, "read") == Outcome(0.0, None)
     finally:
         timed.close()
+
+
+def test_what_a_reward_started_ends_with_it(failing: str, tmp_path: Path) -> None:
+    timed, prompt = TimedReward(resolve_reward(failing), 3.0), Prompt(prompt_id="p", domain="d", text="2+2?")
+    assert timed(prompt, "start") == Unscorable("no result after 3 s")
+    child = int((tmp_path / "failing_rewards.py.pid").read_text())
+    state = Path(f"/proc/{child}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "line"),
+    [("def judge(:\n", "SyntaxError", 1), ("\nlimit = 1 / 0\n", "ZeroDivisionError: division by zero", 2)],
+)
+def test_a_module_that_raises_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str, line: int
+) -> None:
+    (tmp_path / "broken_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = rf"importing 'broken_rewards' raised {error}.*broken_rewards\.py:{line}\)"
+    with pytest.raises(UnknownNameError, match=words):
+        resolve_reward("broken_rewards:judge")
