@@ -6,11 +6,9 @@ architecture.py     what a config implies: context, attention, the part before t
 chat_template.py    conversations as tokens: where an answer begins, and the token that ends it
 devices.py          which device a model goes to, and freeing its memory
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
-http_client.py      requests to a model server: retries, deadlines, signals
 hub.py              models by their Hugging Face name
 initial_weights.py  the model a job starts from, made once
 layer_types.py      which tokens each type of layer sees, and what it keeps
-logprob_range.py    log-probs that no model gives
 router_replay.py    which experts each token was sent to: recorded while decoding, replayed in training
 self_check.py       sampler, teacher and trainer against transformers' plain pass
 tiny.py             tiny random models with the architecture and tokenizer of another model, or of a model family

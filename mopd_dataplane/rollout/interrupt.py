@@ -6,7 +6,6 @@ import contextlib
 import signal
 import threading
 from types import FrameType
-from typing import ClassVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -15,19 +14,11 @@ class StopRequest(contextlib.ExitStack):
     """While entered in the main thread, the first signal only sets `asked`; the second one interrupts immediately."""
 
     asked = False
-    _entered: ClassVar[list[StopRequest]] = []
-
-    @classmethod
-    def is_asked(cls) -> bool:
-        """Whether a signal has come to the one that is entered; for waits inside a step."""
-        return any(one.asked for one in cls._entered)
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self.callback(signal.signal, number, signal.signal(number, self._ask))
-        self._entered.append(self)
-        self.callback(self._entered.remove, self)
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

@@ -67,20 +67,14 @@ class ServerBatches:
     """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one."""
 
     def __init__(self, folder: Path, url: str) -> None:
-        self._server = VllmServer(url, connections=_AT_ONCE)
+        self._server = VllmServer(url)
         self._name = self._server.take(folder, weights_digest(folder), reload=False)
         """What requests ask the server for."""
 
     def ask(self, sequences: IntArrays, one: Callable[[NDArray[np.int64]], Answer]) -> list[Answer]:
         """What `one` gives for each sequence of token ids, some of them at a time."""
-        pool = ThreadPoolExecutor(_AT_ONCE)
-        try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(one, sequences))
-        except BaseException:
-            self._server.close()  # ends the requests that other threads wait for
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def close(self) -> None:
         """Leave the server; it goes on."""

@@ -77,7 +77,7 @@ class ServerReader(ServerBatches):
             "embed_dtype": "float32",
             "endianness": "little",
         }
-        raw = self._server.post_beside("pooling", body).content
+        raw = self._server.post_bytes("pooling", body)
         if len(raw) != 4 * width * len(ids):
             raise EngineError(
                 f"{self._server.url} sent {len(raw)} bytes of states for {len(ids)} tokens of width {width}; start it "

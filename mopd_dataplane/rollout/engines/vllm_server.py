@@ -6,35 +6,35 @@ With `noise = "seeded"` any vLLM server can be used: it draws with its own gener
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import queue
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import numpy as np
 
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError
 from mopd_dataplane.models.hf import weights_digest
-from mopd_dataplane.models.http_client import PASSING, Attempts, HttpClient, Reply
-from mopd_dataplane.models.logprob_range import check_logprob
 from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST
 from mopd_dataplane.rollout.engines.streaming import Noise, Stream, StreamingEngine
 from mopd_dataplane.rollout.engines.vllm import LOGPROBS_MODE, SAMPLER
-from mopd_dataplane.rollout.interrupt import StopRequest
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.sections import Lora
 
-POLL_S = 0.5
-"""How long a wait for a server may go on after a signal."""
+SILENCE_S = 600.0
+"""Longest time between two chunks of one stream."""
+_CONNECT_S = 10.0
+_JOIN_S = 10.0
 _DATA, _DONE = "data: ", "[DONE]"
 
 
@@ -60,7 +60,7 @@ class ServerEngine(StreamingEngine):
     ) -> None:
         super().__init__(Path(folder), slots=slots, noise=noise)
         self._reload = reload
-        self._server = VllmServer(url, connections=slots + 2)
+        self._server = VllmServer(url)
         self.context_length = min(self._server.context_length, self.context_length)
         self._name = ""
         """What requests ask the server for."""
@@ -69,7 +69,7 @@ class ServerEngine(StreamingEngine):
         self.load_policy(Path(folder), policy_version)
         self._cuts_reported = True
         self._check_sampler(noise)
-        self._completions = Completions(self._server.client, self._server.url)
+        self._completions = Completions(self._server.url, self._server.headers, most=slots)
 
     def _check_sampler(self, noise: Noise) -> None:
         """Have the server draw two tokens and check which sampler and which log-probs it uses."""
@@ -89,7 +89,8 @@ class ServerEngine(StreamingEngine):
     def _said_at_once(self, request: Request, again: tuple[int, ...]) -> tuple[int, float]:
         """The first token of a request that is not streamed, and its log-prob."""
         body = self._body(request, request.prompt_ids.tolist(), again) | {"stream": False, "max_tokens": 1}
-        return self._server.post("completions", body).read(_first_token)
+        choice = self._server.post("completions", body)["choices"][0]
+        return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
 
     def _body(self, request: Request, prompt: list[int], again: tuple[int, ...]) -> dict[str, Any]:
         return {
@@ -127,9 +128,14 @@ class ServerEngine(StreamingEngine):
             self._completions.stop(name)
 
     def _listen(self) -> None:
-        """Take the next chunk of any stream. Raises EngineError when a stream broke or a stop was asked for,
-        DeadlineError."""
-        chunk = self._next_chunk()
+        """Take the next chunk of any stream. Raises EngineError when a stream broke, DeadlineError."""
+        try:
+            chunk = self._completions.said.get(timeout=call_timeout.DEADLINE_S)
+        except queue.Empty:
+            raise DeadlineError(
+                f"{self._server.url} has said nothing for {call_timeout.DEADLINE_S:g} s; every logged token is kept: "
+                "look at the server, then run again to continue"
+            ) from None
         if chunk.error and self._streams.knows(chunk.name):
             raise EngineError(
                 f"{self._server.url} broke off a completion ({chunk.error}); every logged token is kept: look at the "
@@ -139,19 +145,6 @@ class ServerEngine(StreamingEngine):
             self._streams.arrive(chunk.name, chunk.token_ids, chunk.logprobs)
         else:
             self._streams.end(chunk.name)
-
-    def _next_chunk(self) -> Chunk:
-        silent_since = time.monotonic()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self._completions.said.get(timeout=POLL_S)
-            if StopRequest.is_asked():
-                raise EngineError(f"stopped while {self._server.url} said nothing; every logged token is kept")
-            if time.monotonic() - silent_since > call_timeout.DEADLINE_S:
-                raise DeadlineError(
-                    f"{self._server.url} has said nothing for {call_timeout.DEADLINE_S:g} s; every logged token is "
-                    "kept: look at the server, then run again to continue"
-                )
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Make sure that the server has these weights, see VllmServer.take; every slot must be free."""
@@ -166,12 +159,6 @@ class ServerEngine(StreamingEngine):
         """Close the connections; the server keeps running."""
         self._completions.close()
         self._server.close()
-
-
-def _first_token(said: Any) -> tuple[int, float]:
-    """The first token of a completion, and its log-prob. Raises LookupError, TypeError or ValueError."""
-    choice = said["choices"][0]
-    return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
 
 
 def _probe(*prefix: int, top_k: int) -> Request:
@@ -193,16 +180,21 @@ class Chunk:
 
 
 class Completions:
-    """Concurrent streams of POST {url}/completions, by name, whose chunks a queue holds."""
+    """Concurrent streams of POST {url}/completions, by name: a thread runs them, a queue holds their chunks."""
 
-    def __init__(self, client: HttpClient, url: str) -> None:
-        self._client = client
-        self._url = f"{url}/completions"
+    def __init__(self, url: str, headers: Mapping[str, str], *, most: int) -> None:
+        self._url = url
         self.said: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
+        limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most)
+        timeout = httpx2.Timeout(SILENCE_S, connect=_CONNECT_S)
+        self._client = httpx2.AsyncClient(headers=dict(headers), limits=limits, timeout=timeout)
         self._running: dict[str, Future[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="completions", daemon=True)
+        self._thread.start()
 
     def start(self, name: str, body: Mapping[str, Any]) -> None:
-        self._running[name] = self._client.submit(self._run(name, body))
+        self._running[name] = asyncio.run_coroutine_threadsafe(self._run(name, body), self._loop)
 
     def stop(self, name: str) -> None:
         """End a stream, if it has not ended; the server stops decoding when the connection closes."""
@@ -210,55 +202,42 @@ class Completions:
             stream.cancel()
 
     def close(self) -> None:
-        """End every stream."""
-        for name in list(self._running):
-            self.stop(name)
+        """End every stream and the thread."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout=_JOIN_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=_JOIN_S)
+        self._loop.close()
+
+    async def _shut(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
 
     async def _run(self, name: str, body: Mapping[str, Any]) -> None:
-        """One stream to its end. It is begun again after a failure that can pass, as long as no token has come."""
-        attempts = Attempts(self._url)
-        while True:
-            heard = False
-            failure: Exception | Reply
-            try:
-                async with self._client.session.stream("POST", self._url, json=body) as answer:
-                    if not answer.is_error:
-                        async for line in answer.aiter_lines():
-                            if line.startswith(_DATA) and (text := line.removeprefix(_DATA)) != _DONE:
-                                heard = self._say(name, json.loads(text)) or heard
-                        self.said.put(Chunk(name, [], []))
-                        return
-                    failure = Reply(self._url, answer.status_code, await answer.aread())
-            except Exception as error:  # whatever a server says: else the run waits for it in vain
-                failure = error
-            if heard or (isinstance(failure, Reply) and failure.status not in PASSING):
-                break
-            if not await attempts.may_pass(failure):
-                break
-        if isinstance(failure, Reply):
-            self.said.put(Chunk(name, [], [], error=f"status {failure.status}: {failure.text!r}"))
-        else:
-            self.said.put(Chunk(name, [], [], error=f"{type(failure).__name__}: {failure!s:.500}"))
+        try:
+            async with self._client.stream("POST", f"{self._url}/completions", json=body) as answer:
+                if answer.is_error:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise EngineError(f"status {answer.status_code}: {text[:500]!r}")
+                async for line in answer.aiter_lines():
+                    if line.startswith(_DATA) and (text := line.removeprefix(_DATA)) != _DONE:
+                        self._say(name, json.loads(text))
+            self.said.put(Chunk(name, [], []))
+        except Exception as error:  # whatever a server says: else the run waits for it in vain
+            self.said.put(Chunk(name, [], [], error=f"{type(error).__name__}: {error}"))
 
-    def _say(self, name: str, event: Mapping[str, Any]) -> bool:
-        """Pass on the tokens of one event; whether it has any.
-
-        Raises LookupError when it has tokens and not a log-prob for each, EngineError for an impossible log-prob.
-        """
+    def _say(self, name: str, event: Mapping[str, Any]) -> None:
+        """Pass on the tokens of one event. Raises LookupError when it has tokens and not a log-prob for each."""
         if "error" in event:
             raise EngineError(str(event["error"])[:500])
-        heard = False
         for choice in event["choices"]:
             token_ids = [int(token) for token in choice["token_ids"] or []]
             if token_ids:
                 logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
                 if len(logprobs) != len(token_ids):
                     raise LookupError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs")
-                for token, logprob in zip(token_ids, logprobs, strict=True):
-                    if token < 0:
-                        raise EngineError(f"token id {token} in a stream")
-                    if logprob != LOWEST:  # this package's sampler says it of repeated tokens outside the cut
-                        check_logprob(logprob, f"of sampled token {token}")
                 self.said.put(Chunk(name, token_ids, logprobs))
-                heard = True
-        return heard
