@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.http_client import Answer, Call
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.vllm_server import read_prompt_logprobs
 from mopd_dataplane.score.readers import IntArrays
 from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
 
@@ -68,21 +70,15 @@ class ServerLogprobs(ServerBatches):
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
-        return self.ask(sequences, lambda ids: self._read(ids, k))
 
-    def _read(self, ids: NDArray[np.int64], k: int) -> SequenceLogprobs:
-        body = {
-            "model": self._name,
-            "prompt": ids.tolist(),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": k,
-            "add_special_tokens": False,
-        }
-        rows = self._server.post("completions", body)["choices"][0]["prompt_logprobs"][1:]
-        return _said(
-            ids, ({int(token): (said["rank"], said["logprob"]) for token, said in row.items()} for row in rows), k
-        )
+        def call(ids: NDArray[np.int64]) -> Call:
+            return self._server.reading(self._name, ids.tolist(), k)
+
+        def read(ids: NDArray[np.int64], answer: Answer) -> SequenceLogprobs:
+            rows = read_prompt_logprobs(answer, ids.tolist(), k, self.vocab_size)
+            return _said(ids, rows, k)
+
+        return self.ask(sequences, call, read)
 
 
 def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:
