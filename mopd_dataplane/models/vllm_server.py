@@ -24,6 +24,7 @@ from mopd_dataplane.models.vllm_replies import (
     ReadTexts,
     ServedModels,
     ServerInfo,
+    Tokenized,
     WeightInfo,
     check_mass,
     checked_logprob,
@@ -89,6 +90,12 @@ class VllmServer:
         return Call(
             url=f"{self.url}/completions", body=body, purpose=f"log-probs of {len(ids)} tokens", limit_bytes=limit
         )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids that the server's tokenizer gives a text, without special tokens. Raises EngineError."""
+        body = {"model": self.name, "prompt": text, "add_special_tokens": False}
+        call = Call(url=f"{self.root}/tokenize", body=body, purpose="ids of a text", deadline_s=STATUS_S)
+        return self._client.request(call).read(Tokenized).tokens
 
     def gather(self, calls: Sequence[Call], read: Callable[[int, Answer], Value]) -> list[Value]:
         """What `read` makes of the answer to each request, see HttpClient.gather."""

@@ -64,11 +64,19 @@ class VllmBatches:
 
 
 class ServerBatches:
-    """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one."""
+    """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one.
 
-    def __init__(self, folder: Path, url: str) -> None:
+    Without a folder the teacher is whatever the server serves.
+    """
+
+    def __init__(self, folder: Path | None, url: str) -> None:
         self._server = VllmServer(url)
-        self._name = self._server.take(folder, weights_digest(folder), reload=False)
+        try:
+            digest = "" if folder is None else weights_digest(folder)
+            self._name = self._server.name if folder is None else self._server.take(folder, digest, reload=False)
+        except BaseException:
+            self.close()
+            raise
         """What requests ask the server for."""
 
     def ask(self, sequences: IntArrays, call: Callable[[NDArray[np.int64]], Call], read: Read[Value]) -> list[Value]:

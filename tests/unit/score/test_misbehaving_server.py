@@ -32,6 +32,7 @@ from mopd_dataplane.base import http_client
 from mopd_dataplane.base.http_client import Call, HttpClient
 from mopd_dataplane.errors import DeadlineError, EngineError, MopdError
 from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.vllm_logprobs import ServerLogprobs
 
@@ -68,7 +69,7 @@ def teacher(server: ModelServer, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """A teacher whose client is patient for a second."""
     monkeypatch.setattr(http_client, "PATIENCE_S", 3.0)
     monkeypatch.setattr(http_client, "_PAUSE_S", 0.05)
-    teacher = ServerLogprobs(folder, url=server.url)
+    teacher = ServerLogprobs(folder, url=server.url, vocab_size=int(model_shape(folder)["vocab_size"]))
     yield teacher
     teacher.close()
 
