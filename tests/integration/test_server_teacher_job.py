@@ -105,7 +105,7 @@ def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server
     rows = np.arange(4)
     tokens = store.read_tokens(rows, columns=["tokens"])["tokens"].to_pylist()
     lengths = store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
-    found = store.read_signals("large", "logprob", rows, columns=["logprob"])["logprob"].to_pylist()
+    found = store.read_signal("large", "logprob", rows)
     for ids, length, own in zip(tokens, lengths, found, strict=True):
         values = server.logprobs(ids)
         np.testing.assert_allclose(own, [values[i - 1, ids[i]] for i in range(length, len(ids))], atol=1e-5)
@@ -114,6 +114,7 @@ def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server
     run_mopd("store", "verify", job.parent / "store", "--deep")
 
 
+@pytest.mark.slow
 def test_another_model_under_the_same_name_is_refused(job: Path, server: ModelServer, models: Path) -> None:
     identity = scored(job).table("events", filter="kind = 'server_identity'").to_pylist()
     assert [row["event_id"] for row in identity] == ["server/large"]
@@ -138,6 +139,7 @@ def test_another_tokenizer_is_refused(job: Path, server: ModelServer) -> None:
     assert signals(job) == 0
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_a_teacher(job: Path, server: ModelServer) -> None:
     for behaviour, number in ((is_silent, signal.SIGTERM), (never_ends, signal.SIGINT), (never_ends, signal.SIGTERM)):
         server.misbehave = partial(on_completions, behaviour)

@@ -4,6 +4,9 @@ pass is tried again."""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,20 +37,22 @@ from mopd_dataplane.errors import DeadlineError, EngineError, MopdError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.run.steps.server_identity import TOLERANCE
 from mopd_dataplane.score.vllm_logprobs import ServerLogprobs
 
 SEQUENCES = [np.array([5, 6, 7, 8, 9], np.int64), np.array([30, 31, 32], np.int64)]
 K = 3
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 with one token per character."""
-    config = {
-        "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 256,
-    }  # fmt: skip
-    student = sections.Student(config=config, tokenizer="characters")
+    student = sections.Student(config=CONFIG, tokenizer="characters")
     return make_student(student, tmp_path_factory.mktemp("models") / "tiny", seed=3)
 
 
@@ -268,6 +273,33 @@ def test_the_first_failure_cancels_the_other_requests(server: ModelServer, teach
     server.misbehave = one_is_silent
     with pytest.raises(EngineError, match="400"):
         teacher.read(SEQUENCES, K)
+
+
+@pytest.mark.parametrize("misbehave", [is_silent, never_ends, sends(b"", status=503)])
+def test_ctrl_c_ends_the_wait(server: ModelServer, teacher: ServerLogprobs, misbehave: Misbehave) -> None:
+    teacher._server._client._patience_s = 600
+    server.misbehave = misbehave
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        teacher.read(SEQUENCES, K)
+    teacher.close()
+    assert time.monotonic() - began < http_client.BODY_S / 3
+
+
+def test_one_model_is_recognised_and_another_is_not(
+    server: ModelServer, teacher: ServerLogprobs, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = server.tokenizer
+    before = teacher.identity(tokenizer)
+    assert (before.name, before.root) == (server.name, str(folder))
+    assert teacher.identity(tokenizer).difference(before) == 0
+    other = make_student(sections.Student(config=CONFIG, tokenizer="characters"), tmp_path / "other", seed=4)
+    server.exchange_weights(other)
+    assert teacher.identity(tokenizer).difference(before) > TOLERANCE
+    server.exchange_weights(folder)
+    assert before._replace(logprobs=before.logprobs[1:]).difference(before) == float("inf")
 
 
 def test_keys_in_an_answer_are_not_repeated(
