@@ -195,8 +195,8 @@ class Teacher:
     """A teacher as a row of `teachers`; its digests are compared before anything is written."""
 
     name: Annotated[str, Column("unique name")]
-    source: Annotated[str, Column("path or stage the weights came from")]
-    weights_digest: Annotated[str, Column("sha256 over the weight files")]
+    source: Annotated[str, Column("path, stage or url the weights came from")]
+    weights_digest: Annotated[str, Column("sha256 over the weight files, or over the fingerprint of a server's model")]
     tokenizer_digest: Annotated[str, Column("must equal the student's")]
     vocab_size: Annotated[int, Column("rows of the LM head that are real tokens", "i4")]
     hidden_size: Annotated[int, Column("D", "i4")]

@@ -2,6 +2,8 @@
 
 files.py           durable local files: written beside their place, synced, renamed
 file_urls.py       files by path or by URL: what a user names is read and written through it
+http_client.py     requests to servers of models: deadlines, limits, retries, and errors that name the request
+stop_request.py    Ctrl-C and SIGTERM end a rollout between two steps
 processes.py       children that end with their parent; scratch folders that the next run removes
 secrets.py         what must not be printed or kept
 plugins.py         what a name stands for: built in, installed, or importable

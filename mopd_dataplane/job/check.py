@@ -51,6 +51,11 @@ def _check_blends(job: Job, where: str) -> None:
     for name, teacher in job.teachers.items():
         for member in teacher.blend:
             _require(member, job.teachers, f"{where}: teachers.{name}.blend names no teacher")
+            if job.teachers[member].is_remote:
+                raise JobFileError(
+                    f"{where}: teachers.{name}.blend: {member!r} has only a url, and a blend adds logits; give "
+                    f"teachers.{member}.source"
+                )
             if job.teachers[member].blend:
                 raise JobFileError(f"{where}: teachers.{name}.blend: {member!r} is a blend itself; name its members")
 
@@ -249,10 +254,22 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
     for sampler in sorted(samplers):
         if job.teachers[sampler].blend:
             raise JobFileError(f"{at}.rollout: teacher {sampler!r} is a blend and cannot answer; name a member")
+        if job.teachers[sampler].is_remote:
+            raise JobFileError(
+                f"{at}.rollout: teacher {sampler!r} has only a url, from which it does not answer prompts; give "
+                f"teachers.{sampler}.source, or let another teacher or the student answer"
+            )
     for reference in job.reference_of(stage):
         _require(reference, job.teachers, f"objectives.{stage.objective}.policy_gradient.reference names no teacher")
         teachers.add(reference)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
+        score = stage.score
+        if job.teachers[teacher].is_remote and (score.engine, score.reads) != ("vllm", "prompt_logprobs"):
+            raise JobFileError(
+                f"{at}: teacher {teacher!r} has only a url, so it gives log-probs and no states, but score.engine = "
+                f'{score.engine!r} and score.reads = {score.reads!r}; set score.engine = "vllm" and score.reads = '
+                f'"prompt_logprobs", or give teachers.{teacher}.source'
+            )
         rounded = job.teachers[teacher].quantisation
         if rounded != "none" and not SCORING[stage.score.engine].quantises:
             raise JobFileError(

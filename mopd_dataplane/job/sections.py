@@ -39,10 +39,15 @@ class Section(BaseModel):
     one_of: ClassVar[tuple[str, ...]] = ()
     """Keys of which exactly one must be given."""
 
+    @property
+    def needs_none(self) -> bool:
+        """Whether other keys take the place of those in `one_of`."""
+        return False
+
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         given = [name for name in self.one_of if getattr(self, name)]
-        if self.one_of and len(given) != 1:
+        if self.one_of and len(given) != 1 and (given or not self.needs_none):
             raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(given) or 'none'}")
         return self
 
@@ -118,7 +123,8 @@ class Domain(Section):
 
 
 class Teacher(Section):
-    """A teacher: where its weights are, and how the pool holds it."""
+    """A teacher: where its weights are, and how the pool holds it. One that has only a `url` gives log-probs
+    (`score.engine = "vllm"`, `score.reads = "prompt_logprobs"`)."""
 
     one_of = ("source", "blend")
     source: str = ""
@@ -147,7 +153,8 @@ class Teacher(Section):
     """How the weights are quantised for scoring (score/quantise.py): never the LM head, and not when the teacher
     samples. Its effect on the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
     url: ServerUrl = ""
-    """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
+    """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here. Without
+    source and blend the teacher's weights are there only."""
 
     @model_validator(mode="after")
     def _blend_is_sound(self) -> Self:
@@ -161,7 +168,18 @@ class Teacher(Section):
             raise ValueError(f"a blend has no LM head of its own; give end = {self.end!r} to members")
         if self.url and self.end != "own":
             raise ValueError(f'end = {self.end!r} needs the teacher\'s LM head here; leave url empty, or end at "own"')
+        if self.is_remote and (self.quantisation != "none" or self.revision):
+            raise ValueError("quantisation and revision are for weights that are here; leave them out, or give source")
         return self
+
+    @property
+    def needs_none(self) -> bool:
+        return bool(self.url)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its weights are behind its url only."""
+        return bool(self.url) and not self.source and not self.blend
 
     @property
     def stage(self) -> str | None:

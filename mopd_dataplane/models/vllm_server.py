@@ -6,30 +6,44 @@ The API key comes from the environment variable VLLM_API_KEY and is sent in the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from mopd_dataplane.base.extras import require
+from pydantic import BaseModel
+
+from mopd_dataplane.base.http_client import SMALL_BYTES, STATUS_S, WORK_S, Answer, Call, HttpClient, check_root
 from mopd_dataplane.base.secrets import redacted
-from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.adapter_files import base_folder, is_adapter
 from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.models.vllm_adapters import check_for_vllm
-
-if TYPE_CHECKING:
-    import httpx2
+from mopd_dataplane.models.vllm_replies import (
+    CacheReset,
+    RankedLogprob,
+    ReadTexts,
+    ServedModels,
+    ServerInfo,
+    Tokenized,
+    WeightInfo,
+    check_mass,
+    checked_logprob,
+)
 
 KEY_VARIABLE = "VLLM_API_KEY"
-REQUEST_S = 600.0
-"""Longest time one plain request may take."""
-_CONNECT_S = 10.0
+_AT_ONCE = 8
+"""Requests that one server is sent at a time."""
+_ENTRY_BYTES = 1024
+"""Most bytes that one log-prob takes in an answer, with its token's text."""
 _ADAPTER = "mopd-"
 """What the names of adapters begin with that a run has loaded into a server."""
 _MISSING = "No adapter found"
 """In what a server says of a folder that it does not see."""
-_UNKNOWN = ("", "default")
-"""Weight versions that say nothing: none, and what a server has before anybody names one."""
+_UNKNOWN = (None, "", "default")
+"""Weight versions that say nothing: no development endpoints, none, and what a server has before anybody names one."""
+
+Form = TypeVar("Form", bound=BaseModel)
+Value = TypeVar("Value")
 
 
 class VllmServer:
@@ -39,42 +53,60 @@ class VllmServer:
     """
 
     def __init__(self, url: str) -> None:
-        require(["httpx2"])
-        import httpx2
-
-        base = url.rstrip("/")
-        if not base.startswith(("http://", "https://")) or not base.endswith("/v1"):
-            raise InputError(f"engine url {url!r}: give the server's API root, like http://127.0.0.1:8000/v1")
-        self.url = base
+        self.url = check_root(url)
+        self.root = self.url.removesuffix("/v1")
+        """URL of what lies beside the API root."""
         self.headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
-        self._client = httpx2.Client(headers=self.headers, timeout=httpx2.Timeout(REQUEST_S, connect=_CONNECT_S))
-        served = self.get("models")["data"]
-        if not served:
+        self._client = HttpClient(headers=self.headers, most=_AT_ONCE)
+        try:
+            served = self._served().data
+            if not served:
+                raise EngineError(f"{self.url} serves no model; start it with the policy's folder")
+        except BaseException:
             self.close()
-            raise EngineError(f"{self.url} serves no model; start it with the policy's folder")
-        self.name = str(served[0]["id"])
+            raise
+        self.name = served[0].id
         """Name of the served model; every request carries it."""
-        self.folder = str(served[0].get("root") or self.name)
+        self.folder = served[0].root or self.name
         """Path or name from which the server loaded the model."""
-        self.context_length = int(served[0].get("max_model_len") or 0)
+        self.context_length = served[0].max_model_len or 0
 
-    def get(self, path: str) -> Any:
-        """JSON of a path below the API root. Raises EngineError."""
-        return self._answered("GET", f"{self.url}/{path}", None).json()
+    def completion(self, body: Mapping[str, Any], form: type[Form], purpose: str) -> tuple[Form, Answer]:
+        """Answer to one request for a completion that is not streamed. Raises EngineError, DeadlineError."""
+        answer = self._client.request(Call(url=f"{self.url}/completions", body=body, purpose=purpose))
+        return answer.read(form), answer
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """JSON answer of a path below the API root. Raises EngineError."""
-        return self._answered("POST", f"{self.url}/{path}", body).json()
+    def reading(self, name: str, ids: list[int], k: int) -> Call:
+        """Request for the log-probs of a text under a model of the server, with its k likeliest tokens everywhere."""
+        body = {
+            "model": name,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": k,
+            "add_special_tokens": False,
+        }
+        limit = SMALL_BYTES + len(ids) * (k + 1) * _ENTRY_BYTES
+        return Call(
+            url=f"{self.url}/completions", body=body, purpose=f"log-probs of {len(ids)} tokens", limit_bytes=limit
+        )
 
-    def post_bytes(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Raw answer of a path beside the API root. Raises EngineError."""
-        return self._answered("POST", f"{self.url.removesuffix('/v1')}/{path}", body).content
+    def tokenize(self, text: str) -> list[int]:
+        """Ids that the server's tokenizer gives a text, without special tokens. Raises EngineError."""
+        body = {"model": self.name, "prompt": text, "add_special_tokens": False}
+        call = Call(url=f"{self.root}/tokenize", body=body, purpose="ids of a text", deadline_s=STATUS_S)
+        return self._client.request(call).read(Tokenized).tokens
+
+    def gather(self, calls: Sequence[Call], read: Callable[[int, Answer], Value]) -> list[Value]:
+        """What `read` makes of the answer to each request, see HttpClient.gather."""
+        return self._client.gather(calls, read)
 
     def serve(self, folder: Path, digest: str, *, reload: bool) -> None:
         """Make sure that the server has the weights of a policy folder.
 
         It has them if its weight version is the policy's digest, or if it was started with that folder and no version
-        was set afterwards. Otherwise, with `reload`, it is told to load them. Raises MismatchError.
+        was set afterwards; a server without development endpoints has no version and keeps what it was started with.
+        Otherwise, with `reload`, it is told to load them. Raises MismatchError.
         """
         version = self._weight_version()
         if version == digest or (version in _UNKNOWN and Path(self.folder).resolve() == folder.resolve()):
@@ -105,8 +137,10 @@ class VllmServer:
         base = base_folder(folder)
         self.serve(base, weights_digest(base), reload=False)
         name = f"{_ADAPTER}{digest[:32]}"
-        known = {str(one["id"]) for one in self.get("models")["data"]}
-        if name not in known and (said := self._refused_adapter(name, folder.resolve())):
+        if self._has(name):
+            return name
+        # A request that was cut off and sent again is refused although the first one loaded the adapter.
+        if (said := self._refused_adapter(name, folder.resolve())) and not self._has(name):
             raise MismatchError(f"{self.url} does not take adapter {folder}: {_next_step(said)} (it says: {said})")
         return name
 
@@ -118,58 +152,91 @@ class VllmServer:
 
     def forget(self, name: str) -> None:
         """Have the server forget an adapter; one that it does not know is none of our concern."""
-        self._request("POST", f"{self.url}/unload_lora_adapter", {"lora_name": name})
+        self._client.request(Call(url=f"{self.url}/unload_lora_adapter", body={"lora_name": name}, deadline_s=STATUS_S))
+
+    def _served(self) -> ServedModels:
+        return self._client.request(Call(method="GET", url=f"{self.url}/models", deadline_s=STATUS_S)).read(
+            ServedModels
+        )
+
+    def _has(self, name: str) -> bool:
+        """Whether the server has a model or an adapter of this name."""
+        return name in {model.id for model in self._served().data}
 
     def _refused_adapter(self, name: str, folder: Path) -> str:
         """Load an adapter; what the server says against it, empty when it has it."""
-        answer = self._request("POST", f"{self.url}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        return redacted(answer.text)[:500] if answer.is_error else ""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        answer = self._client.request(Call(url=f"{self.url}/load_lora_adapter", body=body, purpose=f"adapter {folder}"))
+        return "" if answer.is_success else redacted(answer.content.decode(errors="replace"))[:500]
 
     def _weight_version(self) -> str | None:
-        """None when the server does not say."""
-        answer = self._request("GET", f"{self.url.removesuffix('/v1')}/weight_info", None)
-        return str(answer.json()["weight_version"]) if answer.is_success else None
+        """Name of the server's weights; None when it has no development endpoints."""
+        answer = self._client.request(Call(method="GET", url=f"{self.root}/weight_info", deadline_s=STATUS_S))
+        return answer.read(WeightInfo).weight_version if answer.is_success else None
 
     def _reload(self, folder: Path, digest: str) -> None:
         """Load new weights in place, drop cached prefixes of the old ones, and set the version last, so that it implies
         both."""
-        base = self.url.removesuffix("/v1")
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
         if self._adapts():
             raise MismatchError(
                 f"{self.url} was started with --enable-lora, and reload_weights leaves such a server's weights as they "
                 f"are; start it with {folder}, or without --enable-lora"
             )
-        self._answered("POST", f"{base}/update_weight_version", {"new_version": "loading"})
-        self._answered("POST", f"{base}/collective_rpc", arguments)
-        if not self._answered("POST", f"{base}/reset_prefix_cache", None).json()["success"]:
+        self._develop("update_weight_version", {"new_version": "loading"})
+        self._develop("collective_rpc", arguments, deadline_s=WORK_S)
+        if not self._develop("reset_prefix_cache", None).read(CacheReset).success:
             raise EngineError(f"{self.url} did not drop its cached prefixes: is somebody else using it? Run again")
-        self._answered("POST", f"{base}/update_weight_version", {"new_version": digest})
+        self._develop("update_weight_version", {"new_version": digest})
+
+    def _develop(self, path: str, body: Mapping[str, Any] | None, deadline_s: float = STATUS_S) -> Answer:
+        """Answer of a development endpoint. Raises EngineError when it is no success."""
+        return self._client.request(Call(url=f"{self.root}/{path}", body=body, deadline_s=deadline_s)).require_success()
 
     def _adapts(self) -> bool:
         """Whether the server was started ready for adapters; it has development endpoints."""
-        url = f"{self.url.removesuffix('/v1')}/server_info?config_format=json"
-        return bool(self._answered("GET", url, None).json()["vllm_config"].get("lora_config"))
-
-    def _request(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
-        import httpx2
-
-        try:
-            return self._client.request(method, url, json=body)
-        except httpx2.HTTPError as error:
-            raise EngineError(
-                f"{self.url} does not answer ({type(error).__name__}: {redacted(str(error))}); start it, then run "
-                "again to continue"
-            ) from error
-
-    def _answered(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
-        answer = self._request(method, url, body)
-        if answer.is_error:
-            raise EngineError(f"{url} answered {answer.status_code}: {redacted(answer.text)[:500]!r}")
-        return answer
+        call = Call(method="GET", url=f"{self.root}/server_info?config_format=json", deadline_s=STATUS_S)
+        return bool(self._client.request(call).read(ServerInfo).vllm_config.lora_config)
 
     def close(self) -> None:
         self._client.close()
+
+
+def read_prompt_logprobs(answer: Answer, ids: list[int], k: int, vocab_size: int) -> list[dict[int, tuple[int, float]]]:
+    """{token: (rank, log-prob)} of every position but the first of a text, from the answer to `reading`.
+
+    Raises EngineError unless every token of the text and the k likeliest are there, with log-probs that a model can
+    have.
+    """
+    rows = answer.read(ReadTexts).choices[0].prompt_logprobs
+    if len(rows) != len(ids):
+        raise answer.refused(f"prompt_logprobs has {len(rows)} rows for {len(ids)} tokens")
+    return [
+        _read_row(answer, position, ids[position], rows[position], k, vocab_size) for position in range(1, len(ids))
+    ]
+
+
+def _read_row(
+    answer: Answer, position: int, token: int, row: dict[int, RankedLogprob] | None, k: int, vocab_size: int
+) -> dict[int, tuple[int, float]]:
+    where = f"prompt_logprobs.{position}"
+    if row is None:
+        raise answer.refused(f"{where} is null; only the first token of a text has no log-prob")
+    if token not in row:
+        raise answer.refused(f"{where} has no log-prob of token {token}, which the text has there")
+    if (highest := max(row)) >= vocab_size:
+        raise answer.refused(f"{where} has token {highest} of a vocabulary of {vocab_size}")
+    if (ranked := sum(entry.rank <= k for entry in row.values())) < k:
+        raise answer.refused(
+            f"{where} has {ranked} of the {k} likeliest tokens, with ranks from 1; start the server with a "
+            f"--max-logprobs of at least {k}"
+        )
+    try:
+        values = {other: checked_logprob(entry.logprob, other) for other, entry in row.items()}
+        check_mass(list(values.values()))
+    except ValueError as error:
+        raise answer.refused(f"{where}: {error}") from None
+    return {other: (entry.rank, values[other]) for other, entry in row.items()}
 
 
 def _next_step(said: str) -> str:

@@ -6,7 +6,6 @@ partial_sample.py  a sample being written
 stop_strings.py    stop strings, matched over the whole response as it grows
 policy_update.py   which policy version writes which token when weights change
 committer.py       commits finished samples to the store, in a thread of its own
-interrupt.py       Ctrl-C and SIGTERM end a rollout between two steps
 rollout_report.py  counts and rates of one call of run_rollout
 engines/           what generates: Hugging Face, vLLM here, a vLLM server
 log/               the token log

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.sampling_masks import SamplingMasks
+from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.committer import Committer, Finished
@@ -33,7 +34,6 @@ from mopd_dataplane.rollout.engines.engine import (
     check_routes,
     check_step,
 )
-from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.wal import TokenLog

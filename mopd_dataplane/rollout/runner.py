@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import InputError, MismatchError, PromptError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.sampling import OWN_NOISE
-from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.wal import LogCopy, TokenLog
 from mopd_dataplane.rollout.loop import Environment, RolloutLoop

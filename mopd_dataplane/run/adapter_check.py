@@ -106,6 +106,8 @@ def _of_its_teachers(job: Job, stage: Stage) -> Iterator[tuple[str, str]]:
 
     for name in sorted({member for teacher in job.teachers_of(stage) for member in job.members_of(teacher)}):
         teacher, key = job.teachers[name], f"teachers.{name}"
+        if teacher.is_remote:
+            continue
         if teacher.stage is not None:
             lora = job.stage(teacher.stage).train.lora
             if not lora.r or lora.merge == "end":

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.adapter_files import is_adapter, named_base
 from mopd_dataplane.models.hf import load_merged, save_policy
@@ -88,8 +88,13 @@ class Policies:
         return self.folder(stage, version)
 
     def teacher(self, name: str, stage: Stage) -> Path:
-        """Weights folder of a teacher, as seen from a stage."""
+        """Weights folder of a teacher, as seen from a stage. Raises MismatchError for one that has only a url."""
         teacher = self.job.teachers[name]
+        if teacher.is_remote:
+            raise MismatchError(
+                f"teacher {name!r} has weights behind {teacher.url} only, and they are needed here; give "
+                f"teachers.{name}.source"
+            )
         if teacher.source == "student":
             return self.start(stage)
         if teacher.stage is not None:

@@ -234,7 +234,7 @@ def _teacher(look: _Look, name: str) -> None:
     teacher, key = look.job.teachers[name], f"teachers.{name}"
     if teacher.prompt_template:
         _template(look, f"{key}.prompt_template", teacher.prompt_template)
-    if teacher.blend or teacher.of_this_job:
+    if teacher.blend or teacher.of_this_job or teacher.is_remote:
         return
     look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source, teacher.revision))
 

@@ -233,6 +233,9 @@ def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
                 small.never_run.setdefault("vLLM", "scoring")
     for name, teacher in small.job.teachers.items():
         given["teachers"][name]["url"] = ""
+        if teacher.is_remote:
+            given["teachers"][name]["source"] = "student"
+            small.replaced[f"teachers.{name}"] = "a running server is not asked: the student stands in"
         if teacher.quantisation != "none" and not is_installed("torchao"):
             given["teachers"][name]["quantisation"] = "none"
             small.replaced[f"teachers.{name}.quantisation"] = "torchao is not installed here: none"

@@ -43,7 +43,7 @@ class TeacherSpec:
     """A teacher's weights folder, and the settings with which the pool holds it."""
 
     folder: Path | None
-    """None for a blend, whose members have folders of their own."""
+    """None for a blend, whose members have folders of their own, and for a teacher that has only a url."""
     settings: sections.Teacher
 
 
@@ -150,21 +150,36 @@ class TeacherPool:
         """Self-check of a teacher, or of an adapter's base, that was loaded here; None where it was not."""
         return self._self_checks.get(self._place(name))
 
+    def server_reader(self, name: str) -> ServerLogprobs:
+        """A teacher that a server gives log-probs of. Raises MismatchError for another."""
+        reader = self._held(name)
+        if not isinstance(reader, ServerLogprobs):
+            raise MismatchError(
+                f"teacher {name!r} does not give log-probs from a server; give teachers.{name}.url and set score.reads "
+                '= "prompt_logprobs"'
+            )
+        return reader
+
     def unknown_tokens(self, name: str) -> dict[int, str]:
         """Tokens of the student, by id, that a teacher's tokenizer does not have; of a blend, that a member lacks."""
-        folders = [self._checked(member) for member in self._spec(name).settings.blend or (name,)]
+        members = self._spec(name).settings.blend or (name,)
+        folders = [self._checked(member) for member in members if not self._spec(member).settings.is_remote]
         tokens: dict[int, str] = {}
         for folder in folders:
             tokens |= unknown_tokens(self._student_tokenizer, hf.load_tokenizer(folder))
         return tokens
 
     def context_length(self, name: str) -> int:
-        """Tokens that a teacher reads as its config says, prompt and response together; of a blend, the fewest.
+        """Tokens that a teacher reads as its config or its server says, prompt and response together; of a blend, the
+        fewest.
 
         `beyond_context` lifts the limit, but not that of a rotary embedding whose numbers depend on the length.
         """
         limits = [UNLIMITED]
         for member in self._spec(name).settings.blend or (name,):
+            if self._spec(member).settings.is_remote:
+                limits.append(self.server_reader(member).context_length)
+                continue
             config = hf.model_shape(self._checked(member))
             if not self._spec(member).settings.beyond_context or has_length_dependent_rope(config):
                 limits.append(context_length(config))
@@ -178,11 +193,14 @@ class TeacherPool:
     def _held(self, name: str) -> Reader | LogprobReader:
         place = self._place(name)
         if place not in self._resident:
-            spec, folder = self._spec(name), self._checked(name)
+            spec = self._spec(name)
+            folder = None if spec.settings.is_remote else self._checked(name)
             while len(self._resident) >= self._max_resident:
                 self._resident.popitem(last=False)[1].close()
                 gc.collect()
-            if place == name:
+            if folder is None:
+                self._resident[place] = self._open_remote(spec.settings.url)
+            elif place == name:
                 self._resident[place] = self._open(name, folder, spec.settings)
             else:
                 self._resident[place] = self._open_base(place, base_folder(folder), spec.settings.dtype)
@@ -215,6 +233,16 @@ class TeacherPool:
         shared: Any = self._vllm_reader(base, dtype, room | dict(self._options))
         return VllmAdaptedBase(shared)
 
+    def _open_remote(self, url: str) -> ServerLogprobs:
+        """A teacher whose weights are behind a url only; its tokenizer must be the student's, as far as texts show."""
+        reader = ServerLogprobs(None, url=url, vocab_size=len(self._student_tokenizer))
+        try:
+            reader.check_tokenizer(self._student_tokenizer)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
     def _open(self, name: str, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine.here:
             reader = self._hf_reader(name, folder, settings)
@@ -233,7 +261,9 @@ class TeacherPool:
                     f'teachers.*.end = "map" exchanges rows of an LM head, which score.reads = "prompt_logprobs" does '
                     f'not have for {folder}; set score.reads = "states", or end = "own"'
                 )
-            return ServerLogprobs(folder, url=url) if url else VllmLogprobs(folder, dtype=dtype, options=options)
+            if url:
+                return ServerLogprobs(folder, url=url, vocab_size=int(hf.model_shape(folder)["vocab_size"]))
+            return VllmLogprobs(folder, dtype=dtype, options=options)
         head = exchanged_head(hf.load_head(folder, dtype="float32", device=self._device), exchanged)
         if url:
             return ServerReader(folder, head, url=url)
@@ -298,6 +328,20 @@ class TeacherPool:
             head_digest=file_digest(file),
         )
 
+    def record_of_remote(self, name: str, identity: str) -> Teacher:
+        """Row for `teachers` of a teacher that has only a url. identity: digest of what its server is known by."""
+        return Teacher(
+            name=name,
+            source=self._spec(name).settings.url,
+            weights_digest=identity,
+            tokenizer_digest=hf.tokenizer_digest(self._student_tokenizer),
+            vocab_size=len(self._student_tokenizer),
+            hidden_size=0,
+            dtype="",
+            head_file="",
+            head_digest="",
+        )
+
     def head_file(self, name: str) -> str:
         """Path of a teacher's head in the store; adapters that do not change their base's head share one file."""
         dtype = self._spec(name).settings.dtype
@@ -334,6 +378,11 @@ class TeacherPool:
     def _checked(self, name: str) -> Path:
         """Folder of a teacher that reads the student's ids as the student does."""
         folder = self._spec(name).folder
+        if folder is None and self._spec(name).settings.is_remote:
+            raise MismatchError(
+                f"teacher {name!r} has its weights behind {self._spec(name).settings.url} only; give "
+                f'teachers.{name}.source, or set score.engine = "vllm" and score.reads = "prompt_logprobs"'
+            )
         if folder is None:
             raise MismatchError(f"teacher {name!r} is a blend: it has no weights of its own; name one of its members")
         compare_vocabularies(self._student_tokenizer, hf.load_tokenizer(folder), name=name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.http_client import Answer, Call
 from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_local import answering, require_vllm, start
 from mopd_dataplane.models.vllm_server import VllmServer
@@ -17,10 +17,10 @@ from mopd_dataplane.score.readers import IntArrays
 
 _SLOTS = 64
 """Sequences that vLLM reads together."""
-_AT_ONCE = 8
-"""Requests that one server is asked at a time."""
 
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
+Read = Callable[[NDArray[np.int64], Answer], Value]
+"""Turns the answer about a sequence of token ids into a value."""
 
 
 class VllmBatches:
@@ -64,17 +64,24 @@ class VllmBatches:
 
 
 class ServerBatches:
-    """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one."""
+    """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one.
 
-    def __init__(self, folder: Path, url: str) -> None:
+    Without a folder the teacher is whatever the server serves.
+    """
+
+    def __init__(self, folder: Path | None, url: str) -> None:
         self._server = VllmServer(url)
-        self._name = self._server.take(folder, weights_digest(folder), reload=False)
+        try:
+            digest = "" if folder is None else weights_digest(folder)
+            self._name = self._server.name if folder is None else self._server.take(folder, digest, reload=False)
+        except BaseException:
+            self.close()
+            raise
         """What requests ask the server for."""
 
-    def ask(self, sequences: IntArrays, one: Callable[[NDArray[np.int64]], Answer]) -> list[Answer]:
-        """What `one` gives for each sequence of token ids, some of them at a time."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(one, sequences))
+    def ask(self, sequences: IntArrays, call: Callable[[NDArray[np.int64]], Call], read: Read[Value]) -> list[Value]:
+        """What `read` makes of the answer about each sequence of token ids; several are asked about at a time."""
+        return self._server.gather([call(ids) for ids in sequences], lambda i, answer: read(sequences[i], answer))
 
     def close(self) -> None:
         """Leave the server; it goes on."""

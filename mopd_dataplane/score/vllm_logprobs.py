@@ -7,15 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.errors import EngineError
+from mopd_dataplane.base.http_client import Answer, Call
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models.architecture import UNLIMITED
 from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.vllm_server import read_prompt_logprobs
 from mopd_dataplane.score.readers import IntArrays
 from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FINGERPRINT_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "If 3 x + 7 = 22, then 3 x = 15, so x = 5. Check: 3 * 5 + 7 = 22.",
+    "def area(width, height): return width * height  # in square metres",
+)
+"""Texts whose log-probs tell one model from another. They are compared with stored ones, so they never change."""
+
+
+class ServerIdentity(NamedTuple):
+    """What a model behind a url is known by."""
+
+    name: str
+    root: str
+    """Path or name from which the server loaded it; two servers may have one model at two paths."""
+    logprobs: tuple[float, ...]
+    """Of each token but the first of every fingerprint text."""
+
+    def difference(self, other: ServerIdentity) -> float:
+        """Mean absolute difference of the log-probs; infinite when their numbers differ."""
+        if len(self.logprobs) != len(other.logprobs):
+            return float("inf")
+        return float(np.abs(np.subtract(self.logprobs, other.logprobs)).mean())
 
 
 class SequenceLogprobs(NamedTuple):
@@ -60,29 +89,50 @@ class VllmLogprobs(VllmBatches):
 
 
 class ServerLogprobs(ServerBatches):
-    """A teacher behind a running vLLM server."""
+    """A teacher behind a running vLLM server; without a folder its weights are there only."""
 
-    def __init__(self, folder: Path, *, url: str) -> None:
+    def __init__(self, folder: Path | None, *, url: str, vocab_size: int) -> None:
         super().__init__(folder, url)
-        self.vocab_size = int(model_shape(folder)["vocab_size"])
+        self.vocab_size = vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the server reads; it must have room for the token that it generates."""
+        return self._server.context_length - 1 if self._server.context_length else UNLIMITED
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise MismatchError when the server reads one of FINGERPRINT_TEXTS as other ids than a tokenizer does."""
+        for text in FINGERPRINT_TEXTS:
+            here, there = encoded(tokenizer, text), self._server.tokenize(text)
+            if here != there:
+                raise MismatchError(
+                    f"{self._server.url} serves {self._server.name!r}, which reads {text[:40]!r} as {there[:8]} "
+                    f"({len(there)} ids), the student as {here[:8]} ({len(here)} ids); use a teacher that has the "
+                    "student's tokenizer"
+                )
+
+    def identity(self, tokenizer: PreTrainedTokenizerBase) -> ServerIdentity:
+        """The name that the server gives its model, and the log-probs of FINGERPRINT_TEXTS."""
+        sequences = [np.array(encoded(tokenizer, text), np.int64) for text in FINGERPRINT_TEXTS]
+        values = [round(float(value), 6) for text in self.read(sequences, 0) for value in text.own]
+        return ServerIdentity(self._server.name, self._server.folder, tuple(values))
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
-        return self.ask(sequences, lambda ids: self._read(ids, k))
 
-    def _read(self, ids: NDArray[np.int64], k: int) -> SequenceLogprobs:
-        body = {
-            "model": self._name,
-            "prompt": ids.tolist(),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": k,
-            "add_special_tokens": False,
-        }
-        rows = self._server.post("completions", body)["choices"][0]["prompt_logprobs"][1:]
-        return _said(
-            ids, ({int(token): (said["rank"], said["logprob"]) for token, said in row.items()} for row in rows), k
-        )
+        def call(ids: NDArray[np.int64]) -> Call:
+            return self._server.reading(self._name, ids.tolist(), k)
+
+        def read(ids: NDArray[np.int64], answer: Answer) -> SequenceLogprobs:
+            rows = read_prompt_logprobs(answer, ids.tolist(), k, self.vocab_size)
+            return _said(ids, rows, k)
+
+        return self.ask(sequences, call, read)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text without special tokens."""
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mopd_dataplane.base.http_client import SMALL_BYTES, Answer, Call
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.models.hf import load_final_norm, model_shape
 from mopd_dataplane.models.vllm_local import is_dead, require_vllm
@@ -64,10 +65,10 @@ class ServerReader(ServerBatches):
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader; the states of one sequence are one answer."""
-        return predicting(self.ask(sequences, self._read), sequences, predicted).to(self.head.weight.device)
+        states = self.ask(sequences, self._call, self._read)
+        return predicting(states, sequences, predicted).to(self.head.weight.device)
 
-    def _read(self, ids: NDArray[np.int64]) -> Tensor:
-        width = self.head.weight.shape[1]
+    def _call(self, ids: NDArray[np.int64]) -> Call:
         body = {
             "model": self._name,
             "input": ids.tolist(),
@@ -77,12 +78,17 @@ class ServerReader(ServerBatches):
             "embed_dtype": "float32",
             "endianness": "little",
         }
-        raw = self._server.post_bytes("pooling", body)
+        size = 4 * self.head.weight.shape[1] * len(ids)
+        purpose = f"states of {len(ids)} tokens"
+        return Call(url=f"{self._server.root}/pooling", body=body, purpose=purpose, limit_bytes=size + SMALL_BYTES)
+
+    def _read(self, ids: NDArray[np.int64], answer: Answer) -> Tensor:
+        raw, width = answer.require_success().content, self.head.weight.shape[1]
         if len(raw) != 4 * width * len(ids):
             raise EngineError(
-                f"{self._server.url} sent {len(raw)} bytes of states for {len(ids)} tokens of width {width}; start it "
-                f'as a pooling server: --runner pooling --convert embed --pooler-config \'{{"task": "{_TASK}", '
-                '"use_activation": false}}\''
+                f"{answer.call} failed: {self._server.url} sent {len(raw)} bytes of states for {len(ids)} tokens of "
+                f"width {width} ({answer.shown}); start it as a pooling server: --runner pooling --convert embed "
+                f'--pooler-config \'{{"task": "{_TASK}", "use_activation": false}}\''
             )
         return torch.from_numpy(np.frombuffer(raw, "<f4").reshape(len(ids), width).copy())
 

@@ -125,6 +125,20 @@ def small_job(folder: Path, **changes: object) -> Job:
     )  # fmt: skip
 
 
+def test_a_teacher_behind_a_url_has_a_stand_in(tmp_path: Path) -> None:
+    served = {"engine": "vllm", "reads": "prompt_logprobs"}
+    far = small_job(
+        tmp_path,
+        teachers={"t": {"url": "http://127.0.0.1:1/v1"}},
+        score=served,
+        objectives={"o": {"policy_gradient": {}}},
+    )
+    assert [finding.key for finding in preflight(far).findings if finding.key.startswith("teachers")] == []
+    small = rehearse(far)
+    assert small.replaced["teachers.t"] == "a running server is not asked: the student stands in"
+    assert small.job.teachers["t"].source == "student"
+
+
 def test_what_is_missing_is_replaced_and_said(tmp_path: Path) -> None:
     small = rehearse(small_job(tmp_path))
     assert set(small.replaced) == {

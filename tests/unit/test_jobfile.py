@@ -155,6 +155,22 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
             '[teachers]\nserved = { source = "student", url = "http://h/v1" }',
             ["teacher 'served' has a url", 'set reads = "states"'],
         ),
+        (
+            '[teachers]\nsummer = { source = "stage:base" }',
+            '[teachers]\nsummer = { url = "http://h/v1" }',
+            ["teacher 'summer' has only a url", 'score.engine = "vllm" and score.reads = "prompt_logprobs"'],
+        ),
+        (
+            "[teachers]",
+            '[teachers]\nfar = { url = "http://h/v1" }\nboth = { blend = { far = 0.5, summer = 0.5 } }',
+            ["teachers.both.blend: 'far' has only a url", "give teachers.far.source"],
+        ),
+        (
+            "[teachers]",
+            '[teachers]\nfar = { url = "http://h/v1", quantisation = "int8" }',
+            ["teachers.far", "quantisation and revision are for weights that are here"],
+        ),
+        ("[teachers]", '[teachers]\nfar = { dtype = "float32" }', ["teachers.far", "exactly one of source, blend"]),
         ("grad_clip = 0.5", "master_weights = true", ["float32 need no copy", 'set student.dtype = "bfloat16"']),
         ("grad_clip = 0.5", "master_weights = true\noffload = true", ["leave one of the two out"]),
         ("grad_clip = 0.5", "master_weights = true\nlora = { r = 2 }", ["adapter", "leave master_weights out"]),

@@ -13,6 +13,7 @@ from serving import Server, serving
 
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.job import sections
+from mopd_dataplane.models.vllm_replies import Completions
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
@@ -125,7 +126,7 @@ def test_the_key_is_sent_and_never_printed(
     engine = ServerEngine(models[0], url=plain_server.url, slots=1, noise="seeded")
     assert engine._server.headers == {"Authorization": "Bearer s3cret-key"}
     with pytest.raises(EngineError) as caught:
-        engine._server.post("nowhere", {})
+        engine._server.completion({"model": "nowhere", "prompt": [1]}, Completions, "an answer of no model")
     assert "s3cret" not in str(caught.value)
     engine.close()
 

@@ -13,8 +13,6 @@ from typing import Any
 from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 
-LOWEST = -9999.0
-"""Stands for the log-prob of a repeated token outside the cut: vLLM's server knows no smaller one."""
 _PREFIX = "mopd_"
 """What the names of the arguments begin with; a SamplerArguments' fields follow."""
 _READ: dict[str, Callable[[Any], Any]] = {

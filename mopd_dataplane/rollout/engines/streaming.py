@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.models.architecture import context_length
 from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
+from mopd_dataplane.models.vllm_replies import LOWEST
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
 from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
@@ -85,13 +86,19 @@ class Streams:
     def arrive(self, name: str, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """New tokens of a request; those of a request that was closed meanwhile are dropped.
 
-        Raises EngineError when a prefix token does not come back as it is.
+        Raises EngineError when a prefix token does not come back as it is, or a new one is impossible.
         """
         if (stream := self._by_name.get(name)) is None:
             return
         stream.heard_s = time.monotonic()
         for token, logprob in zip(ids, logprobs, strict=True):
             if stream.is_rescored:
+                if logprob <= LOWEST:
+                    raise EngineError(
+                        f"the engine drew token {token} of sample {stream.request.uid} with log-prob {logprob:g}, its "
+                        "sign for an impossible token; nothing of it was written: look at the engine's logits "
+                        "processors, then run again to continue"
+                    )
                 stream.arrived.append((token, logprob))
                 continue
             due = stream.again[len(stream.rescored)]

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
+from mopd_dataplane.models.vllm_replies import LOWEST
 from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.philox import Words, key_words
-from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
+from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
 from mopd_dataplane.rollout.engines.sampling import by_sampler
 
 

@@ -6,35 +6,35 @@ With `noise = "seeded"` any vLLM server can be used: it draws with its own gener
 
 from __future__ import annotations
 
-import asyncio
-import json
 import queue
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
 import numpy as np
+from pydantic import ValidationError
 
-from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError
+from mopd_dataplane.base.http_client import STOP_GRACE_S, Call, HttpClient, validation_problem
+from mopd_dataplane.base.secrets import redacted
+from mopd_dataplane.base.stop_request import StopRequest
+from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, MopdError
 from mopd_dataplane.models.hf import weights_digest
+from mopd_dataplane.models.vllm_replies import LOWEST, Event, checked_logprob
+from mopd_dataplane.models.vllm_replies import Completions as CompletionsReply
 from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import Request
-from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST
 from mopd_dataplane.rollout.engines.streaming import Noise, Stream, StreamingEngine
 from mopd_dataplane.rollout.engines.vllm import LOGPROBS_MODE, SAMPLER
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.sections import Lora
 
-SILENCE_S = 600.0
-"""Longest time between two chunks of one stream."""
-_CONNECT_S = 10.0
-_JOIN_S = 10.0
+_POLL_S = 0.2
 _DATA, _DONE = "data: ", "[DONE]"
 
 
@@ -89,8 +89,12 @@ class ServerEngine(StreamingEngine):
     def _said_at_once(self, request: Request, again: tuple[int, ...]) -> tuple[int, float]:
         """The first token of a request that is not streamed, and its log-prob."""
         body = self._body(request, request.prompt_ids.tolist(), again) | {"stream": False, "max_tokens": 1}
-        choice = self._server.post("completions", body)["choices"][0]
-        return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
+        reply, answer = self._server.completion(body, CompletionsReply, "a first token")
+        choice = reply.choices[0]
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        if not choice.token_ids or not logprobs or logprobs[0] is None:
+            raise answer.refused("choices.0 has no token id with its log-prob, which vLLM 0.32 and later return")
+        return choice.token_ids[0], logprobs[0]
 
     def _body(self, request: Request, prompt: list[int], again: tuple[int, ...]) -> dict[str, Any]:
         return {
@@ -128,14 +132,9 @@ class ServerEngine(StreamingEngine):
             self._completions.stop(name)
 
     def _listen(self) -> None:
-        """Take the next chunk of any stream. Raises EngineError when a stream broke, DeadlineError."""
-        try:
-            chunk = self._completions.said.get(timeout=call_timeout.DEADLINE_S)
-        except queue.Empty:
-            raise DeadlineError(
-                f"{self._server.url} has said nothing for {call_timeout.DEADLINE_S:g} s; every logged token is kept: "
-                "look at the server, then run again to continue"
-            ) from None
+        """Take the next chunk of any stream. Raises EngineError when a stream broke or a stop cannot wait for the
+        server, DeadlineError."""
+        chunk = self._next_chunk()
         if chunk.error and self._streams.knows(chunk.name):
             raise EngineError(
                 f"{self._server.url} broke off a completion ({chunk.error}); every logged token is kept: look at the "
@@ -145,6 +144,21 @@ class ServerEngine(StreamingEngine):
             self._streams.arrive(chunk.name, chunk.token_ids, chunk.logprobs)
         else:
             self._streams.end(chunk.name)
+
+    def _next_chunk(self) -> Chunk:
+        silent_since = time.monotonic()
+        while True:
+            try:
+                return self._completions.said.get(timeout=_POLL_S)
+            except queue.Empty:
+                silent_s = time.monotonic() - silent_since
+            if silent_s > STOP_GRACE_S and StopRequest.pending_s() > STOP_GRACE_S:
+                raise EngineError(f"{self._server.url} has said nothing since this run was asked to stop")
+            if silent_s > call_timeout.DEADLINE_S:
+                raise DeadlineError(
+                    f"{self._server.url} has said nothing for {call_timeout.DEADLINE_S:g} s; every logged token is "
+                    "kept: look at the server, then run again to continue"
+                )
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Make sure that the server has these weights, see VllmServer.take; every slot must be free."""
@@ -180,21 +194,16 @@ class Chunk:
 
 
 class Completions:
-    """Concurrent streams of POST {url}/completions, by name: a thread runs them, a queue holds their chunks."""
+    """Concurrent streams of POST {url}/completions, by name; a queue holds their chunks."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, most: int) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], *, most: int, patience_s: float | None = None) -> None:
         self._url = url
         self.said: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-        limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most)
-        timeout = httpx2.Timeout(SILENCE_S, connect=_CONNECT_S)
-        self._client = httpx2.AsyncClient(headers=dict(headers), limits=limits, timeout=timeout)
+        self._client = HttpClient(headers=headers, most=most, patience_s=patience_s)
         self._running: dict[str, Future[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="completions", daemon=True)
-        self._thread.start()
 
     def start(self, name: str, body: Mapping[str, Any]) -> None:
-        self._running[name] = asyncio.run_coroutine_threadsafe(self._run(name, body), self._loop)
+        self._running[name] = self._client.start(self._run(name, body))
 
     def stop(self, name: str) -> None:
         """End a stream, if it has not ended; the server stops decoding when the connection closes."""
@@ -203,41 +212,49 @@ class Completions:
 
     def close(self) -> None:
         """End every stream and the thread."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout=_JOIN_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=_JOIN_S)
-        self._loop.close()
-
-    async def _shut(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        self._client.close()
 
     async def _run(self, name: str, body: Mapping[str, Any]) -> None:
+        call = Call(url=f"{self._url}/completions", body=body, purpose=f"tokens of {name}")
         try:
-            async with self._client.stream("POST", f"{self._url}/completions", json=body) as answer:
-                if answer.is_error:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise EngineError(f"status {answer.status_code}: {text[:500]!r}")
-                async for line in answer.aiter_lines():
+            async with aclosing(self._client.stream(call)) as lines:
+                async for line in lines:
                     if line.startswith(_DATA) and (text := line.removeprefix(_DATA)) != _DONE:
-                        self._say(name, json.loads(text))
+                        self._say(name, text)
             self.said.put(Chunk(name, [], []))
+        except MopdError as error:
+            self.said.put(Chunk(name, [], [], error=str(error)))
         except Exception as error:  # whatever a server says: else the run waits for it in vain
             self.said.put(Chunk(name, [], [], error=f"{type(error).__name__}: {error}"))
 
-    def _say(self, name: str, event: Mapping[str, Any]) -> None:
-        """Pass on the tokens of one event. Raises LookupError when it has tokens and not a log-prob for each."""
-        if "error" in event:
-            raise EngineError(str(event["error"])[:500])
-        for choice in event["choices"]:
-            token_ids = [int(token) for token in choice["token_ids"] or []]
-            if token_ids:
-                logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-                if len(logprobs) != len(token_ids):
-                    raise LookupError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs")
-                self.said.put(Chunk(name, token_ids, logprobs))
+    def _say(self, name: str, text: str) -> None:
+        """Pass on the tokens of one event. Raises EngineError when it has another form, or tokens and not a log-prob
+        for each."""
+        try:
+            event = Event.model_validate_json(text)
+        except ValidationError as error:
+            raise EngineError(f"{validation_problem(error)}, in event {redacted(text[:300])!r}") from None
+        if event.error is not None:
+            raise EngineError(redacted(getattr(event.error, "message", str(event.error)))[:500])
+        for choice in event.choices:
+            if choice.token_ids:
+                values = choice.logprobs.token_logprobs if choice.logprobs else []
+                if len(values) != len(choice.token_ids):
+                    raise EngineError(
+                        f"{len(choice.token_ids)} tokens and {len(values)} log-probs, in event {redacted(text[:300])!r}"
+                    )
+                self.said.put(
+                    Chunk(
+                        name, choice.token_ids, [_logprob(*pair) for pair in zip(choice.token_ids, values, strict=True)]
+                    )
+                )
+
+
+def _logprob(token: int, value: float | None) -> float:
+    """A streamed log-prob; vLLM's sign for an impossible token passes, because repeated tokens may have it."""
+    if value == LOWEST:
+        return LOWEST
+    try:
+        return checked_logprob(value, token)
+    except ValueError as error:
+        raise EngineError(str(error)) from None

@@ -69,7 +69,9 @@ def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[tuple[Sco
 
 
 def _is_there(run: Run, teacher: str) -> bool:
-    """Whether a teacher's weights exist: a stage of this job has produced them, or they are a folder."""
+    """Whether a teacher's weights exist here: a stage of this job has produced them, or they are a folder."""
+    if run.job.teachers[teacher].is_remote:
+        return False
     names = [name for member in run.job.members_of(teacher) if (name := run.job.teachers[member].stage) is not None]
     stages = {stage.name: stage for stage in run.job.stages}
     return all(name in stages and run.policies.latest(stages[name]) for name in names)

@@ -172,7 +172,10 @@ def generate(engine: Engine, requests: Sequence[Request], reply: Reply = lambda 
 
 
 def _reverse_kl(run: Run, stage: Stage, folder: Path, prompts: list[Prompt], answers: list[Answer]) -> dict[str, float]:
-    """Mean exact KL(student | teacher) over the tokens that the policy wrote of each answer, by prompt id."""
+    """Mean exact KL(student | teacher) over the tokens that the policy wrote of each answer, by prompt id.
+
+    Answers whose teacher has its weights behind a url only are left out.
+    """
     import torch
     from mopd_kernels import divergence
 
@@ -181,7 +184,9 @@ def _reverse_kl(run: Run, stage: Stage, folder: Path, prompts: list[Prompt], ans
     by_teacher: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         if prompt.domain in run.job.domains_of(stage):
-            by_teacher.setdefault(run.job.teacher_of(stage, prompt.domain, prompt.effort), []).append(place)
+            teacher_name = run.job.teacher_of(stage, prompt.domain, prompt.effort)
+            if not run.job.teachers[teacher_name].is_remote:  # the exact divergence needs its logits
+                by_teacher.setdefault(teacher_name, []).append(place)
     pool = teacher_pool(run, stage, engine="hf")
     for name, places in by_teacher.items():
         teacher = pool.teacher(name)

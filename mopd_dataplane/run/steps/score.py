@@ -19,6 +19,7 @@ from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
+from mopd_dataplane.run.steps.server_identity import check_identity
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import PromptRenderer, score_samples
@@ -110,12 +111,21 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     """
     pool = teacher_pool(run, stage)
     for teacher in run.job.scorers_of(stage):
+        settings = run.job.teachers[teacher]
+        identity = check_identity(run, stage, pool, teacher) if settings.url and _reads_logprobs(stage) else ""
+        if settings.is_remote:
+            run.store.add_teacher(pool.record_of_remote(teacher, identity))
+            continue
         known = run.work.fetch_file(pool.head_file(teacher))
         record = pool.register(teacher, run.root)
         if not known:
             run.work.publish_file(record.head_file)
         run.store.add_teacher(record)
     return pool
+
+
+def _reads_logprobs(stage: Stage) -> bool:
+    return stage.score.engine == "vllm" and stage.score.reads == "prompt_logprobs"
 
 
 def check_precision(run: Run, stage: Stage) -> None:
@@ -162,7 +172,8 @@ def teacher_pool(
     specs = {}
     for name in names:
         settings = run.job.teachers[name]
-        specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
+        has_folder = not settings.blend and not settings.is_remote
+        specs[name] = TeacherSpec(run.policies.teacher(name, stage) if has_folder else None, settings)
     return TeacherPool(
         specs,
         student_tokenizer=run.tokenizer,

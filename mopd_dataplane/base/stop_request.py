@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from types import FrameType
+from typing import ClassVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -14,14 +16,27 @@ class StopRequest(contextlib.ExitStack):
     """While entered in the main thread, the first signal only sets `asked`; the second one interrupts immediately."""
 
     asked = False
+    _asked_at = 0.0
+    _entered: ClassVar[list[StopRequest]] = []
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self.callback(signal.signal, number, signal.signal(number, self._ask))
+            self._entered.append(self)
+            self.callback(self._entered.remove, self)
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt("stopped at once; every logged token is kept: run the same command to continue")
+        self._asked_at = time.monotonic()
         self.asked = True
+
+    @classmethod
+    def pending_s(cls) -> float:
+        """Seconds since a signal asked for a stop that has not been made yet; 0 when none did.
+
+        What waits for another machine looks here, because that wait may be long and a first signal does not end it.
+        """
+        return max((time.monotonic() - stop._asked_at for stop in cls._entered if stop.asked), default=0.0)

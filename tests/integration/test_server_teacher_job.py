@@ -1,0 +1,164 @@
+"""A job whose teacher exists only behind a URL: scored from a server, recognised at each start, and ended at once by a
+signal while that server is silent."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commandline import ENVIRONMENT, command, run_mopd
+from model_server import Handler, Misbehave, ModelServer, is_silent, never_ends, sends, serve_model
+
+from mopd_dataplane import Store, open_store
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.initial_weights import make_student
+
+TINY = {
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}  # fmt: skip
+JOB = """
+name = "served"
+store = "{folder}/store"
+
+[student]
+path = "{folder}/student"
+
+[domains.sums]
+source = "reasoning-gym"
+dataset = "chain_sum"
+train = 4
+
+[teachers]
+large = {{ url = "{url}" }}
+[routing]
+sums = "large"
+
+[rollout]
+max_new_tokens = 6
+[score]
+engine = "vllm"
+reads = "prompt_logprobs"
+[plan]
+pack_tokens = 256
+batch_samples = 4
+[objectives.sampled.policy_gradient]
+[[stages]]
+name = "student"
+objective = "sampled"
+iterations = 1
+"""
+PROMPT_S = 20.0
+"""Ten minutes would be waited without the signal; the rest is the start of Python."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random models with one tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("student", "large", "other")):
+        make_student(sections.Student(config=TINY, tokenizer="characters"), folder / name, seed=seed)
+    return folder
+
+
+@pytest.fixture
+def server(models: Path) -> Iterator[ModelServer]:
+    with serve_model(models / "large", name="large") as running:
+        yield running
+
+
+@pytest.fixture
+def job(tmp_path: Path, models: Path, server: ModelServer) -> Path:
+    """A job whose prompts are answered and not scored yet."""
+    (tmp_path / "student").symlink_to(models / "student")
+    file = tmp_path / "job.toml"
+    file.write_text(JOB.format(folder=tmp_path, url=server.url))
+    run_mopd("rollout", file)
+    return file
+
+
+def signals(job: Path) -> int:
+    """Number of stored log-prob signals of the teacher."""
+    store = open_store(str(job.parent / "store"))
+    return store.table("signals/large/logprob").num_rows if "signals/large/logprob" in store.names() else 0
+
+
+def scored(job: Path) -> Store:
+    """The store once every answer has a signal."""
+    run_mopd("score", job)
+    assert signals(job) == 4
+    return open_store(str(job.parent / "store"))
+
+
+def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server: ModelServer) -> None:
+    store = scored(job)
+    teacher = store.teachers()["large"]
+    assert (teacher.source, teacher.head_file, teacher.hidden_size) == (server.url, "", 0)
+    rows = np.arange(4)
+    tokens = store.read_tokens(rows, columns=["tokens"])["tokens"].to_pylist()
+    lengths = store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
+    found = store.read_signal("large", "logprob", rows)
+    for ids, length, own in zip(tokens, lengths, found, strict=True):
+        values = server.logprobs(ids)
+        np.testing.assert_allclose(own, [values[i - 1, ids[i]] for i in range(length, len(ids))], atol=1e-5)
+    run_mopd("run", job)
+    assert store.table("steps").num_rows == 1, "the trainer learns from them"
+    run_mopd("store", "verify", job.parent / "store", "--deep")
+
+
+@pytest.mark.slow
+def test_another_model_under_the_same_name_is_refused(job: Path, server: ModelServer, models: Path) -> None:
+    identity = scored(job).table("events", filter="kind = 'server_identity'").to_pylist()
+    assert [row["event_id"] for row in identity] == ["server/large"]
+    job.write_text(job.read_text().replace("iterations = 1", "iterations = 2"))
+    server.exchange_weights(models / "other")
+    refused = run_mopd("run", job, check=False)
+    assert refused.returncode == 2, refused.stderr
+    assert "nat a token from those of 'large'" in " ".join(refused.stderr.split())
+    assert signals(job) == 4
+    server.exchange_weights(models / "large")
+    run_mopd("run", job)
+    assert signals(job) == 8
+
+
+def test_another_tokenizer_is_refused(job: Path, server: ModelServer) -> None:
+    server.misbehave = lambda connection, reply: (
+        "tokens" in (reply or {}) and sends(b'{"tokens": [1, 2, 3]}')(connection, reply)
+    )
+    refused = run_mopd("score", job, check=False)
+    assert refused.returncode == 2, refused.stderr
+    assert "as [1, 2, 3] (3 ids), the student as" in " ".join(refused.stderr.split())
+    assert signals(job) == 0
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_a_teacher(job: Path, server: ModelServer) -> None:
+    for behaviour, number in ((is_silent, signal.SIGTERM), (never_ends, signal.SIGINT), (never_ends, signal.SIGTERM)):
+        server.misbehave = partial(on_completions, behaviour)
+        server.asked.clear()
+        process = subprocess.Popen(command("score", job), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 120
+        while not any(path == "/v1/completions" for path, _ in server.asked):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        began = time.monotonic()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert time.monotonic() - began < PROMPT_S
+        assert process.returncode == 130, said
+    server.misbehave = None
+    scored(job)
+
+
+def on_completions(behaviour: Misbehave, connection: Handler, reply: Any) -> bool:
+    """Misbehave where log-probs are asked for, and nowhere else."""
+    return "choices" in (reply or {}) and behaviour(connection, reply)

@@ -1,0 +1,111 @@
+"""Sampling from a running server: a stock one is taken by its folder, short failures pass, and a stop does not wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoding import TOLERANCE, Shelf, decode, make_requests
+from model_server import Handler, ModelServer, changes, cuts_before, fails, sends, serve_model
+
+from mopd_dataplane.base import http_client
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
+from mopd_dataplane.rollout.rollout_report import RolloutReport
+
+PROMPT_S = 20.0
+"""A stop takes seconds on this machine, however busy; the server would be waited for ten minutes."""
+
+
+@pytest.fixture
+def server(tiny_model: Path) -> Iterator[ModelServer]:
+    with serve_model(tiny_model, context=512) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server: ModelServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
+    monkeypatch.setattr(http_client, "_PAUSE_S", 0.05)
+    engine = ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
+    yield engine
+    engine.close()
+
+
+def silent_stream(connection: Handler, reply: Any) -> bool:
+    """Headers of a stream, then nothing."""
+    if not isinstance(reply, list):
+        return False
+    connection.begin_chunked()
+    time.sleep(60)
+    return True
+
+
+def test_a_stock_server_samples_with_the_folder_that_it_was_started_with(
+    engine: ServerEngine, server: ModelServer, tiny_model: Path
+) -> None:
+    assert not any(path == "/update_weight_version" for path, _ in server.asked)
+    requests = make_requests(2, max_new_tokens=6)
+    tokens, logprobs, _ = decode(engine, requests)["1"]
+    values = server.logprobs([*requests[1].prompt_ids.tolist(), *tokens])
+    first = len(requests[1].prompt_ids) - 1
+    np.testing.assert_allclose(logprobs, [values[first + i, token] for i, token in enumerate(tokens)], atol=TOLERANCE)
+    assert engine.policy_digest == HfEngine(tiny_model, slots=1).policy_digest
+
+
+def test_a_stock_server_of_another_folder_is_refused(server: ModelServer, tiny_model: Path) -> None:
+    server.folder = Path("/models/another")
+    with pytest.raises(MismatchError, match=r"serves '/models/another' \(weight version unknown\)"):
+        ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
+    with pytest.raises(MismatchError, match="has no development endpoints"):
+        ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded", reload=True)
+
+
+@pytest.mark.parametrize("how", [sends(b"busy", status=429), sends(b"", status=500), cuts_before])
+def test_a_stream_that_does_not_begin_is_tried_again(engine: ServerEngine, server: ModelServer, how: Any) -> None:
+    requests = make_requests(2, max_new_tokens=4)
+    whole = decode(engine, requests)
+    server.misbehave = fails(3, how)
+    assert decode(engine, requests) == whole
+
+
+def test_a_new_token_that_is_impossible_is_refused(engine: ServerEngine, server: ModelServer) -> None:
+    event = b'data: {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-9999.0]}}]}\n\n'
+    server.misbehave = sends(event)
+    with pytest.raises(EngineError, match=r"token 5 of sample 0 with log-prob -9999, its sign for an impossible token"):
+        decode(engine, make_requests(1))
+
+
+@pytest.mark.parametrize("reply", [{"choices": [{"token_ids": []}]}, {"choices": [{"token_ids": [4]}]}])
+def test_a_probe_without_a_token_is_refused(server: ModelServer, tiny_model: Path, reply: Any) -> None:
+    server.misbehave = lambda connection, good: "choices" in (good or {}) and changes(lambda _: reply)(connection, good)
+    with pytest.raises(EngineError, match=r"choices\.0 has no token id with its log-prob"):
+        ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rollout_whose_server_is_silent(
+    engine: ServerEngine,
+    server: ModelServer,
+    shelf: Shelf,
+    roll: Callable[..., RolloutReport],
+    number: signal.Signals,
+) -> None:
+    server.misbehave = silent_stream
+    began = time.monotonic()
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt, match="continue"):
+        roll(shelf, engine=engine, count=2)
+    assert time.monotonic() - began < PROMPT_S
+    server.misbehave = None
+    again = ServerEngine(server.folder, url=server.url, slots=2, noise="seeded")
+    assert roll(shelf, engine=again, count=2).samples == 2
+    again.close()
