@@ -8,6 +8,7 @@ Only what is missing is checked: a student that was made and prompts that a stor
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from mopd_dataplane.models.hf import check_model_folder, load_tokenizer, model_s
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.models.vocabulary import compare_vocabularies
-from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.prompts import load_prompts, render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+EXCERPT = 60
+"""Characters of a prompt that a finding shows of either end."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,31 @@ def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
     ends_mapped = look.job.teachers[name].end == "map"
     for difference in compare_vocabularies(look.tokenizer, tokenizer, name=name, ends_mapped=ends_mapped):
         look.findings.append(Finding(f"teachers.{name}.source", difference, certain=False))
+    _compare_prompts(look, name, tokenizer)
+
+
+def _compare_prompts(look: _Look, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Show a prompt as a teacher reads it, where its own chat template would write it in another way."""
+    job, settings = look.job, look.job.teachers[name]
+    domains = [domain for stage in job.stages for domain in job.domains_of(stage) if name in job.scorers_of(stage)]
+    prompt = next((own[0] for domain in domains if (own := look.prompts.get(domain))), None)
+    if look.tokenizer is None or prompt is None or not tokenizer.chat_template or settings.prompt_template:
+        return
+    with contextlib.suppress(InputError):  # the student's template is checked for itself
+        read = str(look.tokenizer.decode(render(prompt.asked, look.tokenizer, template=job.student.prompt_template)))
+        usual = str(tokenizer.decode(render(prompt.asked, tokenizer, template="chat")))
+        if read != usual:
+            problem = (
+                f"teacher {name!r} reads prompts as the student does, and its own chat template writes them in another "
+                f"way: {_excerpt(read)} | {_excerpt(usual)}; a teacher is at its best with the form that it was trained "
+                f'on: set teachers.{name}.prompt_template, or student.prompt_template = "chat"'
+            )
+            look.findings.append(Finding(f"teachers.{name}.prompt_template", problem, certain=False))
+
+
+def _excerpt(text: str) -> str:
+    """Beginning and end of a text, for a message."""
+    return repr(text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} … {text[-EXCERPT:]}")
 
 
 def _check_context(look: _Look, name: str, folder: Path) -> None:

@@ -49,6 +49,8 @@ def test_a_base_student_under_an_instruct_teacher_runs_and_both_ends_are_named(
     findings = preflight(job).findings
     refuse(job, findings)
     (ends,) = [finding.problem for finding in findings if finding.key == "teachers.big.source"]
+    (prompts,) = [finding.problem for finding in findings if finding.key == "teachers.big.prompt_template"]
+    assert "'0 + 1 =' | '<|im_start|>user\\n0 + 1 =<|im_end|>\\n<|im_start|>assistant\\n'" in prompts
     assert "<|endoftext|>" in ends
     assert "<|im_end|>" in ends
     assert sentence in ends
