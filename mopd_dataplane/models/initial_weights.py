@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.files import make_folder
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DOWNLOAD_S = 1800.0
+_SIZES = (
+    "hidden_size", "n_embd", "intermediate_size", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "n_positions",
+)  # fmt: skip
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 
@@ -99,7 +103,8 @@ def check_config(student: Student) -> None:
 def student_config(student: Student) -> PretrainedConfig:
     """transformers config of a student made from one, filled up from a tokenizer that is made for it.
 
-    Raises InputError when transformers does not know it, MismatchError when the tokenizer has more tokens.
+    Raises InputError when transformers does not know it or its sizes make no model, MismatchError when the tokenizer
+    has more tokens.
     """
     from transformers import AutoConfig
 
@@ -113,11 +118,33 @@ def student_config(student: Student) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # what a config class raises over a wrong value is any of many kinds
         raise InputError(f"student.config is not a transformers config: {error!s:.300}") from None
+    _check_sizes(config.to_dict())
     if len(tokenizer) > (size := getattr(config, "vocab_size", len(tokenizer))):
         raise MismatchError(
             f"student.config has vocab_size {size}, its tokenizer has {len(tokenizer)} tokens; raise vocab_size"
         )
     return config
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Raise InputError for sizes with which transformers builds a model that cannot compute."""
+    for key in _SIZES:
+        size = config.get(key)
+        if isinstance(size, int | float) and size < 1:
+            raise InputError(f"student.config has {key} = {size!r}; give a whole number of 1 or more")
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and shared and heads % shared:
+        divisors = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        raise InputError(
+            f"student.config has num_key_value_heads = {shared} for num_attention_heads = {heads}, which it does not "
+            f"divide; give one of {divisors}"
+        )
+    width, head = config.get("hidden_size"), config.get("head_dim")
+    if heads and width and not head and width % heads:
+        raise InputError(
+            f"student.config has hidden_size = {width}, which num_attention_heads = {heads} does not divide; change "
+            "one of them, or give head_dim"
+        )
 
 
 def _from_config(student: Student, folder: Path, seed: int) -> None:
