@@ -139,12 +139,6 @@ def _check_sizes(config: dict[str, Any]) -> None:
             f"student.config has num_key_value_heads = {shared} for num_attention_heads = {heads}, which it does not "
             f"divide; give one of {divisors}"
         )
-    width, head = config.get("hidden_size"), config.get("head_dim")
-    if heads and width and not head and width % heads:
-        raise InputError(
-            f"student.config has hidden_size = {width}, which num_attention_heads = {heads} does not divide; change "
-            "one of them, or give head_dim"
-        )
 
 
 def _from_config(student: Student, folder: Path, seed: int) -> None:
