@@ -182,14 +182,15 @@ def _from_gguf(student: Student, folder: Path) -> None:
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Hide the bar of the GGUF conversion, which is tqdm's own and does not follow transformers' switch."""
-    from transformers import modeling_gguf_pytorch_utils as conversion
+    from transformers import modeling_gguf_pytorch_utils
 
+    conversion: Any = modeling_gguf_pytorch_utils
     bar = conversion.tqdm
-    conversion.tqdm = partial(bar, disable=True)  # type: ignore[misc, assignment]
+    conversion.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
-        conversion.tqdm = bar  # type: ignore[misc]
+        conversion.tqdm = bar
 
 
 def _gguf_file(package: str, scratch: Path) -> Path:

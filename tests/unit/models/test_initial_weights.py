@@ -74,8 +74,9 @@ def test_a_conversion_prints_nothing(package: str, tmp_path: Path, capfd: pytest
     assert capfd.readouterr() == ("", "")
     assert model_shape(folder)["hidden_size"] == WIDTH
     assert load_tokenizer(folder).encode("abcd", add_special_tokens=False) == [TOKENS.index("ab"), TOKENS.index("cd")]
-    from transformers import modeling_gguf_pytorch_utils as conversion
+    from transformers import modeling_gguf_pytorch_utils
 
+    conversion: Any = modeling_gguf_pytorch_utils
     assert conversion.tqdm is tqdm, "the bars of others are as they were"
 
 
