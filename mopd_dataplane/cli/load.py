@@ -4,14 +4,14 @@ import socket as sockets
 import time
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.jobs import Keys, Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
-from mopd_dataplane.errors import EngineError, InputError, require_known
+from mopd_dataplane.errors import EngineError, InputError, UnknownNameError, require_known
 from mopd_dataplane.fields import SIGNAL_KINDS
 
 LOOK_S = 0.5
@@ -58,8 +58,7 @@ def serve(
     elif stage is None:
         raise InputError(f"{target} is a store: name the stage to serve with --stage NAME")
     else:
-        for kind in signal or ():
-            _check_signal(target, kind)
+        _check_names(target, stage, signal or [])
         uri, spec = target, LoadSpec(stage=stage, signals=tuple(signal or ()), rewards=rewards, slots=slots)
     path = socket or socket_of(uri, spec)
     with start_server(uri, path, spec) as loader, sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as anchor:
@@ -71,17 +70,47 @@ def serve(
         raise EngineError(f"the loader ended with exit code {loader.process.returncode}; see its messages above")
 
 
-def _check_signal(uri: str, kind: str) -> None:
-    """Raise UnknownNameError for a kind of signal that the store does not have and nobody could add: the loader would
-    wait for it."""
+def _check_names(uri: str, stage: str, signals: list[str]) -> None:
+    """Raise UnknownNameError for a stage, or a kind of signal, that the store does not have and that the job which made
+    it will not add: the loader would wait for it."""
     from mopd_dataplane.store.dataset import Store
 
     store = Store.open(uri)
     there = {name.rpartition("/")[2] for name in store.names() if name.startswith("signals/")}
-    stages = (store.read_json("job.json") or {}).get("stages", [])
-    named = {name for stage in stages for name in stage.get("score", {}).get("signals", {})}
-    known = sorted({*SIGNAL_KINDS, *there, *named, *entry_points(group="mopd.signals").names})
-    require_known(kind, known, "--signal")
+    job = store.read_json("job.json") or {}
+    stages = {str(one["name"]): one for one in job.get("stages", [])}
+    named = {name for one in stages.values() for name in one.get("score", {}).get("signals", {})}
+    for kind in signals:
+        require_known(
+            kind, sorted({*SIGNAL_KINDS, *there, *named, *entry_points(group="mopd.signals").names}), "--signal"
+        )
+    if stage not in stages:
+        in_tables = "select stage from samples union select stage from plans"
+        require_known(stage, sorted({*stages, *store.sql(in_tables)["stage"].to_pylist()}), f"{uri}: no stage")
+    coming = _signals_of(job, stage)
+    for kind in signals:
+        if kind not in there | coming:
+            raise UnknownNameError(
+                f"--signal {kind}: {uri} has no table signals/TEACHER/{kind}, and stage {stage!r} of its job writes "
+                f"none; there: {', '.join(sorted(there)) or 'none'}; score them first (mopd score), or leave it out"
+            )
+
+
+def _signals_of(remembered: dict[str, Any], stage: str) -> set[str]:
+    """Kinds of signals that a stage of the job that a store remembers computes; of a job that this version cannot read
+    every kind."""
+    from pydantic import ValidationError
+
+    from mopd_dataplane.job.job import Job
+
+    if stage not in [one["name"] for one in remembered.get("stages", [])]:
+        return set()
+    try:
+        job = Job.model_validate(remembered)
+    except ValidationError:
+        return set(SIGNAL_KINDS)
+    own = job.stage(stage)
+    return {*job.objective(own).signals, *own.score.signals}
 
 
 def add_to(app: Typer) -> None:

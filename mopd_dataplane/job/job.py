@@ -20,6 +20,9 @@ from mopd_dataplane.job.parse import line_of, problem_text
 from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
 from mopd_dataplane.job.sections import Name, Section
 
+MOST_SEED = (1 << 63) - 1
+"""Largest seed: generators of random numbers take 64 bits."""
+
 
 class Stage(Section):
     """One training run inside the job: data, objective, and the policy it leaves behind."""
@@ -98,7 +101,7 @@ class Job(Section):
     """Local folder for what an object store cannot hold while it is written; default: `runs/staging/<bucket>/<key>`."""
     single_writer: bool = False
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
     student: sections.Student
     """The policy that is trained."""

@@ -88,7 +88,7 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     if _identity(parent_file) in lineage or len(lineage) > MAX_DEPTH:
         raise JobFileError(f"{file}: extends {wanted.job!r}, which leads back here; extend a job that stands alone")
     parent = _with_parents(parent_file, lineage)
-    every = parent.get("domains", {})
+    every, routing = (_table(parent, key, parent_file) for key in ("domains", "routing"))
     # A stage without domains has all of its own job's, not also those that the child adds.
     known = {
         str(stage.get("name")): {**stage, "domains": stage.get("domains") or list(every)}
@@ -97,9 +97,16 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     inherited = _named(known, wanted.stages, f"{file}: extends.stages: {wanted.job} has no stage")
     taken = every if wanted.domains is None else wanted.domains
     domains = _named(every, taken, f"{file}: extends.domains: {wanted.job} has no domain")
-    routing = {key: value for key, value in parent.get("routing", {}).items() if key.partition("/")[0] in domains}
-    merged: Raw = _merged({**parent, "domains": domains, "routing": routing}, raw)
+    kept = {key: value for key, value in routing.items() if key.partition("/")[0] in domains}
+    merged: Raw = _merged({**parent, "domains": domains, "routing": kept}, raw)
     return {**merged, "stages": [*inherited.values(), *_stages(raw, file)]}
+
+
+def _table(raw: Raw, key: str, where: str) -> Raw:
+    table = raw.get(key, {})
+    if not isinstance(table, dict):
+        raise JobFileError(f"{where}: `{key}` is {table!r:.80}, a table is needed; write [{key}]")
+    return table
 
 
 def _named(known: Raw, names: Iterable[str], refusal: str) -> Raw:

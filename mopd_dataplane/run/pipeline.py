@@ -23,7 +23,7 @@ from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, 
 from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.ray.cluster import ray_fleet
+from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import say_endings
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
@@ -48,6 +48,8 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
     if node_rank() > 0:
         join_job(job, Progress(console), only)
         return {"store": job.store, "accuracy": {}, "report": "written by the first node"}
+    if ray is not None:
+        check_cluster(ray)
     run = open_run(job, Progress(console))
     if job.student.gguf:
         check_converted(run.job, run.store, run.tokenizer)

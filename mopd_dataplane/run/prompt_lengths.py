@@ -1,5 +1,5 @@
-"""Checks of prompts in tokens before anything is trained: against `rollout.max_prompt_tokens`, and together with the
-longest answer against the context of the model that answers.
+"""Checks of prompts in tokens before anything is trained: against `rollout.max_prompt_tokens` and `plan.pack_tokens`,
+and together with the longest answer against the context of the model that answers.
 
 A rollout refuses such a prompt when it meets it, which may be hours after the job's other stages began. Tokenising
 takes bounded time: of many prompts the longest texts are looked at, and the finding names their number.
@@ -64,9 +64,13 @@ def prompt_problems(
         return
     contexts = _Contexts(job, store)
     found: dict[Problem, list[str]] = {}
-    for stage in stages:
-        own = uses[stage.name]
-        for problem in (*_too_long(job, stage, own, measured), *_beyond_context(job, stage, own, measured, contexts)):
+    for stage in to_run:
+        own = uses.get(stage.name, [])
+        for problem in (
+            *_too_long(job, stage, own, measured),
+            *_beyond_context(job, stage, own, measured, contexts),
+            *_beyond_pack(job, stage, own, measured),
+        ):
             found.setdefault(problem, []).append(stage.name)
     for (key, text, is_certain), (first, *others) in found.items():
         same = f"; the same in stage {', '.join(others)}" if others else ""
@@ -178,6 +182,27 @@ def _beyond_context(
                 f"{new:,} tokens{turns}: the longest ({longest!r}) has {over[longest]:,}, and {model} reads "
                 f"{context:,}; {lower}, shorten the prompts, or use a model with a longer context",
                 _is_certain(stage),
+            )
+
+
+def _beyond_pack(job: Job, stage: Stage, uses: Sequence[_Use], measured: Mapping[str, _Measured]) -> Iterator[Problem]:
+    """Prompts that fill a pack by themselves, so that no sample of theirs can be planned."""
+    if stage.plan.overlong != "error" or stage.data == "stored":
+        return
+    for domain in job.domains_of(stage):
+        if stage.data == "reference":
+            lengths = measured[domain].lengths if domain in measured else {}
+            over = {prompt_id: length for prompt_id, length in lengths.items() if length >= stage.plan.pack_tokens}
+        else:
+            over = _longer(domain, uses, measured, stage.plan.pack_tokens - 1)
+        if over:
+            longest = max(over, key=lambda prompt_id: over[prompt_id])
+            yield (
+                "plan.pack_tokens",
+                f"{_share(over, measured[domain])} of domain {domain!r} leave no room for an answer in a pack of "
+                f"{stage.plan.pack_tokens:,} tokens: the longest ({longest!r}) has {over[longest]:,}, and overlong = "
+                f'"error" refuses its samples; set it above {over[longest]:,}, or set overlong = "drop"',
+                _is_certain(stage) and not stage.examples and not stage.plan.mixture,
             )
 
 

@@ -33,6 +33,8 @@ DEFAULTS = {
     "timeout": f"{REQUEST_S}s",
 }
 """Lance's names of the same bounds; a caller's storage options win."""
+PROTOCOLS = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory", "http", "https")
+"""Protocols that obstore opens."""
 _CHUNK = 8 << 20
 
 
@@ -149,6 +151,11 @@ def _connect(uri: str, config: dict[str, str]) -> ObjectStore:
         raise InputError(f"{uri}: an object store needs the package: pip install 'mopd-dataplane[s3]'") from None
     if uri.startswith("file-object-store://"):
         return LocalStore(uri.removeprefix("file-object-store://"), mkdir=True)
+    if (protocol := uri.partition("://")[0]) not in PROTOCOLS:
+        raise InputError(
+            f"{uri}: no store can be at {protocol}://; give a folder, or an object store: s3://bucket/prefix, gs:// or "
+            "az://"
+        )
     bounds: dict[str, Any] = {
         "client_options": {"connect_timeout": f"{CONNECT_S}s", "timeout": f"{REQUEST_S}s"},
         "retry_config": {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},

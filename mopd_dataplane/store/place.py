@@ -33,7 +33,7 @@ class Place:
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
         text = str(uri).removeprefix("file://")
-        if not text or "\0" in text:
+        if not text.strip() or any(ord(character) < ord(" ") for character in text):
             raise InputError(f"{text!r:.80} is not the place of a store; give a folder, or s3://bucket/prefix")
         remote = "://" in text
         self.root: Path | None = None if remote else Path(text).absolute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,21 @@ def test_a_job_takes_over_tables_and_the_stages_it_lists(tmp_path: Path) -> None
 def test_a_mistaken_extension_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match=words):
         load_job(parent_and_child(tmp_path, CHILD.replace(old, new)))
+
+
+@pytest.mark.parametrize("line", ["domains = 5", "domains = [1]", "routing = 7"])
+def test_a_parent_without_tables_is_named_with_its_key(line: str, tmp_path: Path) -> None:
+    key, _, value = line.partition(" = ")
+    folder = parent_and_child(tmp_path)
+    (tmp_path / "parent" / "job.toml").write_text(f'name = "parent"\nstore = "runs/parent"\n{line}\n')
+    with pytest.raises(JobFileError, match=rf"parent/job.toml: `{key}` is {re.escape(value)}, a table is needed"):
+        load_job(folder)
+
+
+def test_a_seed_beyond_64_bits_is_refused_with_the_largest() -> None:
+    assert job(text=f"seed = {2**63 - 1}\n{JOB}").seed == 2**63 - 1
+    with pytest.raises(JobFileError, match=rf"`seed`.*less than or equal to {2**63 - 1}, found 1{'0' * 25}"):
+        job(text=f"seed = 1{'0' * 25}\n{JOB}")
 
 
 def test_a_stores_own_record_of_its_job_is_a_job_file(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, score_task, st
 from mopd_dataplane.run.token_log_copy import StoredLog
 
 ON_THIS_MACHINE = "local"
+ANYWHERE = "auto"
+"""Ray's word for the cluster that it finds by itself."""
 REACH_S = 10.0
 """How long a cluster may take to accept a connection."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -41,30 +43,57 @@ STEPS_OF_SLOTS = 2
 """A share fills an engine's slots this often, at most: how much a replica that joins late can still take over."""
 
 
+def check_cluster(address: str) -> None:
+    """Check that a cluster answers where `--ray` says, before anything is written. One on this machine starts later.
+
+    Raises InputError without Ray, ResourceError when no cluster answers.
+    """
+    address = _resolved(address)
+    require(["ray"])
+    _reach(address)
+    if address == ANYWHERE:
+        with _connected(address):
+            pass
+
+
 @contextmanager
 def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
     """Connect until the end of the block. Raises InputError without Ray, ResourceError when no cluster answers."""
     run.policies.initial()  # made here, once, before workers look for it
-    address = address or os.environ.get("RAY_ADDRESS", ON_THIS_MACHINE)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address == ON_THIS_MACHINE:
-        os.environ |= LOOPBACK
+    address = _resolved(address)
     require(["ray"])
     import ray
 
     _reach(address)
-    alone = {"include_dashboard": False} if address == ON_THIS_MACHINE else {}
-    try:
-        ray.init(address=address, **alone)
-    except (ConnectionError, ray.exceptions.RayError) as error:
-        raise ResourceError(f"no Ray cluster answers at {address} ({error}); start one, or leave ADDRESS out") from None
-    try:
+    with _connected(address):
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         where = "on this machine" if address == ON_THIS_MACHINE else f"at {address}"
         room = ray.cluster_resources()
         resources = ", ".join(f"{room[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in room)
         run.progress.say(f"ray {ray.__version__} {where}: {nodes} node(s), {resources}")
         yield RayFleet(run)
+
+
+def _resolved(address: str) -> str:
+    """The address of a bare `--ray` too; sets what Ray reads from the environment when it is imported."""
+    address = address or os.environ.get("RAY_ADDRESS", ON_THIS_MACHINE)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == ON_THIS_MACHINE:
+        os.environ |= LOOPBACK
+    return address
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    import ray
+
+    alone = {"include_dashboard": False} if address == ON_THIS_MACHINE else {}
+    try:
+        ray.init(address=address, **alone)
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise ResourceError(f"no Ray cluster answers at {address} ({error}); start one, or leave ADDRESS out") from None
+    try:
+        yield
     finally:
         ray.shutdown()
 

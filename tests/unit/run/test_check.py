@@ -122,7 +122,7 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"plan": {"batch_samples": 2, "pack_tokens": 32}}, "stages.s.plan.pack_tokens"),
+        ({"plan": {"batch_samples": 2, "pack_tokens": 50}}, "stages.s.plan.pack_tokens"),
         ({"student": {"config": TINY | {"hidden_size": 32768, "vocab_size": 10**7}}}, "scale.ranks"),
     ],
 )
@@ -133,6 +133,41 @@ def test_what_does_not_fit_is_said_with_its_key_and_refuses_nothing(
     assert not refusal
     assert key in {finding["key"] for finding in said["findings"]}
     assert not any(finding["certain"] for finding in said["findings"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"hidden_size": 0}, "hidden_size = 0; give a whole number of 1 or more"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0; give"),
+        ({"intermediate_size": -8}, "intermediate_size = -8; give"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 5}, "does not divide; give one of 1, 2, 3, 4, 6, 12"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(
+    sizes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, refusal = check(tmp_path, job(tmp_path, student={"config": TINY | sizes}), capsys)
+    assert refusal.splitlines()[1].startswith("student.config: ")
+    assert words in refusal
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        ("\n", "'\\n' is not the place of a store; give a folder"),
+        ("   ", "is not the place of a store; give a folder"),
+        ("ftp://host/runs", "no store can be at ftp://; give a folder, or an object store: s3://bucket/prefix"),
+    ],
+)
+def test_a_place_that_can_be_no_store_is_refused(
+    store: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, refusal = check(tmp_path, job(tmp_path, store=store), capsys)
+    assert refusal.splitlines()[1].startswith("store: ")
+    assert words in refusal
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "prompts.jsonl"]
 
 
 def test_what_training_holds_on_device_and_host_follows_its_keys(tmp_path: Path) -> None:

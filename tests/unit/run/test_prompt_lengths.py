@@ -147,3 +147,15 @@ def test_a_packaged_student_is_checked_once_it_is_converted(tmp_path: Path) -> N
 
     with pytest.raises(JobFileError, match=r"(?s)only the converted student.*were written:.*2 of the 3 prompts"):
         check_converted(checked, store, character_tokenizer())
+
+
+def test_a_pack_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
+    """A prompt of 38 tokens and one token of an answer need 39."""
+    fits = {"batch_samples": 2, "pack_tokens": 39}
+    assert not any(finding.certain for finding in problems(job(tmp_path, plan=fits)).values())
+    found = problems(job(tmp_path, plan=fits | {"pack_tokens": 8}))["stages.base.plan.pack_tokens"]
+    assert found.certain
+    assert found.problem.startswith("3 of the 3 prompts of domain 'sums' leave no room for an answer in a pack of 8")
+    assert "set it above 38" in found.problem
+    assert found.problem.endswith("; the same in stage s")
+    assert problems(job(tmp_path, plan=fits | {"pack_tokens": 8, "overlong": "drop"})) == {}
