@@ -139,6 +139,6 @@ def _require_causal(logits: Tensor, beside: Tensor, passed: SelfCheck, *, part: 
     if not gap <= passed.band:
         raise MismatchError(
             f"{part}: tokens of {passed.model} see later ones, and log-probs move by {gap:.3g} nat in the mean "
-            f"where {passed.band:g} is allowed in {passed.dtype}. It is no causal language model; set is_decoder = true "
-            "in its config.json if it was trained as one, or use another model"
+            f"where {passed.band:g} is allowed in {passed.dtype}. It is no causal language model; set is_decoder = "
+            "true in its config.json if it was trained as one, or use another model"
         )
