@@ -17,6 +17,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.hf import embedding_weight, hidden_states, lm_head
 
 if TYPE_CHECKING:
+    from mopd_kernels.heads import Head
     from transformers import PreTrainedModel
 
 BANDS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -97,7 +98,7 @@ def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTra
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
-    """Check states and LM head as scorer and trainer take them.
+    """Check states and LM head as scorer and trainer take them, and that no token sees a later one.
 
     Raises MismatchError, see require_same_logits; also when the model's own code fails.
     """
@@ -107,7 +108,8 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
     try:
         plain = plain_logits(model, ids)
         head = lm_head(model)
-        logits = hidden_states(model, ids[None])[0].float() @ head.weight.detach().float().T
+        logits = _logits(model, ids, head)
+        beside = _logits(model, torch.cat([ids[:-1], ids[:1]]), head)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise MismatchError(
             f"{part}: {type(model).__name__} ({model.config.model_type}) cannot read a short text: "
@@ -115,9 +117,28 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
         ) from error
     finally:
         model.train(training)
+    passed = require_same_logits(logits, plain, part=part, model=model)
+    if passed.gap is not None:
+        _require_causal(logits[:-1], beside[:-1], passed, part=part)
+    return passed
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, head: Head) -> Tensor:
+    """[T, V] float32 logits of one sequence [T] from states and LM head."""
+    logits = hidden_states(model, ids[None])[0].float() @ head.weight.detach().float().T
     if head.bias is not None:
         logits = logits + head.bias.detach().float()
     logits = logits * head.logit_scale
-    if head.softcap:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return require_same_logits(logits, plain, part=part, model=model)
+    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
+
+
+def _require_causal(logits: Tensor, beside: Tensor, passed: SelfCheck, *, part: str) -> None:
+    """Raise MismatchError unless two texts that differ in their last token alone have the same logits before it."""
+    likeliest = logits.topk(min(_LIKELIEST, logits.shape[1])).indices
+    gap = float((logits.log_softmax(-1) - beside.log_softmax(-1)).gather(1, likeliest).abs().mean())
+    if not gap <= passed.band:
+        raise MismatchError(
+            f"{part}: tokens of {passed.model} see later ones, and log-probs move by {gap:.3g} nat in the mean "
+            f"where {passed.band:g} is allowed in {passed.dtype}. It is no causal language model; set is_decoder = "
+            "true in its config.json if it was trained as one, or use another model"
+        )

@@ -41,6 +41,7 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 
 READ_BACK = {
     "models/self_check.py:plain_logits": "of the self-check, once for each model",
+    "models/self_check.py:_require_causal": "of the self-check, once for each model",
     "models/self_check.py:require_same_logits": "of the self-check, once for each model",
     "score/signal_kinds.py:split": "what is stored",
     "score/signal_kinds.py:check_finite": "a flag a sample",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from causal_classes import tiny_settings
 from families import FAMILIES, measure
 from mopd_kernels import Head
 
@@ -114,6 +115,21 @@ class TestSelfCheckFinds:
         monkeypatch.setattr(self_check, "lm_head", lambda model: Head(right(model).weight, logit_scale=0.5))
         with pytest.raises(MismatchError, match="Scoring"):
             self_check.check_forward(load_model(folder), "Scoring")
+
+
+def test_an_encoder_that_sees_later_tokens_is_no_teacher(tmp_path: Path) -> None:
+    """Its states and head are right, and its log-probs would still be no language model's."""
+    settings = tiny_settings("bert-generation")
+    for is_decoder in (True, False):
+        student = sections.Student(config=settings | {"is_decoder": is_decoder})
+        model = load_model(make_student(student, tmp_path / str(is_decoder), seed=3))
+        if is_decoder:
+            self_check.check_forward(model, "Scoring")
+            continue
+        with pytest.raises(
+            MismatchError, match=r"tokens of BertGenerationDecoder .* see later ones.*is_decoder = true"
+        ):
+            self_check.check_forward(model, "Scoring")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
