@@ -137,6 +137,9 @@ class Teacher(Section):
     """Where the teacher ends an answer with another token than the student, as an instruct teacher of a base student
     does: `map` exchanges the two in the teacher's LM head, so that its probability of ending is read at the student's
     end token; `own` reads each token as it is."""
+    unknown_tokens: Literal["refuse", "mask"] = "refuse"
+    """What happens to a sample with a token of the student that the teacher's tokenizer does not have: the stage stops
+    at it, or goes on without the sample, on record."""
     beyond_context: bool = False
     """Whether samples that are longer than the context that the teacher's config names are scored too; otherwise they
     are refused."""

@@ -27,6 +27,8 @@ REQUEST_S = 600.0
 RETRY_S = 60.0
 """Longest time for which a failure that can pass is answered with another request."""
 CONNECT_S = 10.0
+GRACE_S = 30.0
+"""How long after its deadline a request may take to say so."""
 MOST_BYTES = 2 << 30
 """Largest reply."""
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -106,7 +108,7 @@ class HttpClient:
         """
         future = self.submit(self.reply(method, url, body, repeat=repeat))
         try:
-            return future.result()
+            return future.result(REQUEST_S + GRACE_S)
         finally:
             future.cancel()  # a signal has come meanwhile
 

@@ -11,7 +11,10 @@ IMPOSSIBLE = -9999.0
 
 
 def check_logprob(value: float, where: str) -> None:
-    """Raise EngineError for a log-prob that no model gives a token of its text. where: as `of token 7 at position 3`."""
+    """Raise EngineError for a log-prob that no model gives a token of its text.
+
+    where: as `of token 7 at position 3`.
+    """
     if math.isnan(value) or value > ROUNDING or value <= IMPOSSIBLE:
         stands = "stands for a probability of 0, or for logits that are not finite"
         why = stands if value <= IMPOSSIBLE else "no log-prob is"

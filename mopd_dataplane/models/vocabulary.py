@@ -95,7 +95,13 @@ def _differences(
     stops: frozenset[int],
 ) -> list[str]:
     sentences = []
-    if ours.end != theirs.end and ends_mapped:
+    if ours.end != theirs.end and ends_mapped and theirs.end in stops:
+        sentences.append(
+            f"the student's chat template ends an answer with {_shown(theirs, theirs.end)}, as teacher {name!r} does, "
+            f'and teachers.{name}.end = "map" reads the teacher\'s end at {_shown(ours, ours.end)} instead: with '
+            'prompt_template = "chat" set end = "own"'
+        )
+    elif ours.end != theirs.end and ends_mapped:
         sentences.append(
             f"the student ends an answer with {_shown(ours, ours.end)}, at which teacher {name!r} is read with the "
             f"probability of its own end, {_shown(theirs, theirs.end)}"
@@ -129,7 +135,7 @@ def _differences(
         sentences.append(
             f"teacher {name!r} does not know {len(only_student)} tokens of the student "
             f"({', '.join(repr(ours.texts[i]) for i in only_student[:_EXAMPLES])}): a sample that has one is refused "
-            "when it is scored"
+            f'when it is scored, or left out with teachers.{name}.unknown_tokens = "mask"'
         )
     if ours.splitting and theirs.splitting and ours.splitting != theirs.splitting:
         sentences.append(

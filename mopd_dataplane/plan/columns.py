@@ -64,8 +64,8 @@ class Columns:
     """The generation was given up, for a recorded reason that does not depend on its content."""
     domain_names: tuple[str, ...]
     unscorable: Mask = field(default_factory=lambda: np.empty(0, dtype=bool))
-    """The answer cannot be scored, which is on record, so it never gets the reward that the objective needs. Empty:
-    every answer can."""
+    """The answer cannot be scored, by the reward function or by its teacher, which is on record. Empty: every answer
+    can."""
     group_unscorable: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Number of unscorable answers in the sample's group."""
 
@@ -106,6 +106,7 @@ def collect_columns(
     signals: Sequence[str] = (),
     rewards: pa.Table | None = None,
     unscorable: Ints | None = None,
+    unreadable: Ints | None = None,
 ) -> Columns:
     """Planner columns from the metadata tables of one snapshot, in the order of admission.
 
@@ -116,7 +117,8 @@ def collect_columns(
     teacher.
     teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
     signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
-    unscorable: rows whose answers could not be scored; those that have a reward by now count as rewarded.
+    unscorable: rows whose answers could not be scored; those that have a reward by now count as rewarded. unreadable:
+    rows that their teachers cannot read; those that have every signal by now count as scored.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
     held = _Numbers(limit)
@@ -133,8 +135,12 @@ def collect_columns(
         has_reward = _among(rows, _ints(rewards["sample_row"]))
     groups = rows if held.groups is None else held.groups
     marks: dict[str, NDArray[Any]] = {}
-    if unscorable is not None and len(unscorable):
-        marks["unscorable"] = _among(rows, unscorable) & ~has_reward
+    given_up: Mask = np.zeros(len(rows), dtype=bool)
+    for known, has_value in ((unscorable, has_reward), (unreadable, has_signals)):
+        if known is not None and len(known):
+            given_up |= _among(rows, known) & ~has_value
+    if given_up.any():
+        marks["unscorable"] = given_up
         _, codes = np.unique(groups, return_inverse=True)
         marks["group_unscorable"] = np.bincount(codes, weights=marks["unscorable"])[codes].astype(np.int32)
     return Columns(

@@ -21,6 +21,7 @@ from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, 
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
+from mopd_dataplane.run.steps.endings import say_endings
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
 from mopd_dataplane.run.steps.plan import plan_window, recorded_windows
 from mopd_dataplane.run.steps.reward import reward
@@ -67,6 +68,8 @@ def run_stage(run: Run, stage: Stage) -> None:
         evaluate(run, start, run.policies.latest(start))
     elif stage.data == "rollout":
         evaluate(run, stage, 0)
+    if stage.data == "rollout":
+        say_endings(run, stage)
     if stage.concurrent:
         run_concurrent(run, stage)
         for version in range(1, run.policies.latest(stage) + 1):

@@ -59,6 +59,10 @@ UNSCORABLE = "unscorable"
 """Kind of the events of answers that a reward could not score."""
 
 
+UNREADABLE = "unreadable"
+"""Kind of the events of samples with a token that their teacher does not know."""
+
+
 def event_rows(store: Store, stage: Stage, kind: str, snapshot: Snapshot | None = None) -> Rows:
     """Rows named by a stage's events of one kind, by their ids or by the uid of a sample.
 

@@ -115,7 +115,8 @@ def _check_readable(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -
         if strange:
             raise MismatchError(
                 f"sample {item.sample.uid} has token {unknown[strange[0]]!r} ({strange[0]}), which teacher {teacher!r} "
-                "does not know; use a teacher whose tokenizer has it, or keep it out of the sampler's tokens"
+                "does not know; use a teacher whose tokenizer has it, or leave such samples out with "
+                f'teachers.{teacher}.unknown_tokens = "mask"'
             )
 
 

@@ -5,6 +5,7 @@ reward.py            rewards of stored samples; only missing ones are computed
 score.py             teachers' signals of stored samples; only missing ones are computed
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 train.py             planned windows -> a new policy version
+endings.py           the tokens that end an answer, and the share of answers that end
 evaluate.py          held-out prompts
 discriminate.py      the discriminator of a stage
 zero_gradient.py     why a stage learned nothing from a window

@@ -23,7 +23,7 @@ from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.stage_rows import UNSCORABLE, event_rows, scan_stage, stage_samples
+from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
 
 TOKEN_BYTES = 9
 """Token id, sampler log-prob and mask of one token."""
@@ -125,6 +125,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Sna
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
     rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
     unscorable = event_rows(run.store, stage, UNSCORABLE, snapshot)
+    unreadable = event_rows(run.store, stage, UNREADABLE, snapshot)
     found = collect_columns(
         scan_stage(run.store, stage.name, iteration, columns, snapshot),
         run.store.dataset("samples", snapshot).count_rows(),
@@ -134,6 +135,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Sna
         signals=objective.signals,
         rewards=rewards if objective.needs_rewards else None,
         unscorable=unscorable if objective.needs_rewards else None,
+        unreadable=unreadable,
     )
     if not len(found) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")

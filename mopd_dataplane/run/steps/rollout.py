@@ -22,6 +22,7 @@ from mopd_dataplane.run.iteration import Sampler, iteration_prompts, sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.discriminate import answered_by_teacher
+from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
 
@@ -95,6 +96,11 @@ def _sample(run: Run, part: Part, already: set[str], *, follow: bool) -> Rollout
             with run.engines.use(folder, part.version, mixed_teacher=mixed, adapter=part.adapter) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
         report.facts = _facts(done)
+        share = stopped_share(run, stage, part.iteration)
+        if share is not None:
+            report.facts["stopped"] = f"{share:.0%}"
+    if share is not None:
+        warn_of_cut_off(run, stage, part.iteration, share)
     return done
 
 

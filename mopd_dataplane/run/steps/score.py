@@ -1,6 +1,6 @@
 """Teachers' signals of stored samples. Only missing ones are computed, and no two precisions under one name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
+from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import PromptRenderer, score_samples
@@ -185,6 +185,8 @@ def student_topk(run: Run, stage: Stage) -> StudentTopk:
 def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
     samples = list(stored_samples(run, task.rows))
+    if run.job.teachers[task.teacher].unknown_tokens == "mask":
+        samples = _readable(run, stage, task.teacher, samples, pool.unknown_tokens(task.teacher))
     reads = prompt_renderer(run, task.teacher, samples)
     by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
     found = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
@@ -197,6 +199,26 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
         new += run.store.commit_signals(task.teacher, kind, signals)
         positions += sum(len(value(signal, of_signal(kind)[0].name)) for signal in signals)
     return ScoredTask(task.teacher, new, positions)
+
+
+def _readable(
+    run: Run, stage: Stage, teacher: str, samples: Sequence[Scorable], unknown: Mapping[int, str]
+) -> list[Scorable]:
+    """The samples without a token that the teacher does not know; the others are recorded. unknown: text by id."""
+    readable, events = [], []
+    for sample in samples:
+        strange = sorted(unknown.keys() & set(sample.tokens.tolist()))
+        if not strange:
+            readable.append(sample)
+            continue
+        reason = f"teacher {teacher!r} does not know token {unknown[strange[0]]!r} ({strange[0]})"
+        detail = {"uid": sample.uid, "rows": [sample.sample_row], "teacher": teacher, "reason": reason}
+        events.append({
+            "event_id": f"{UNREADABLE}/{teacher}/{sample.uid}", "stage": stage.name, "kind": UNREADABLE,
+            "iteration": -1, "value": None, "detail": detail,
+        })  # fmt: skip
+    run.store.add_events(events)
+    return readable
 
 
 def _stats(stage: Stage, teacher: str, signal: Signal) -> TokenStats:
@@ -216,6 +238,9 @@ def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
         wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in dict.fromkeys(kinds)}
     wanted |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
+    masks = any(run.job.teachers[teacher].unknown_tokens == "mask" for teacher, _ in wanted)
+    unreadable = event_rows(run.store, stage, UNREADABLE) if masks else np.empty(0, np.int64)
+    missing = {key: rows[~np.isin(rows, unreadable)] for key, rows in missing.items()}
     return {key: rows for key, rows in missing.items() if len(rows)}
 
 

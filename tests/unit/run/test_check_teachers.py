@@ -39,7 +39,7 @@ def write_job(folder: Path, teacher: str, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("end", "sentence"), [("own", 'teachers.big.end = "map"'), ("map", "probability of its own end")]
+    ("end", "sentence"), [("own", "it stops at either"), ("map", 'with prompt_template = "chat" set end = "own"')]
 )
 def test_a_base_student_under_an_instruct_teacher_runs_and_both_ends_are_named(
     tmp_path: Path, end: str, sentence: str

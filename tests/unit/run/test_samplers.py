@@ -102,7 +102,7 @@ def test_a_divergence_may_be_trained_on_cut_samples() -> None:
 
 
 def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_sampling_masks_are_stored() -> None:
-    made = job({"top_p": 0.9, "top_k": 20, "record": ["sampling_mask"]}, GRADIENT)
+    made = job({"top_p": 0.9, "top_k": 20, "record": ["sampling_mask"], "group_size": 2}, GRADIENT)
     assert made.stage("student").rollout.record == ("sampling_mask",)
     raw = made.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
     with pytest.raises(
