@@ -11,7 +11,10 @@ from mopd_dataplane.plan.shuffle import Ints, Mask
 
 _NEXT_STEPS = {
     "no_loss_tokens": "no_loss_tokens: their loss_mask is 0 everywhere; look at one with mopd show",
-    "unscorable": "unscorable: mend the reward, then score them again with mopd reward JOB --missing",
+    "unscorable": (
+        "unscorable: mend the reward and score them again with mopd reward JOB --missing, or name a teacher that knows "
+        "all of their tokens"
+    ),
 }
 """What to do about samples that are left out for a reason."""
 

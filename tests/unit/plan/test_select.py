@@ -254,7 +254,7 @@ def test_a_group_is_planned_without_its_unscorable_answers():
     ("changes", "words"),
     [
         ({"loss_tokens": np.zeros(3, np.int32)}, "no_loss_tokens 3; no_loss_tokens: their loss_mask is 0 everywhere"),
-        ({"unscorable": np.ones(3, bool)}, "unscorable 3; unscorable: mend the reward, .* mopd reward JOB --missing"),
+        ({"unscorable": np.ones(3, bool)}, "unscorable 3; unscorable: mend the reward .* mopd reward JOB --missing"),
     ],
 )
 def test_a_window_of_which_nothing_can_be_trained_says_what_to_do(changes, words):
