@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
+
+if TYPE_CHECKING:
+    from mopd_dataplane.models.server_identity import ServerIdentity
 
 GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
@@ -152,6 +155,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
+
+
+@runtime_checkable
+class HasIdentity(Protocol):
+    """An engine at a server, whose weights this process cannot read."""
+
+    @property
+    def url(self) -> str:
+        """API root of the server."""
+
+    def identity(self) -> "ServerIdentity | None":
+        """What the served policy is known by; None where the server itself names its weights. Raises EngineError."""
 
 
 def check_step(output: StepOutput, vocab_size: int) -> None:
