@@ -92,6 +92,8 @@ class ModelServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.folder, self.context = folder, context
         self.name = name or str(folder)
+        self.weight_version = ""
+        """Name of the weights, as a server with development endpoints has one."""
         self.misbehave: Misbehave | None = None
         self.asked: list[tuple[str, Any]] = []
         """(path, body) of every request."""
@@ -122,6 +124,8 @@ class ModelServer(ThreadingHTTPServer):
         if path == "/v1/models":
             root = str(self.folder)
             return {"data": [{"id": self.name, "root": root, "max_model_len": self.context, "object": "model"}]}
+        if path == "/weight_info" and self.weight_version:
+            return {"weight_version": self.weight_version}
         if path == "/tokenize":
             return {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False), "count": 1}
         if path != "/v1/completions":

@@ -58,9 +58,9 @@ _TELLS_AT = 3
 _SHOWN = 300
 """Characters of an answer that an error repeats."""
 _LASTING = (501, 505)
-"""Of the statuses from 500 on, those that no retry changes."""
+"""Statuses from 500 on that no retry changes."""
 _PASSING = (408, 425, 429)
-"""Of the statuses below 500, those that a retry can change."""
+"""Statuses below 500 that a retry can change."""
 
 Value = TypeVar("Value")
 Form = TypeVar("Form", bound=BaseModel)

@@ -23,7 +23,7 @@ def check_references(job: Job, where: str) -> None:
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
-    _check_blends(job, where)
+    _check_teachers(job, where)
     for number, stage in enumerate(job.stages):
         at, earlier = f"{where}: stages.{stage.name}", names[:number]
         _require(stage.start, ["init", *earlier], f"{at}.start: no earlier stage")
@@ -47,8 +47,18 @@ def check_references(job: Job, where: str) -> None:
         _check_effect(job, stage, at)
 
 
-def _check_blends(job: Job, where: str) -> None:
+def _check_teachers(job: Job, where: str) -> None:
     for name, teacher in job.teachers.items():
+        if teacher.end != "own" and (teacher.blend or teacher.url):
+            problem = "a blend has no LM head of its own; give end to its members"
+            if teacher.url:
+                problem = 'end needs the teacher\'s LM head here; leave url empty, or end at "own"'
+            raise JobFileError(f"{where}: teachers.{name}.end = {teacher.end!r}: {problem}")
+        if teacher.is_remote and (teacher.quantisation != "none" or teacher.revision):
+            raise JobFileError(
+                f"{where}: teachers.{name}: quantisation and revision are for weights that are here, and this teacher "
+                "has only a url; leave them out, or give source"
+            )
         for member in teacher.blend:
             _require(member, job.teachers, f"{where}: teachers.{name}.blend names no teacher")
             if job.teachers[member].is_remote:

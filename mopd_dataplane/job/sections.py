@@ -37,17 +37,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     one_of: ClassVar[tuple[str, ...]] = ()
-    """Keys of which exactly one must be given."""
-
-    @property
-    def needs_none(self) -> bool:
-        """Whether other keys take the place of those in `one_of`."""
-        return False
+    """Keys of which exactly one must be given; `or_else` may take their place."""
+    or_else: ClassVar[str] = ""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         given = [name for name in self.one_of if getattr(self, name)]
-        if self.one_of and len(given) != 1 and (given or not self.needs_none):
+        if self.one_of and len(given) != 1 and (given or not getattr(self, self.or_else, "")):
             raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(given) or 'none'}")
         return self
 
@@ -123,10 +119,10 @@ class Domain(Section):
 
 
 class Teacher(Section):
-    """A teacher: where its weights are, and how the pool holds it. One that has only a `url` gives log-probs
-    (`score.engine = "vllm"`, `score.reads = "prompt_logprobs"`)."""
+    """A teacher: where its weights are, and how the pool holds it."""
 
     one_of = ("source", "blend")
+    or_else = "url"
     source: str = ""
     """`stage:NAME` (the policy of a stage of this job), `student` (the stage's own start), a folder, or a hub name."""
     revision: str = ""
@@ -154,7 +150,7 @@ class Teacher(Section):
     samples. Its effect on the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
     url: ServerUrl = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here. Without
-    source and blend the teacher's weights are there only."""
+    a source the weights are there only: it gives log-probs (`score.reads = "prompt_logprobs"`)."""
 
     @model_validator(mode="after")
     def _blend_is_sound(self) -> Self:
@@ -164,17 +160,7 @@ class Teacher(Section):
             raise ValueError(f"blend gives {', '.join(idle)} weight 0, which would be read for nothing; leave it out")
         if self.blend and self.quantisation != "none":
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
-        if self.blend and self.end != "own":
-            raise ValueError(f"a blend has no LM head of its own; give end = {self.end!r} to members")
-        if self.url and self.end != "own":
-            raise ValueError(f'end = {self.end!r} needs the teacher\'s LM head here; leave url empty, or end at "own"')
-        if self.is_remote and (self.quantisation != "none" or self.revision):
-            raise ValueError("quantisation and revision are for weights that are here; leave them out, or give source")
         return self
-
-    @property
-    def needs_none(self) -> bool:
-        return bool(self.url)
 
     @property
     def is_remote(self) -> bool:

@@ -15,6 +15,7 @@ tiny.py             tiny random models with the architecture and tokenizer of an
 vllm_adapters.py    adapters in a vLLM that was started here, as LoRA requests
 vllm_local.py       vLLM on this machine, its core in a process of its own
 vllm_replies.py     what a vLLM server may answer: the form of each reply and the range of its log-probs
+server_identity.py  what a model at a server is known by: its name there, and log-probs of fixed texts
 vllm_server.py      a running vLLM server by its URL
 vllm_worker.py      the part of vllm_adapters.py that runs inside vLLM
 vocabulary.py       whether two tokenizers mean the same by their ids

@@ -70,6 +70,8 @@ class VllmServer:
         self.folder = served[0].root or self.name
         """Path or name from which the server loaded the model."""
         self.context_length = served[0].max_model_len or 0
+        self.names_weights = False
+        """Whether the server had a name for its weights when it was last asked."""
 
     def completion(self, body: Mapping[str, Any], form: type[Form], purpose: str) -> tuple[Form, Answer]:
         """Answer to one request for a completion that is not streamed. Raises EngineError, DeadlineError."""
@@ -109,6 +111,7 @@ class VllmServer:
         Otherwise, with `reload`, it is told to load them. Raises MismatchError.
         """
         version = self._weight_version()
+        self.names_weights = version not in _UNKNOWN
         if version == digest or (version in _UNKNOWN and Path(self.folder).resolve() == folder.resolve()):
             return
         if not reload:

@@ -16,35 +16,13 @@ from mopd_dataplane.base.http_client import Answer, Call
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.architecture import UNLIMITED
 from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.server_identity import FINGERPRINT_TEXTS, ServerIdentity, encoded, identity_of
 from mopd_dataplane.models.vllm_server import read_prompt_logprobs
 from mopd_dataplane.score.readers import IntArrays
 from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-FINGERPRINT_TEXTS = (
-    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
-    "If 3 x + 7 = 22, then 3 x = 15, so x = 5. Check: 3 * 5 + 7 = 22.",
-    "def area(width, height): return width * height  # in square metres",
-)
-"""Texts whose log-probs tell one model from another. They are compared with stored ones, so they never change."""
-
-
-class ServerIdentity(NamedTuple):
-    """What a model behind a url is known by."""
-
-    name: str
-    root: str
-    """Path or name from which the server loaded it; two servers may have one model at two paths."""
-    logprobs: tuple[float, ...]
-    """Of each token but the first of every fingerprint text."""
-
-    def difference(self, other: ServerIdentity) -> float:
-        """Mean absolute difference of the log-probs; infinite when their numbers differ."""
-        if len(self.logprobs) != len(other.logprobs):
-            return float("inf")
-        return float(np.abs(np.subtract(self.logprobs, other.logprobs)).mean())
 
 
 class SequenceLogprobs(NamedTuple):
@@ -112,10 +90,8 @@ class ServerLogprobs(ServerBatches):
                 )
 
     def identity(self, tokenizer: PreTrainedTokenizerBase) -> ServerIdentity:
-        """The name that the server gives its model, and the log-probs of FINGERPRINT_TEXTS."""
-        sequences = [np.array(encoded(tokenizer, text), np.int64) for text in FINGERPRINT_TEXTS]
-        values = [round(float(value), 6) for text in self.read(sequences, 0) for value in text.own]
-        return ServerIdentity(self._server.name, self._server.folder, tuple(values))
+        """What the teacher is known by."""
+        return identity_of(self._server, self._name, tokenizer, self.vocab_size)
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
@@ -128,11 +104,6 @@ class ServerLogprobs(ServerBatches):
             return _said(ids, rows, k)
 
         return self.ask(sequences, call, read)
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text without special tokens."""
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:

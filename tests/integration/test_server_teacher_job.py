@@ -17,8 +17,14 @@ from commandline import ENVIRONMENT, command, run_mopd
 from model_server import Handler, Misbehave, ModelServer, is_silent, never_ends, sends, serve_model
 
 from mopd_dataplane import Store, open_store
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
+from mopd_dataplane.job.job import load_job
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
+from mopd_dataplane.run.context import open_run
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.steps.server_identity import check_policy_server
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -112,6 +118,23 @@ def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server
     run_mopd("run", job)
     assert store.table("steps").num_rows == 1, "the trainer learns from them"
     run_mopd("store", "verify", job.parent / "store", "--deep")
+
+
+def test_a_sampling_server_with_other_weights_is_refused(tmp_path: Path, models: Path) -> None:
+    (tmp_path / "student").symlink_to(models / "student")
+    (tmp_path / "job.toml").write_text(JOB.format(folder=tmp_path, url="http://127.0.0.1:1/v1"))
+    run = open_run(load_job(tmp_path / "job.toml"), Progress(None))
+    stage = run.job.stages[0]
+    with serve_model(models / "student") as server:
+        engine = ServerEngine(models / "student", url=server.url, slots=1, noise="seeded")
+        check_policy_server(run, stage, engine)
+        check_policy_server(run, stage, engine)
+        events = run.store.table("events", filter="kind = 'server_identity'")["event_id"].to_pylist()
+        assert events == [f"server/policy/{engine.policy_digest}"]
+        server.exchange_weights(models / "other")
+        with pytest.raises(MismatchError, match=f"has samples of as the policy with digest {engine.policy_digest}"):
+            check_policy_server(run, stage, engine)
+        engine.close()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
 if TYPE_CHECKING:
     from mopd_dataplane.models.self_check import SelfCheck
+    from mopd_dataplane.models.server_identity import ServerIdentity
 
 GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
@@ -164,6 +165,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
+
+
+@runtime_checkable
+class HasIdentity(Protocol):
+    """An engine at a server, whose weights this process cannot read."""
+
+    @property
+    def url(self) -> str:
+        """API root of the server."""
+
+    def identity(self) -> "ServerIdentity | None":
+        """What the served policy is known by; None where the server itself names its weights. Raises EngineError."""
 
 
 def check_step(output: StepOutput, vocab_size: int) -> None:

@@ -23,6 +23,7 @@ from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, MopdError
 from mopd_dataplane.models.hf import weights_digest
+from mopd_dataplane.models.server_identity import ServerIdentity, identity_of
 from mopd_dataplane.models.vllm_replies import LOWEST, Event, checked_logprob
 from mopd_dataplane.models.vllm_replies import Completions as CompletionsReply
 from mopd_dataplane.models.vllm_server import VllmServer
@@ -168,6 +169,17 @@ class ServerEngine(StreamingEngine):
         if before not in ("", self._name, self._server.name):
             self._server.forget(before)
         self.policy_version, self.policy_digest = version, digest
+
+    @property
+    def url(self) -> str:
+        """API root of the server."""
+        return self._server.url
+
+    def identity(self) -> ServerIdentity | None:
+        """See HasIdentity. A keyed server may report logits in place of log-probs, and is known by its sampler."""
+        if self._server.names_weights or self.samplers:
+            return None
+        return identity_of(self._server, self._name, self.tokenizer, self.vocab_size)
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""

@@ -3,7 +3,7 @@
 rollout.py           the policy samples one iteration into the store; reference answers as samples
 reward.py            rewards of stored samples; only missing ones are computed
 score.py             teachers' signals of stored samples; only missing ones are computed
-server_identity.py   what a teacher behind a url is known by, stored at its first use
+server_identity.py   what a model behind a url is known by, stored at its first use
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window
 train.py             planned windows -> a new policy version

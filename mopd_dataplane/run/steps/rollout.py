@@ -24,6 +24,7 @@ from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.discriminate import answered_by_teacher
 from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
+from mopd_dataplane.run.steps.server_identity import check_policy_server
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.deleting import prompt_slots
@@ -125,6 +126,7 @@ def roll_out(
 ) -> RolloutReport:
     """Sample a part, or a share of it, into the store through the token log of `writer`; finish what that log holds."""
     stage, sampler = part.stage, part.sampler.policy
+    check_policy_server(run, stage, engine)
     dropped = 0
 
     def commit(samples: list[Sample]) -> None:

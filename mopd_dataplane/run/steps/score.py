@@ -19,7 +19,7 @@ from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
-from mopd_dataplane.run.steps.server_identity import check_identity
+from mopd_dataplane.run.steps.server_identity import check_teacher_server
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import PromptRenderer, score_samples
@@ -112,7 +112,7 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     pool = teacher_pool(run, stage)
     for teacher in run.job.scorers_of(stage):
         settings = run.job.teachers[teacher]
-        identity = check_identity(run, stage, pool, teacher) if settings.url and _reads_logprobs(stage) else ""
+        identity = check_teacher_server(run, stage, pool, teacher) if settings.url and _reads_logprobs(stage) else ""
         if settings.is_remote:
             run.store.add_teacher(pool.record_of_remote(teacher, identity))
             continue

@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoding import TOLERANCE, Shelf, decode, make_requests
+from decoding import TINY, TOLERANCE, Shelf, decode, make_requests
 from model_server import Handler, ModelServer, changes, cuts_before, fails, sends, serve_model
 
 from mopd_dataplane.base import http_client
 from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.engine import HasIdentity
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
 from mopd_dataplane.rollout.rollout_report import RolloutReport
+from mopd_dataplane.run.steps.server_identity import TOLERANCE as TOLERATED
 
 PROMPT_S = 20.0
 """A stop takes seconds on this machine, however busy; the server would be waited for ten minutes."""
@@ -58,6 +62,23 @@ def test_a_stock_server_samples_with_the_folder_that_it_was_started_with(
     first = len(requests[1].prompt_ids) - 1
     np.testing.assert_allclose(logprobs, [values[first + i, token] for i, token in enumerate(tokens)], atol=TOLERANCE)
     assert engine.policy_digest == HfEngine(tiny_model, slots=1).policy_digest
+
+
+def test_a_server_that_does_not_name_its_weights_has_a_fingerprint(
+    engine: ServerEngine, server: ModelServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    assert isinstance(engine, HasIdentity)
+    before = engine.identity()
+    assert before is not None
+    server.exchange_weights(make_student(sections.Student(config=TINY), tmp_path / "other", seed=8))
+    now = engine.identity()
+    assert now is not None
+    assert now.name == before.name
+    assert now.difference(before) > TOLERATED
+    server.weight_version = engine.policy_digest
+    named = ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
+    assert named.identity() is None, "it says itself which weights it has"
+    named.close()
 
 
 def test_a_stock_server_of_another_folder_is_refused(server: ModelServer, tiny_model: Path) -> None:
