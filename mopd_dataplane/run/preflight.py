@@ -276,8 +276,8 @@ def _compare_prompts(look: _Look, name: str, tokenizer: PreTrainedTokenizerBase)
         if read != usual:
             problem = (
                 f"teacher {name!r} reads prompts as the student does, and its own chat template writes them in another "
-                f"way: {_excerpt(read)} | {_excerpt(usual)}; a teacher is at its best with the form that it was trained "
-                f'on: set teachers.{name}.prompt_template, or student.prompt_template = "chat"'
+                f"way: {_excerpt(read)} | {_excerpt(usual)}; a teacher is at its best with the form that it was "
+                f'trained on: set teachers.{name}.prompt_template, or student.prompt_template = "chat"'
             )
             look.findings.append(Finding(f"teachers.{name}.prompt_template", problem, certain=False))
 

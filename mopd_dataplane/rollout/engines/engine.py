@@ -175,7 +175,7 @@ class HasIdentity(Protocol):
     def url(self) -> str:
         """API root of the server."""
 
-    def identity(self) -> "ServerIdentity | None":
+    def identity(self) -> ServerIdentity | None:
         """What the served policy is known by; None where the server itself names its weights. Raises EngineError."""
 
 
