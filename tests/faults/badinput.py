@@ -16,7 +16,13 @@ name = "bad"
 store = "new/store"
 [student]
 tokenizer = "characters"
-config = { model_type = "qwen3", hidden_size = 8, num_hidden_layers = 1, num_attention_heads = 1, head_dim = 8 }
+[student.config]
+model_type = "qwen3"
+hidden_size = 8
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 8
 [domains.d]
 source = "reasoning-gym"
 dataset = "chain_sum"

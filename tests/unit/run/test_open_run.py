@@ -13,7 +13,14 @@ from mopd_dataplane.job.job import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 
-TINY = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+TINY = {
+    "model_type": "qwen3",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
 
 
 def job(store: Path, **changed: Any) -> Any:
