@@ -108,8 +108,7 @@ class Domain(Section):
     bool, a float, both as (float, bool), or None for an answer that cannot be scored; score/reward.py says what each
     means."""
     reward_timeout_s: float = Field(default=0.0, ge=0)
-    """Seconds that the reward may take for one answer; one that takes longer cannot be scored. The function then runs
-    in a process of its own. 0: as long as it likes."""
+    """Seconds that the reward may take, in a process of its own, until the answer cannot be scored; 0: any time."""
     max_unscorable: float = Field(default=0.2, ge=0, le=1)
     """Share of a stage's answers in this domain that may have no reward because they cannot be scored; a stage with a
     larger share stops, and so does an evaluation. Not applied before there are 5 of them."""
@@ -140,8 +139,7 @@ class Teacher(Section):
     does: `map` exchanges the two in the teacher's LM head, so that its probability of ending is read at the student's
     end token; `own` reads each token as it is."""
     unknown_tokens: Literal["refuse", "mask"] = "refuse"
-    """What happens to a sample with a token of the student that the teacher's tokenizer does not have: the stage stops
-    at it, or goes on without the sample, on record."""
+    """For a sample with a token that the teacher lacks: stop the stage, or go on without the sample, on record."""
     beyond_context: bool = False
     """Whether samples that are longer than the context that the teacher's config names are scored too; otherwise they
     are refused."""
