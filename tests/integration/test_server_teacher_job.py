@@ -117,7 +117,7 @@ def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server
         np.testing.assert_allclose(own, [values[i - 1, ids[i]] for i in range(length, len(ids))], atol=1e-5)
     run_mopd("run", job)
     assert store.table("steps").num_rows == 1, "the trainer learns from them"
-    run_mopd("store", "verify", job.parent / "store", "--deep")
+    run_mopd("store", "verify", job.parent / "store")
 
 
 def test_a_sampling_server_with_other_weights_is_refused(tmp_path: Path, models: Path) -> None:
