@@ -124,6 +124,10 @@ class Answer:
         )
 
 
+class BrokenOffError(EngineError):
+    """A stream was cut after its beginning; what has arrived is whole."""
+
+
 class _Passing(Exception):
     """A failure that a retry may mend."""
 
@@ -209,7 +213,9 @@ class HttpClient:
                     return
             except _Passing as failure:
                 if has_begun:
-                    raise EngineError(f"{call} was broken off: {failure}; look at the server, then run again") from None
+                    raise BrokenOffError(
+                        f"{call} was broken off: {failure}; look at the server, then run again"
+                    ) from None
                 await retries.pause(failure)
 
     async def _exchange(self, call: Call) -> Answer:

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 from mopd_dataplane.rollout.stop_strings import StopText
 
 Noise = Literal["keyed", "seeded"]
+MOST_CUTS = 5
+"""How often one request may be cut off and begun again."""
 
 
 @dataclass
@@ -50,6 +52,14 @@ class Stream:
     ended: bool = False
     """The engine sends no more tokens of it."""
     heard_s: float = field(default_factory=time.monotonic)
+    heard: list[int] = field(default_factory=list)
+    """New tokens so far, handed out or not."""
+    continued: int = 0
+    """Of these, those that are in the prefix of the request by now."""
+    cuts: int = 0
+    """How often it was begun again behind what had come."""
+    admission: list[float] | None = None
+    """Log-probs of the prefix tokens that were drawn again when it was admitted, once it was begun again."""
 
     @property
     def is_rescored(self) -> bool:
@@ -100,6 +110,7 @@ class Streams:
                         "processors, then run again to continue"
                     )
                 stream.arrived.append((token, logprob))
+                stream.heard.append(token)
                 continue
             due = stream.again[len(stream.rescored)]
             if token != due:
@@ -108,6 +119,35 @@ class Streams:
                     "not run this package's sampler; see docs/engines.md, then run again to continue"
                 )
             stream.rescored.append(logprob)
+
+    def begin_again(self, name: str, *, again: int) -> Stream | None:
+        """Continue a request whose connection was cut behind the tokens that came, under a new name.
+
+        again: tokens that the engine draws once more. None where there is nothing left to ask for: the request was
+        closed, or all its tokens are here. Raises EngineError for one that was cut MOST_CUTS times before.
+        """
+        if (stream := self._by_name.get(name)) is None:
+            return None
+        if stream.cuts == MOST_CUTS:
+            raise EngineError(
+                f"the connection of sample {stream.request.uid} was cut {MOST_CUTS + 1} times; every logged token is "
+                "kept: look at the server, then run again to continue"
+            )
+        prefix = [*stream.request.prefix_ids.tolist(), *stream.heard[stream.continued :]]
+        if len(prefix) >= stream.request.max_new_tokens:
+            stream.ended = True
+            return None
+        if stream.admission is None and stream.is_rescored:
+            stream.admission = stream.rescored
+        again = min(again, len(prefix))
+        stream.request = replace(stream.request, prefix_ids=np.array(prefix, np.int32))
+        stream.again, stream.rescored = tuple(prefix[len(prefix) - again :]), []
+        stream.continued, stream.cuts = len(stream.heard), stream.cuts + 1
+        self._opened += 1
+        del self._by_name[name]
+        stream.name = f"{self._opened}-{stream.request.uid}"
+        self._by_name[stream.name] = stream
+        return stream
 
     def knows(self, name: str) -> bool:
         """Whether a live slot has this request."""
@@ -197,17 +237,29 @@ class StreamingEngine(ABC):
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         """See Engine.admit. Other live slots continue meanwhile; their tokens are kept for the following steps."""
-        again = RESCORED if self.samplers else 0
         opened = []
         for slot, request in requests:
             self._check(request)
-            stream = self._streams.open(slot, request, again=min(again, len(request.prefix_ids)))
-            known = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
-            self._send(stream, known[: len(known) - len(stream.again)])
-            opened.append((slot, stream))
-        while not all(stream.is_rescored for _, stream in opened):
+            stream = self._streams.open(slot, request, again=min(self._again, len(request.prefix_ids)))
+            self._ask(stream)
+            opened.append((slot, stream, bool(stream.again)))
+        while not all(stream.is_rescored for _, stream, _ in opened):
             self._listen()
-        return {slot: np.array(stream.rescored, np.float32) for slot, stream in opened if stream.again}
+        return {
+            slot: np.array(stream.rescored if stream.admission is None else stream.admission, np.float32)
+            for slot, stream, has_prefix in opened
+            if has_prefix
+        }
+
+    @property
+    def _again(self) -> int:
+        """Tokens of a prefix that are drawn once more, at most."""
+        return RESCORED if self.samplers else 0
+
+    def _ask(self, stream: Stream) -> None:
+        """Send a request for what follows a stream's prefix."""
+        known = [*stream.request.prompt_ids.tolist(), *stream.request.prefix_ids.tolist()]
+        self._send(stream, known[: len(known) - len(stream.again)])
 
     def step(self) -> StepOutput:
         """See Engine.step. Waits until at least one slot's next token is here."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
-from mopd_dataplane.base.http_client import STOP_GRACE_S, Call, HttpClient, validation_problem
+from mopd_dataplane.base.http_client import STOP_GRACE_S, BrokenOffError, Call, HttpClient, validation_problem
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, MopdError
@@ -136,6 +136,10 @@ class ServerEngine(StreamingEngine):
         """Take the next chunk of any stream. Raises EngineError when a stream broke or a stop cannot wait for the
         server, DeadlineError."""
         chunk = self._next_chunk()
+        if chunk.was_cut:
+            if (stream := self._streams.begin_again(chunk.name, again=self._again)) is not None:
+                self._ask(stream)
+            return
         if chunk.error and self._streams.knows(chunk.name):
             raise EngineError(
                 f"{self._server.url} broke off a completion ({chunk.error}); every logged token is kept: look at the "
@@ -203,6 +207,8 @@ class Chunk:
     token_ids: list[int]
     logprobs: list[float]
     error: str = ""
+    was_cut: bool = False
+    """Whether the connection was cut after the stream's beginning."""
 
 
 class Completions:
@@ -235,7 +241,7 @@ class Completions:
                         self._say(name, text)
             self.said.put(Chunk(name, [], []))
         except MopdError as error:
-            self.said.put(Chunk(name, [], [], error=str(error)))
+            self.said.put(Chunk(name, [], [], error=str(error), was_cut=isinstance(error, BrokenOffError)))
         except Exception as error:  # whatever a server says: else the run waits for it in vain
             self.said.put(Chunk(name, [], [], error=f"{type(error).__name__}: {error}"))
 

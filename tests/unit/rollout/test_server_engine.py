@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -95,6 +96,51 @@ def test_a_stream_that_does_not_begin_is_tried_again(engine: ServerEngine, serve
     whole = decode(engine, requests)
     server.misbehave = fails(3, how)
     assert decode(engine, requests) == whole
+
+
+def cuts_stream(after: int) -> Any:
+    """Send the first events of a stream, then end the connection."""
+
+    def misbehave(connection: Handler, reply: Any) -> bool:
+        if not isinstance(reply, list):
+            return False
+        connection.begin_chunked()
+        for event in reply[:after]:
+            connection.send_chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+        connection.cut()
+        return True
+
+    return misbehave
+
+
+@pytest.mark.parametrize("after", [1, 3, 8])
+def test_a_stream_that_is_cut_goes_on_behind_the_tokens_that_came(
+    engine: ServerEngine, server: ModelServer, after: int
+) -> None:
+    requests = make_requests(2, max_new_tokens=8)
+    whole = decode(engine, requests)
+    asked = len(server.asked)
+    server.misbehave = fails(2, cuts_stream(after))
+    cut = decode(engine, requests)
+    for request in requests:
+        tokens, logprobs, ending = cut[request.uid]
+        assert tokens[:after] == whole[request.uid][0][:after]
+        assert ending == whole[request.uid][2] or len(tokens) != len(whole[request.uid][0])
+        values = server.logprobs([*request.prompt_ids.tolist(), *tokens])
+        first = len(request.prompt_ids) - 1
+        np.testing.assert_allclose(
+            logprobs, [values[first + place, token] for place, token in enumerate(tokens)], atol=TOLERANCE
+        )
+    continued = [body["prompt"] for _, body in server.asked[asked:] if body and body.get("stream")]
+    assert len(continued) >= 2
+
+
+def test_a_stream_that_is_always_cut_ends_the_run_with_its_tokens_kept(
+    engine: ServerEngine, server: ModelServer
+) -> None:
+    server.misbehave = cuts_stream(1)
+    with pytest.raises(EngineError, match=r"sample \d+ was cut 6 times; every logged token is kept"):
+        decode(engine, make_requests(1, max_new_tokens=20))
 
 
 def test_a_new_token_that_is_impossible_is_refused(engine: ServerEngine, server: ModelServer) -> None:
