@@ -123,12 +123,13 @@ def clip_gradients(module: nn.Module, optimizer: Optimizer, most: float) -> floa
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Norm of all gradients together, at least in float32: parts in bfloat16 would be rounded to three digits."""
-    if all(gradient.dtype.itemsize >= torch.float32.itemsize for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    """Norm of all gradients together, in float32.
+
+    Summed in float64: the last bit of a float32 sum depends on where in memory a tensor lies.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    return norm.float()
 
 
 def learning_rate(settings: Train, step: int, total_steps: int) -> float:
