@@ -170,7 +170,7 @@ def test_a_uri_with_credentials_is_refused_and_not_repeated() -> None:
 
 
 def test_no_store_and_no_object_store() -> None:
-    with pytest.raises(InputError, match="not the URI of an object store"):
+    with pytest.raises(InputError, match="no store can be at gopher://"):
         Store.open("gopher://bucket/run")
 
 
