@@ -109,7 +109,7 @@ def gap_problem(gap: Gap, sampling: Sampling, *, stage: str, policy_version: int
     if gap.mean <= band:
         return ""
     causes = ["weights of another version", "a shifted position", "another attention or LM head"]
-    fix = 'compare with engine.kind = "hf"' if sampling.engine != "hf" else 'sample with engine.kind = "vllm"'
+    fix = "compare with another engine.kind"
     if sampling.dtype != dtype:
         causes.insert(0, "the engine's own dtype")
         fix = f'set engine.dtype = "{dtype}"'

@@ -63,7 +63,13 @@ def test_a_newer_store_is_not_touched(finished_job: Path, tmp_path: Path, write_
 def test_prompt_longer_than_the_budget(finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable):
     store = copy_of(finished_job, tmp_path)
     job = write_job(tmp_path, extra=ONE_STAGE.replace("{rollout}", ", max_prompt_tokens = 5"))
-    refused(mopd("run", job, "--stage", "again", check=False), 2, "the budget is 5", "raise rollout.max_prompt_tokens")
+    refused(
+        mopd("run", job, "--stage", "again", check=False),
+        2,
+        "are longer than 5 tokens",
+        "rollout.max_prompt_tokens",
+        "or more, or shorten them",
+    )
     assert samples_of(store, "again") == 0
 
 

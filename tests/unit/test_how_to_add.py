@@ -33,7 +33,7 @@ class Objective(Section):
             "    terms: dict[str, dict[str, Any]] =",
             "    bits: BitsTerm | None = None\n    terms: dict[str, dict[str, Any]] =",
         ),
-        ("self.cross_entropy, self.entropy)", "self.cross_entropy, self.entropy, self.bits)"),
+        ('"cross_entropy", "entropy")\n        built_in', '"cross_entropy", "entropy", "bits")\n        built_in'),
         ("or self.entropy or self.terms", "or self.entropy or self.bits or self.terms"),
     ],
     "mopd_dataplane/train/objective.py": [

@@ -20,6 +20,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
 from mopd_dataplane.run.steps.server_identity import check_teacher_server
+from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import PromptRenderer, score_samples
@@ -125,7 +126,7 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
 
 
 def _reads_logprobs(stage: Stage) -> bool:
-    return stage.score.engine == "vllm" and stage.score.reads == "prompt_logprobs"
+    return not SCORING[stage.score.engine].here and stage.score.reads == "prompt_logprobs"
 
 
 def check_precision(run: Run, stage: Stage) -> None:
