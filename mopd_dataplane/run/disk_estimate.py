@@ -75,7 +75,7 @@ def estimate_disk(
     if not job.student.path:
         found.parts["initial student"] = student if isinstance(student, str) else _policy_bytes(job, student)
     scorers = {name for stage in job.stages for teacher in job.scorers_of(stage) for name in job.members_of(teacher)}
-    for name in sorted(scorers):
+    for name in sorted(name for name in scorers if not job.teachers[name].is_remote):  # a remote one has no head here
         size = teachers[name]
         found.parts[f"LM head of teacher {name}"] = size if isinstance(size, str) else 4 * size.vocabulary * size.hidden
     found.parts["prompts"] = sum(_bytes_of(p.text, p.answer, p.verifier_data, p.messages) for p in prompts)
