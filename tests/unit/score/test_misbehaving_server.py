@@ -275,6 +275,15 @@ def test_the_first_failure_cancels_the_other_requests(server: ModelServer, teach
         teacher.read(SEQUENCES, K)
 
 
+@pytest.fixture
+def usual_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, whatever handler a test before has left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
 @pytest.mark.parametrize("misbehave", [is_silent, never_ends, sends(b"", status=503)])
 def test_ctrl_c_ends_the_wait(server: ModelServer, teacher: ServerLogprobs, misbehave: Misbehave) -> None:
     teacher._server._client._patience_s = 600
