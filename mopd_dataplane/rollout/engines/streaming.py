@@ -55,7 +55,7 @@ class Stream:
     heard: list[int] = field(default_factory=list)
     """New tokens so far, handed out or not."""
     continued: int = 0
-    """Of these, those that are in the prefix of the request by now."""
+    """How many of them are in the prefix of the request by now."""
     cuts: int = 0
     """How often it was begun again behind what had come."""
     admission: list[float] | None = None
