@@ -158,6 +158,8 @@ class Training:
 
     def _sampling(self) -> Sampling | None:
         run, stage = self._run, self._stage
+        if run.store.deletions.names():  # a window that was planned again gives a policy other weights than sampled
+            return None
         return sampling_of(run.job, stage, model_shape(run.policies.start(stage)))
 
     def _record_steps(self) -> None:
