@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
@@ -10,6 +11,9 @@ from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.hf import load_tokenizer, stop_ids
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import stage_samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOSTLY_CUT_OFF = 0.5
 """Share of cut-off answers from which a stage is warned, if it has risen by RISE."""
@@ -72,5 +76,5 @@ def warn_of_cut_off(run: Run, stage: Stage, iteration: int, share: float) -> Non
         run.store.add_event(event, stage.name, "warning", iteration, 1 - share, {"warning": warning})
 
 
-def _text(tokenizer: object, index: int) -> str:
-    return repr(tokenizer.convert_ids_to_tokens(index))  # type: ignore[attr-defined]
+def _text(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
+    return repr(tokenizer.convert_ids_to_tokens(index))
