@@ -23,11 +23,11 @@ _NAME = re.compile(r"(\d+)(?:\.([0-9a-f]{8}))?")
 class Acknowledged:
     """The newest acknowledged version of one table."""
 
-    def __init__(self, place: Place, table: str) -> None:
-        self._place = place
+    def __init__(self, location: Place, table: str) -> None:
+        self._place = location
         self._table = table
         self._name = f"{FOLDER}/{table}"
-        self.uri = place.of(self._name)
+        self.uri = location.of(self._name)
         self._newest = 0
         """The largest this process has seen."""
 
@@ -41,8 +41,8 @@ class Acknowledged:
 
     def _recorded(self) -> list[tuple[int, int | None]]:
         """(version, crc32c of its manifest) of the names there are."""
-        found = (_NAME.fullmatch(name) for name in self._place.children(self._name))
-        return [(int(name[1]), int(name[2], 16) if name[2] else None) for name in found if name]
+        matches = (_NAME.fullmatch(name) for name in self._place.children(self._name))
+        return [(int(name[1]), int(name[2], 16) if name[2] else None) for name in matches if name]
 
     def record(self, version: int) -> None:
         """Acknowledge a version; durable on return. Raises ResourceError when the disk takes no more."""
@@ -65,8 +65,8 @@ class Acknowledged:
 
 
 def _touch(folder: Path, name: str) -> None:
-    made = [parent for parent in (folder, *folder.parents) if not parent.is_dir()]
+    new_folders = [parent for parent in (folder, *folder.parents) if not parent.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).touch()
-    for path in [folder, *(parent.parent for parent in made)]:
+    for path in [folder, *(parent.parent for parent in new_folders)]:
         fsync(path)

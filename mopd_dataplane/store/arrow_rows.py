@@ -60,8 +60,8 @@ def reward_rows(records: Iterable[dict[str, Any]]) -> pa.Table:
     rows = to_rows(REWARDS, records)
     rewards = rows["reward"].to_numpy()
     if not (finite := np.isfinite(rewards)).all():
-        place = int(np.argmin(finite))
-        raise InputError(f"rewards: that of {rows['uid'][place]} is {rewards[place]}; a finite number is needed")
+        row = int(np.argmin(finite))
+        raise InputError(f"rewards: that of {rows['uid'][row]} is {rewards[row]}; a finite number is needed")
     return rows
 
 
@@ -136,8 +136,8 @@ def _check_sampling_masks(sample: Sample, where: str) -> None:
         raise MismatchError(f"{where}: sampling_mask_ids holds {ids.min()}; token ids are at least 0")
     drawn = sample.tokens[sample.prompt_len :][np.asarray(sample.loss_mask, bool)]
     if not (good := SamplingMasks(sizes, ids).holds(drawn)).all():
-        place = int(np.argmin(good))
-        raise MismatchError(f"{where}: loss token {place} is id {drawn[place]}, which its sampling mask does not hold")
+        row = int(np.argmin(good))
+        raise MismatchError(f"{where}: loss token {row} is id {drawn[row]}, which its sampling mask does not hold")
 
 
 def sample_crc(sample: Sample) -> int:
@@ -185,8 +185,8 @@ def sample_rows(samples: Sequence[Sample]) -> pa.Table:
 
 def placed_rows(rows: pa.Table, payload_rows: NDArray[np.int64]) -> pa.Table:
     """Rows of `samples` that say where their payload lies. payload_rows: [n] row ids in `tokens`."""
-    place = rows.schema.get_field_index("payload_row")
-    return rows.set_column(place, rows.schema.field(place), pa.array(payload_rows))
+    index = rows.schema.get_field_index("payload_row")
+    return rows.set_column(index, rows.schema.field(index), pa.array(payload_rows))
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:

@@ -35,12 +35,12 @@ class ArtifactStore:
 
     def names(self, parent: str) -> list[str]:
         """Names of the folders published directly under a parent, sorted; at most FRESH_S old."""
-        since, found = self._listed.get(parent, (0.0, []))
+        since, names = self._listed.get(parent, (0.0, []))
         if time.monotonic() - since > FRESH_S or not since:
             children = self._files.children(parent)
-            found = [name.removesuffix(".json") for name in children if name.endswith(".json")]
-            self._listed[parent] = (time.monotonic(), found)
-        return found
+            names = [name.removesuffix(".json") for name in children if name.endswith(".json")]
+            self._listed[parent] = (time.monotonic(), names)
+        return names
 
     def below(self, parent: str) -> list[str]:
         """Names of the folders published under a parent, and under each stage in it: "policies/student/v3"."""
@@ -79,7 +79,7 @@ class ArtifactStore:
         staging = target.with_name(f".{target.name}.fetched")
         shutil.rmtree(staging, ignore_errors=True)
         listing = unseal(content, f"{self._files.uri}/{name}.json")
-        for relative, known in listing["files"].items():
+        for relative, record in listing["files"].items():
             if not (file := (staging / relative)).resolve().is_relative_to(staging.resolve()):
                 raise DamagedError(f"{self._files.uri}/{name} lists {relative!r:.80}, a file outside its folder")
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class ArtifactStore:
                 self._files.download(f"{listing['folder']}/{relative}", file)
             except FileNotFoundError:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy") from None
-            if file_digest(file) != known["sha256"]:
+            if file_digest(file) != record["sha256"]:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
         fault_point("artifact.fetched")
         shutil.rmtree(target, ignore_errors=True)

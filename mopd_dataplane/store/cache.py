@@ -54,8 +54,8 @@ class RangeCache:
         Raises OSError when the folder cannot be made or written to, or when others than this user may write to it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "others may write to this folder", str(folder))
         self._folder = folder
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -145,9 +145,9 @@ class RangeCache:
 
     def _make_room(self, most: int) -> int:
         """Remove the ranges that were read longest ago until the files take `most` bytes; returns what they take."""
-        found = sorted(self._look())
-        total = sum(size for _, size, _ in found)
-        for _, size, path in found:
+        entries = sorted(self._look())
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in entries:
             if total <= most:
                 break
             path.unlink(missing_ok=True)

@@ -60,8 +60,8 @@ def commit_samples(
     size = sum(sample.tokens.nbytes for sample in batch)
     memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
     with memory, ThreadPoolExecutor(1, "metadata") as beside:  # Lance and the disk are waited for meanwhile
-        found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
-        absent = np.flatnonzero(found < 0).tolist()
+        matches, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
+        absent = np.flatnonzero(matches < 0).tolist()
         payload = token_rows([batch[i] for i in absent])
         # Not before: two threads that both make arrays wait for each other longer than they work.
         rows = beside.submit(sample_rows, batch)
@@ -69,7 +69,7 @@ def commit_samples(
         def crcs() -> list[int]:
             return list(rows.result(ROWS_S)["payload_crc"].to_pylist())
 
-        dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
+        dropped = _dropped(visible, uids, crcs, (matches >= 0).tolist(), keep_first)
         payload_rows = np.full(len(batch), -1, np.int64)
         payload_rows[absent], with_payload = place_payload(
             tokens,
@@ -85,7 +85,7 @@ def commit_samples(
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
-    overtaken = ((found < 0) & ~done.new).tolist()  # another writer was first, since we looked
+    overtaken = ((matches < 0) & ~done.new).tolist()  # another writer was first, since we looked
     dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
 
@@ -114,7 +114,7 @@ def _dropped(
     """uids that name other content already. Raises MismatchError for them, unless the first of them stands."""
     if not any(there) and len(set(uids)) == len(uids):
         return []
-    lost = list(dict.fromkeys(uids[place] for place in other_content(dataset, uids, crcs())))
+    lost = list(dict.fromkeys(uids[row] for row in other_content(dataset, uids, crcs())))
     if lost and not keep_first:
         raise MismatchError(
             f"sample {lost[0]} is in the store, or in this batch, with other tokens, log-probs or masks ({len(lost)} "

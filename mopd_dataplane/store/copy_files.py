@@ -28,34 +28,36 @@ PROGRESS = "copy.json"
 WEIGHTS = ("policies", "discriminators")
 
 
-def begin_copy(source: Store, place: Place, where: str) -> None:
+def begin_copy(source: Store, location: Place, where: str) -> None:
     """Make a place ready for the copy of a store, or for the rest of one.
 
     where: the predicate of the samples that fit; empty for the whole store.
     Raises InputError for a place that cannot be used, MismatchError for half a copy of something else.
     """
-    here, there = (str(at.uri if at.root is None else at.root.resolve()) for at in (source, place))
+    here, there = (str(at.uri if at.root is None else at.root.resolve()) for at in (source, location))
     if f"{here}/".startswith(f"{there}/") or f"{there}/".startswith(f"{here}/"):
-        raise InputError(f"{place.uri} and {source.uri} overlap; give a place of its own")
-    wanted = {"source": source.uuid, "where": where}
-    begun = place.read_json(PROGRESS)
+        raise InputError(f"{location.uri} and {source.uri} overlap; give a place of its own")
+    record = {"source": source.uuid, "where": where}
+    begun = location.read_json(PROGRESS)
     if begun is None:
-        if place.has(MARK) or (place.root is not None and place.root.exists() and any(place.root.iterdir())):
-            raise InputError(f"{place.uri} is not empty; give a place where nothing is")
-        place.check_new()
-        if place.root is not None:
-            place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        place.admit_writer()
-        place.write_json(PROGRESS, wanted)
-    elif {name: begun[name] for name in wanted} != wanted:
+        if location.has(MARK) or (
+            location.root is not None and location.root.exists() and any(location.root.iterdir())
+        ):
+            raise InputError(f"{location.uri} is not empty; give a place where nothing is")
+        location.check_new()
+        if location.root is not None:
+            location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        location.admit_writer()
+        location.write_json(PROGRESS, record)
+    elif {name: begun[name] for name in record} != record:
         raise MismatchError(
-            f"{place.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
+            f"{location.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
             "another place"
         )
 
 
 def finish_copy(
-    source: Store, place: Place, names: Iterable[str], leave_out: Callable[[Collection[Deletion]], None]
+    source: Store, location: Place, names: Iterable[str], leave_out: Callable[[Collection[Deletion]], None]
 ) -> None:
     """Verify the tables and files of a copy in full, then let it open as a store. Raises DamagedError.
 
@@ -65,49 +67,51 @@ def finish_copy(
     looked_at: list[str] | None = None
     while (there := source.deletions.names()) != looked_at:
         leave_out([source.deletions.read(name) for name in there if name not in (looked_at or ())])
-        report = verify(place, {name: Table(place, name) for name in names}, deep=True)
+        report = verify(location, {name: Table(location, name) for name in names}, deep=True)
         if not report.ok:
             said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
-            raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
+            raise DamagedError(
+                f"the copy in {location.uri} is no store yet: {said}; run `mopd store verify {source.uri}`"
+            )
         looked_at = there
-    write_mark(place, copied_from=source.uuid)
-    place.remove(PROGRESS)
+    write_mark(location, copied_from=source.uuid)
+    location.remove(PROGRESS)
 
 
-def copy_job(source: Store, place: Place) -> None:
+def copy_job(source: Store, location: Place) -> None:
     """Copy job.json, provenance.json, and the tokenizers of imports."""
     for name in JOB_FILES:
         value = source.read_json(name)
         if value is not None:
-            place.write_json(name, {**value, "store": place.uri} if "store" in value else value)
+            location.write_json(name, {**value, "store": location.uri} if "store" in value else value)
     for name in source._place.children(KEPT):
-        copy_file(source, place, f"{KEPT}/{name}")
+        copy_file(source, location, f"{KEPT}/{name}")
 
 
-def copy_weights(source: Store, place: Place) -> None:
+def copy_weights(source: Store, location: Place) -> None:
     """Heads, policies and discriminators."""
     for teacher in source.teachers().values():
         if teacher.head_file:  # an import may know only log-probs of a teacher
-            copy_file(source, place, teacher.head_file)
+            copy_file(source, location, teacher.head_file)
     for parent in WEIGHTS:
-        copy_folders(source, place, parent)
+        copy_folders(source, location, parent)
 
 
-def copy_file(source: Store, place: Place, name: str) -> None:
+def copy_file(source: Store, location: Place, name: str) -> None:
     """Copy one file that is never rewritten, unless the target has it or the source does not."""
-    if not name or place.has(name) or not source._place.has(name):
+    if not name or location.has(name) or not source._place.has(name):
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         file = Path(scratch) / "file" if source.files is not None else source.path(name)
         if source.files is not None:
             source.files.download(name, file)
-        if place.files is not None:
-            place.files.upload(name, file)
+        if location.files is not None:
+            location.files.upload(name, file)
         else:
-            duplicate_file(file, place.local(name))
+            duplicate_file(file, location.local(name))
 
 
-def copy_folders(source: Store, place: Place, parent: str) -> None:
+def copy_folders(source: Store, location: Place, parent: str) -> None:
     """The recorded folders below a parent, "policies": of each stage, and of none."""
     if source.files is not None:
         names = ArtifactStore(source.files).below(parent)
@@ -116,17 +120,17 @@ def copy_folders(source: Store, place: Place, parent: str) -> None:
         names = [f"{folder}/{name}" for folder in inside for name in source._place.children(folder)]
         names = [name for name in names if source.path(f"{name}/{CHECKSUMS}").is_file()]
     for name in names:
-        _copy_folder(source, place, name)
+        _copy_folder(source, location, name)
 
 
-def _copy_folder(source: Store, place: Place, name: str) -> None:
-    if place.files is None and place.local(name).exists():
+def _copy_folder(source: Store, location: Place, name: str) -> None:
+    if location.files is None and location.local(name).exists():
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         folder = Path(scratch) / "folder" if source.files is not None else source.path(name)
         if source.files is not None:
             ArtifactStore(source.files).fetch(name, folder)
-        if place.files is not None:
-            ArtifactStore(place.files).publish(name, folder)
+        if location.files is not None:
+            ArtifactStore(location.files).publish(name, folder)
             return
-        make_folder(place.local(name), lambda staging: shutil.copytree(folder, staging, dirs_exist_ok=True))
+        make_folder(location.local(name), lambda staging: shutil.copytree(folder, staging, dirs_exist_ok=True))

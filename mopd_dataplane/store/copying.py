@@ -50,29 +50,29 @@ def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
     Raises InputError for an invalid predicate or a place that cannot be used, UnknownNameError when no sample matches,
     MismatchError for an unfinished copy of something else, DamagedError naming what is damaged in the source.
     """
-    place = Place(target)
+    location = Place(target)
     at = source.snapshot()
     rows = fitting_samples(source, where, at)
-    begin_copy(source, place, where)
+    begin_copy(source, location, where)
     for name in TABLES:
-        Table(place, name).create()
-    copy = _Copy(source, place, at)
+        Table(location, name).create()
+    copy = _Copy(source, location, at)
     yield f"samples: {copy.samples(rows):,}"
     for name in source.names():
         if name.startswith("signals/"):
             yield f"{name}: {copy.signals(name):,}"
     for name, count in copy.others().items():
         yield f"{name}: {count:,}"
-    copy_weights(source, place)
-    copy_job(source, place)
+    copy_weights(source, location)
+    copy_job(source, location)
     yield "files"
-    finish_copy(source, place, [*TABLES, *copy.made], partial(_leave_out, place))
+    finish_copy(source, location, [*TABLES, *copy.made], partial(_leave_out, location))
     yield "verified"
 
 
-def _leave_out(place: Place, deletions: Collection[Deletion]) -> None:
+def _leave_out(location: Place, deletions: Collection[Deletion]) -> None:
     """Remove from an unfinished copy, also from its disk where no one else reads it, what deletions name."""
-    copy = Store(place)
+    copy = Store(location)
     removed = [part for deletion in deletions for part in remove(copy, deletion)]
     if removed:
         copy.compact(now=True)
@@ -80,20 +80,20 @@ def _leave_out(place: Place, deletions: Collection[Deletion]) -> None:
 
 def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
     """[n] row ids of the samples that match a predicate. Raises InputError, UnknownNameError when there is none."""
-    found = fitting_rows(source.dataset("samples", at), "samples", where, [])["_rowid"].to_numpy()
-    if not len(found):
+    rows = fitting_rows(source.dataset("samples", at), "samples", where, [])["_rowid"].to_numpy()
+    if not len(rows):
         raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
-    return np.sort(found).astype(np.int64)
+    return np.sort(rows).astype(np.int64)
 
 
 class _Copy:
     """Rows on their way from a snapshot to a place."""
 
-    def __init__(self, source: Store, place: Place, at: Snapshot) -> None:
+    def __init__(self, source: Store, location: Place, at: Snapshot) -> None:
         self._source = source
-        self._place = place
+        self._place = location
         self._at = at
-        self._samples = Table(place, "samples")
+        self._samples = Table(location, "samples")
         self.made: list[str] = []
         """Signals that the copy has."""
 
@@ -107,8 +107,8 @@ class _Copy:
             if (self._rows_of(metadata) >= 0).all():
                 continue
             payload = self._source.read_tokens(some, snapshot=self._at, verify=True)
-            places, made = place_payload(tokens, uids, _recorded(metadata), payload.take, token_crcs)
-            tokens.make_durable(made)
+            places, count = place_payload(tokens, uids, _recorded(metadata), payload.take, token_crcs)
+            tokens.make_durable(count)
             fault_point("copy.payload")
             self._insert(self._samples, metadata, payload_row=places)
             fault_point("copy.samples")
@@ -132,11 +132,11 @@ class _Copy:
             part = scored.take(some)
             if (scores.find(part)[0] >= 0).all():
                 continue
-            places, made = place_payload(
+            places, count = place_payload(
                 table, part["uid"].to_pylist(), _recorded(part), _payload(old, table, kind, part),
                 lambda version, rows: signal_crcs(version, kind, rows),
             )  # fmt: skip
-            table.make_durable(made)
+            table.make_durable(count)
             self._insert(scores, part, payload_row=places)
             fault_point("copy.signals")
         return int(scored.num_rows)
@@ -196,16 +196,16 @@ def _parts(rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[NDArra
 
 def _sound(name: str, rows: pa.Table) -> pa.Table:
     """The rows, which are as they were committed. Raises DamagedError."""
-    for place, found, committed in wrong_rows(rows):
-        key = "/".join(str(rows[part][place].as_py()) for part in TABLES[name].key)
-        raise DamagedError(f"{name} {key}: row crc32c {found:08x}, {committed:08x} was committed; nothing is copied")
+    for row, crc, committed in wrong_rows(rows):
+        key = "/".join(str(rows[part][row].as_py()) for part in TABLES[name].key)
+        raise DamagedError(f"{name} {key}: row crc32c {crc:08x}, {committed:08x} was committed; nothing is copied")
     return rows.drop_columns([ROW_CRC.name])
 
 
 def _recorded(metadata: pa.Table) -> Callable[[list[int]], list[int]]:
     """Checksums of given places of rows that point to payload."""
     crcs = metadata["payload_crc"].to_pylist()
-    return lambda places: [crcs[place] for place in places]
+    return lambda places: [crcs[row] for row in places]
 
 
 def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -> Callable[[list[int]], pa.Table]:
@@ -214,11 +214,11 @@ def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -
         uids, codecs = part["uid"].to_pylist(), part["codec"].to_pylist()
 
         def states(chosen: list[int]) -> pa.Table:
-            held = read_signal(old, kind, part.take(chosen), verify=True)
+            stored = read_signal(old, kind, part.take(chosen), verify=True)
             return payload_table(
                 table,
                 [Signal(uid=uids[i], sample_row=0, kind=kind, codec=codecs[i], hidden=bits)
-                 for i, bits in zip(chosen, held, strict=True)],
+                 for i, bits in zip(chosen, stored, strict=True)],
             )  # fmt: skip
 
         return states

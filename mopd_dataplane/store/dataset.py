@@ -48,17 +48,17 @@ class Store:
         store.sql("select domain, count(*) from samples group by 1")
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, location: Place) -> None:
+        self._place = location
         self._tables: dict[str, Table] = {}
-        self.uri = place.uri
-        self.root = place.root
+        self.uri = location.uri
+        self.root = location.root
         """Local folder; None on an object store."""
-        self.files = place.files
+        self.files = location.files
         """Files beside the datasets on an object store; None for a folder, where `path` names them."""
         self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
         """Handles of the last snapshots without a tag: `compact` with now leaves their versions alone."""
-        self.deletions = Deletions(place)
+        self.deletions = Deletions(location)
         """Samples and prompts that were deleted."""
         self.cache: RangeCache | None = None
         """Keeps hidden states of an object store on this node; the loader sets one."""
@@ -90,13 +90,13 @@ class Store:
 
         Raises InputError for a place where none can be made, MismatchError and DamagedError as `open` does.
         """
-        place = Place(uri, storage_options)
-        mark = read_mark(place)
+        location = Place(uri, storage_options)
+        mark = read_mark(location)
         if mark is None:
-            place.check_new()
+            location.check_new()
             return None
-        place.single_writer = bool(mark.get("single_writer"))
-        return cls(place)
+        location.single_writer = bool(mark.get("single_writer"))
+        return cls(location)
 
     @classmethod
     def create(
@@ -111,15 +111,15 @@ class Store:
         if existing is not None:
             existing._place.admit_writer()
             return existing
-        place = Place(uri, storage_options)
-        if place.root is not None:
-            place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        place.single_writer = single_writer
-        place.admit_writer()
-        store = cls(place)
+        location = Place(uri, storage_options)
+        if location.root is not None:
+            location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        location.single_writer = single_writer
+        location.admit_writer()
+        store = cls(location)
         for name in TABLES:
             store._table(name).create()
-        write_mark(place, **({"single_writer": True} if single_writer else {}))
+        write_mark(location, **({"single_writer": True} if single_writer else {}))
         return store
 
     @property
@@ -143,13 +143,13 @@ class Store:
 
     def names(self) -> list[str]:
         """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. None is opened."""
-        found = [
+        names = [
             signal_table(teacher, kind)
             for teacher in self._place.children("signals")
             for kind in self._place.children(f"signals/{teacher}")
             if is_table(signal_table(teacher, kind))
         ]
-        return [*(name for name in TABLES if name not in LATER or self._table(name).was_made()), *found]
+        return [*(name for name in TABLES if name not in LATER or self._table(name).was_made()), *names]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
         """The Lance dataset of a table, at the snapshot's version or the newest."""
@@ -232,8 +232,8 @@ class Store:
         (uid echo) or, with `verify`, when its checksum differs.
         """
         tokens = self.dataset("tokens", snapshot)
-        wanted = list(columns) if columns is not None else list(tokens.schema.names)
-        return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, wanted, verify=verify)
+        column_names = list(columns) if columns is not None else list(tokens.schema.names)
+        return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, column_names, verify=verify)
 
     def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> PayloadReader:
         """Reader of token payload for any of the given rows of `samples`, each looked up when it is first read."""
@@ -304,15 +304,17 @@ class Store:
         Returns how many are new. No byte of `samples` or `tokens` changes.
         Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN).
         """
-        known = self.teachers()
-        if teacher not in known:
-            raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
+        teachers = self.teachers()
+        if teacher not in teachers:
+            raise UnknownNameError(
+                f"no teacher {teacher!r} in the store: {nearest(teacher, teachers)}; add_teacher first"
+            )
         payload = self._table(signal_table(teacher, kind))
         with self._committing(payload.name):
             deleted = self.deletions.uids()
             batch = [signal for signal in batch if signal.uid not in deleted]
             scores, samples = self._table("scores"), self._table("samples")
-            return signals.commit_signals(scores, samples, payload, known[teacher], kind, batch)
+            return signals.commit_signals(scores, samples, payload, teachers[teacher], kind, batch)
 
     def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
         """[m] those of the given rows of `samples` that lack this signal, in the asked order."""
@@ -337,8 +339,8 @@ class Store:
         Raises UnknownNameError naming the first sample that lacks it.
         """
         rows = np.unique(np.asarray(sample_rows, np.int64))
-        found = self.signal_rows(teacher, kind, rows, snapshot)
-        return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
+        stored = self.signal_rows(teacher, kind, rows, snapshot)
+        return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, stored)
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
@@ -354,9 +356,9 @@ class Store:
         logprob: [R] f32. topk: ([M, K] int32 ids, [M, K] f32 log-probs). hidden: [M, row_bytes] uint8 codec bytes.
         Raises DamagedError when a payload row is not the sample's or, with `verify`, when its checksum differs.
         """
-        found = self.signal_rows(teacher, kind, sample_rows, snapshot)
+        stored = self.signal_rows(teacher, kind, sample_rows, snapshot)
         dataset = self.dataset(signal_table(teacher, kind), snapshot)
-        return reading.read_signal(dataset, kind, found, verify=verify)
+        return reading.read_signal(dataset, kind, stored, verify=verify)
 
     def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
         """Free the hidden states of these samples; after it they cannot be read at the newest version.

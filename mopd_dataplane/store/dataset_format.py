@@ -37,8 +37,8 @@ def spec_of(name: str) -> TableSpec:
         return SIGNALS.get(kind) or plugin_signal(kind)
     if folder == "queues" and TEACHER_NAME.fullmatch(rest):
         return QUEUE
-    known = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS), "queues/<name>"]
-    raise UnknownNameError(f"no table {name!r}: {nearest(name, known)}")
+    names = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS), "queues/<name>"]
+    raise UnknownNameError(f"no table {name!r}: {nearest(name, names)}")
 
 
 def sql_name(name: str) -> str:
@@ -65,8 +65,8 @@ def check_teacher(teacher: Teacher) -> None:
         raise InputError(
             f"teacher name {teacher.name!r:.80}: 1 to 64 of a-z, 0-9, '_', '.', '-', a letter or digit first"
         )
-    place = PurePosixPath(teacher.head_file)
-    if place.is_absolute() or ".." in place.parts or "\0" in teacher.head_file:
+    path = PurePosixPath(teacher.head_file)
+    if path.is_absolute() or ".." in path.parts or "\0" in teacher.head_file:
         raise InputError(f"teacher {teacher.name!r}: head file {teacher.head_file!r:.80} does not lie inside the store")
 
 
@@ -104,14 +104,14 @@ def check_format(version: int, where: str) -> None:
 
 def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
     """Refuse a dataset of another format, without stable row ids or with other columns, save further nullable ones."""
-    where, found = dataset.uri, dataset.schema
-    metadata = found.metadata or {}
+    where, schema = dataset.uri, dataset.schema
+    metadata = schema.metadata or {}
     if FORMAT_KEY not in metadata:
         raise MismatchError(f"{where} has no {FORMAT_KEY.decode()} in its schema metadata: mopd did not write it")
     check_format(int(metadata[FORMAT_KEY]), where)
-    wanted = lance_schema(spec, spec.name)
-    problems = [text for field in wanted if (text := _column_problem(field, found))]
-    unknown = (field.name for field in found if field.name not in wanted.names and not field.nullable)
+    expected = lance_schema(spec, spec.name)
+    problems = [text for field in expected if (text := _column_problem(field, schema))]
+    unknown = (field.name for field in schema if field.name not in expected.names and not field.nullable)
     problems += [f"column {name!r} is not known and not nullable" for name in unknown]
     if problems:
         raise MismatchError(f"{where} does not have the columns of {spec.name!r}: " + "; ".join(problems))
@@ -119,9 +119,9 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
         raise MismatchError(f"{where} was made without stable row ids; run `mopd store upgrade SRC DST`")
 
 
-def read_mark(place: Place) -> dict[str, Any] | None:
+def read_mark(location: Place) -> dict[str, Any] | None:
     """Content of store.json, None where there is none. Raises MismatchError and DamagedError as Store.open does."""
-    content = place.read(MARK)
+    content = location.read(MARK)
     if content is None:
         return None
     version = FORMAT_VERSION
@@ -129,27 +129,27 @@ def read_mark(place: Place) -> dict[str, Any] | None:
         unsealed = json.loads(content)  # the mark of the first format has no checksum in it
         if SEAL not in unsealed and type(unsealed["format_version"]) is int:
             version = unsealed["format_version"]
-    check_format(version, place.uri)
-    mark = unseal(content, place.of(MARK))
-    check_format(int(mark["format_version"]), place.uri)
+    check_format(version, location.uri)
+    mark = unseal(content, location.of(MARK))
+    check_format(int(mark["format_version"]), location.uri)
     return mark
 
 
-def write_mark(place: Place, **more: object) -> None:
+def write_mark(location: Place, **more: object) -> None:
     """Write store.json, the last file of a store that is made, with an id of its own; durable on return."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     mark = {"format_version": FORMAT_VERSION, "created": created, "uuid": str(uuid.uuid4())}
-    place.write_json(MARK, mark | more)
+    location.write_json(MARK, mark | more)
 
 
-def _column_problem(wanted: pa.Field, found: pa.Schema) -> str:
-    if wanted.name not in found.names:
-        return "" if wanted.nullable else f"column {wanted.name!r} is missing"
-    have = found.field(wanted.name)
-    if have.type != wanted.type or have.nullable != wanted.nullable:
-        return f"column {wanted.name!r} is {_shape(have)}, expected {_shape(wanted)}"
-    if have.metadata and (PRIMARY_KEY in have.metadata) != (PRIMARY_KEY in (wanted.metadata or {})):
-        return f"column {wanted.name!r} differs in its primary-key mark"
+def _column_problem(field: pa.Field, schema: pa.Schema) -> str:
+    if field.name not in schema.names:
+        return "" if field.nullable else f"column {field.name!r} is missing"
+    have = schema.field(field.name)
+    if have.type != field.type or have.nullable != field.nullable:
+        return f"column {field.name!r} is {_shape(have)}, expected {_shape(field)}"
+    if have.metadata and (PRIMARY_KEY in have.metadata) != (PRIMARY_KEY in (field.metadata or {})):
+        return f"column {field.name!r} differs in its primary-key mark"
     return ""
 
 

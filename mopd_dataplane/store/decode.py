@@ -92,9 +92,9 @@ def _tokenizers(store: Store) -> Iterator[str]:
             if name.endswith("/tokenizer.json") and (content := store.files.read(name)):
                 yield content.decode()
     for name in store._place.children(KEPT):
-        kept = store.read_json(f"{KEPT}/{name}")
-        if kept is not None:
-            yield json.dumps(kept["tokenizer"])
+        record = store.read_json(f"{KEPT}/{name}")
+        if record is not None:
+            yield json.dumps(record["tokenizer"])
     start = ((store.read_json("job.json") or {}).get("student") or {}).get("path", "")
     if start and (file := Path(start) / "tokenizer.json").is_file():
         yield file.read_text(errors="replace")

@@ -76,19 +76,19 @@ def choose(store: Store, where: str) -> Chosen:
     Raises InputError for an invalid predicate.
     """
     samples = store.dataset("samples")
-    found = fitting_rows(samples, "samples", where, ["uid", "prompt_id"])
+    rows = fitting_rows(samples, "samples", where, ["uid", "prompt_id"])
     every = samples.to_table(columns=["prompt_id"])["prompt_id"]
-    if found.num_rows:
+    if rows.num_rows:
         count = dict(zip(*(pc.value_counts(every).field(part).to_pylist() for part in (0, 1)), strict=True))
-        mine = pc.value_counts(found["prompt_id"].combine_chunks())
+        mine = pc.value_counts(rows["prompt_id"].combine_chunks())
         pairs = zip(mine.field(0).to_pylist(), mine.field(1).to_pylist(), strict=True)
         prompts = [name for name, some in pairs if count[name] == some]
-        return Chosen(found["uid"].to_pylist(), found["_rowid"].to_numpy().astype(np.int64), sorted(prompts))
+        return Chosen(rows["uid"].to_pylist(), rows["_rowid"].to_numpy().astype(np.int64), sorted(prompts))
     try:
-        asked = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
+        prompt_ids = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
     except InputError:  # it speaks of what only samples have
         return Chosen([], np.empty(0, np.int64), [])
-    unanswered = asked.filter(pc.invert(pc.is_in(asked, value_set=every.unique())))
+    unanswered = prompt_ids.filter(pc.invert(pc.is_in(prompt_ids, value_set=every.unique())))
     return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
 
 
@@ -103,8 +103,8 @@ def prompt_slots(store: Store, split: str, domains: Iterable[str]) -> list[Promp
     if not gone:
         return [*present]
     with reading(store.dataset("prompts").uri):
-        held = store.dataset("prompts").to_table(columns=["prompt_id"], with_row_id=True)
-    rows = dict(zip(held["prompt_id"].to_pylist(), held["_rowid"].to_pylist(), strict=True))
+        prompts = store.dataset("prompts").to_table(columns=["prompt_id"], with_row_id=True)
+    rows = dict(zip(prompts["prompt_id"].to_pylist(), prompts["_rowid"].to_pylist(), strict=True))
     slots: dict[int, Prompt | None] = {slot.row: None for slot in gone}
     slots |= {rows[prompt.prompt_id]: prompt for prompt in present if prompt.prompt_id in rows}
     return [slots[row] for row in sorted(slots)]
@@ -122,9 +122,9 @@ def forget_plan(store: Store, plan: PlanWindow) -> None:
 def _slots_of(store: Store, names: Collection[str]) -> list[PromptSlot]:
     """Positions of the prompts of these names that the store has."""
     with reading(store.dataset("prompts").uri):
-        held = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)
-    held = held.filter(pc.is_in(held["prompt_id"], value_set=pa.array(sorted(names), pa.string())))
-    return [PromptSlot(int(row["_rowid"]), row["domain"], row["split"]) for row in held.to_pylist()]
+        prompts = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)
+    prompts = prompts.filter(pc.is_in(prompts["prompt_id"], value_set=pa.array(sorted(names), pa.string())))
+    return [PromptSlot(int(row["_rowid"]), row["domain"], row["split"]) for row in prompts.to_pylist()]
 
 
 def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
@@ -133,28 +133,28 @@ def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) ->
     names = store.names()
     signals = [name for name in names if name.startswith("signals/")]
     of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
-    wanted = pa.array(sorted(uids), pa.string())
-    found = {name: _rows_of(store.dataset(name), wanted) for name in of_samples}
-    found["events"] = _events_of(store.dataset("events"), set(uids))
+    uid_array = pa.array(sorted(uids), pa.string())
+    rows_by_table = {name: _rows_of(store.dataset(name), uid_array) for name in of_samples}
+    rows_by_table["events"] = _events_of(store.dataset("events"), set(uids))
     for name in ("evals", "prompts"):
-        found[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
-    return {name: rows for name, rows in found.items() if len(rows)}
+        rows_by_table[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
+    return {name: rows for name, rows in rows_by_table.items() if len(rows)}
 
 
 def late_samples(store: Store, deletion: Deletion) -> dict[str, int]:
     """uid -> row id of the samples of deleted prompts that no record names: they were committed during the deletion."""
     rows = _of_prompts(store.dataset("samples"), set(deletion.prompts), ["uid"])
-    known = store.deletions.uids() if rows.num_rows else set()
+    deleted_uids = store.deletions.uids() if rows.num_rows else set()
     pairs = zip(rows["uid"].to_pylist(), rows["_rowid"].to_pylist(), strict=True)
-    return {uid: row for uid, row in pairs if uid not in known}
+    return {uid: row for uid, row in pairs if uid not in deleted_uids}
 
 
 def _rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
     if not len(uids):
         return np.empty(0, np.int64)
     with reading(dataset.uri):
-        held = dataset.to_table(columns=["uid"], with_row_id=True)
-    return _ids(held.filter(pc.is_in(held["uid"], value_set=uids)))
+        rows = dataset.to_table(columns=["uid"], with_row_id=True)
+    return _ids(rows.filter(pc.is_in(rows["uid"], value_set=uids)))
 
 
 def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[str]) -> pa.Table:
@@ -163,9 +163,9 @@ def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[st
     if not prompts:
         return dataset.schema.empty_table().select(read).append_column("_rowid", pa.array([], pa.uint64()))
     with reading(dataset.uri):
-        held = dataset.to_table(columns=read, with_row_id=True)
-    gone = [name for name in held["prompt_id"].unique().to_pylist() if prompt_hash(name) in prompts]
-    return held.filter(pc.is_in(held["prompt_id"], value_set=pa.array(gone, pa.string())))
+        rows = dataset.to_table(columns=read, with_row_id=True)
+    gone = [name for name in rows["prompt_id"].unique().to_pylist() if prompt_hash(name) in prompts]
+    return rows.filter(pc.is_in(rows["prompt_id"], value_set=pa.array(gone, pa.string())))
 
 
 def _events_of(dataset: lance.LanceDataset, uids: set[str]) -> Rows:
@@ -173,14 +173,14 @@ def _events_of(dataset: lance.LanceDataset, uids: set[str]) -> Rows:
     if not uids:
         return np.empty(0, np.int64)
     with reading(dataset.uri):
-        held = dataset.to_table(columns=["event_id", "detail"], with_row_id=True)
-    texts = zip(held["event_id"].to_pylist(), held["detail"].to_pylist(), strict=True)
+        events = dataset.to_table(columns=["event_id", "detail"], with_row_id=True)
+    texts = zip(events["event_id"].to_pylist(), events["detail"].to_pylist(), strict=True)
     gone = [not uids.isdisjoint(uids_in(name, detail)) for name, detail in texts]
-    return _ids(held.filter(pa.array(gone, pa.bool_())))
+    return _ids(events.filter(pa.array(gone, pa.bool_())))
 
 
-def _ids(held: pa.Table) -> Rows:
-    return np.asarray(held["_rowid"].to_numpy(), np.int64)
+def _ids(rows: pa.Table) -> Rows:
+    return np.asarray(rows["_rowid"].to_numpy(), np.int64)
 
 
 def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
@@ -208,24 +208,24 @@ def remove_since(store: Store, names: Collection[str]) -> None:
 
 
 def _remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
-    while found := rows_to_go(store, deletion.uids, deletion.prompts):
-        for tag in pins_of(store, found):
+    while remaining := rows_to_go(store, deletion.uids, deletion.prompts):
+        for tag in pins_of(store, remaining):
             tables = {name: store._table(name) for name in store.names()}
             # Those that are looked at for tags come last: a call that was killed finds what it left.
-            ordered = sorted(tables, key=lambda name: name in found)
+            ordered = sorted(tables, key=lambda name: name in remaining)
             snapshots.release(store._place, {name: tables[name] for name in ordered}, tag)
             fault_point("delete.unpinned")
-        for name, rows in found.items():
+        for name, rows in remaining.items():
             table = store._table(name)
             blobs = partial(_states, store, name) if blob_columns(table.spec) else None
             if count := remove_rows(store._place, table, rows, blobs):
                 yield name, count
 
 
-def pins_of(store: Store, found: dict[str, Rows]) -> list[str]:
+def pins_of(store: Store, rows_by_table: dict[str, Rows]) -> list[str]:
     """Snapshots that hold one of the rows."""
     tags: set[str] = set()
-    for name, rows in found.items():
+    for name, rows in rows_by_table.items():
         for tag, version in tagged(store.dataset(name)).items():
             if tag not in tags and (row_ids(store._table(name).open(version)).find(rows) >= 0).any():
                 tags.add(tag)
@@ -246,8 +246,8 @@ def _states(store: Store, name: str, dataset: lance.LanceDataset, rows: Rows) ->
         for row, state in states.items():
             reader.read_into(row, 0, state.data)
         some = header.take(pa.array(part))
-        held = rows[part][np.asarray(pc.not_equal(some["codec"], FREED))]
-        known = crcs.filter(pc.is_in(crcs["payload_row"], value_set=pa.array(held)))
-        check_crcs(name, known, [payload_crc(states[row]) for row in known["payload_row"].to_pylist()])
+        hidden_rows = rows[part][np.asarray(pc.not_equal(some["codec"], FREED))]
+        row_crcs = crcs.filter(pc.is_in(crcs["payload_row"], value_set=pa.array(hidden_rows)))
+        check_crcs(name, row_crcs, [payload_crc(states[row]) for row in row_crcs["payload_row"].to_pylist()])
         columns = {column: some[column] for column in some.column_names} | {"hidden": blob_column([*states.values()])}
         yield from pa.table({n: columns[n] for n in table.schema.names}, schema=table.schema).to_batches()

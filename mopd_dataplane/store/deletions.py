@@ -65,8 +65,8 @@ class Deletion:
 class Deletions:
     """The deletions of one store."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, location: Place) -> None:
+        self._place = location
         self._known: dict[str, Deletion] = {}
         """Finished ones, which do not change any more."""
 
@@ -76,8 +76,8 @@ class Deletions:
 
     def lost(self) -> list[str]:
         """Names of records that were written and are not there."""
-        known = [*self._numbers(_RECORD), *self._numbers(_WITNESS)]
-        return [str(number) for number in sorted(set(range(max(known, default=-1) + 1)) - {*self._numbers(_RECORD)})]
+        numbers = [*self._numbers(_RECORD), *self._numbers(_WITNESS)]
+        return [str(number) for number in sorted(set(range(max(numbers, default=-1) + 1)) - {*self._numbers(_RECORD)})]
 
     def all(self) -> list[Deletion]:
         """Every deletion, the oldest first."""
@@ -168,14 +168,14 @@ class Deletions:
 
     def refuse_rows(self, sample_rows: ArrayLike) -> None:
         """Raise UnknownNameError when one of these rows of `samples` was deleted."""
-        wanted = np.asarray(sample_rows, np.int64)
+        rows = np.asarray(sample_rows, np.int64)
         for deletion in self.all():
-            gone = np.flatnonzero(np.isin(deletion.rows, wanted))
+            gone = np.flatnonzero(np.isin(deletion.rows, rows))
             if len(gone):
                 at = int(gone[0])
                 raise UnknownNameError(
                     f"{self._place.uri}: row {deletion.rows[at]} of `samples`, sample {deletion.uids[at]}, was deleted "
-                    f"({deletion.began}, `mopd store delete`; {len(gone)} of the {len(np.unique(wanted))} asked for): "
+                    f"({deletion.began}, `mopd store delete`; {len(gone)} of the {len(np.unique(rows))} asked for): "
                     "a plan that holds it cannot be trained from any more; plan what is left in a stage of its own"
                 )
 

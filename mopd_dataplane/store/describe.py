@@ -58,13 +58,15 @@ def columns(store: Store, name: str) -> list[Column]:
     name: as in SQL, or as the dataset is called. Raises UnknownNameError naming the nearest.
     """
     datasets = {sql_name(dataset): dataset for dataset in store.names()}
-    known = views(datasets.values())
-    asked = sql_name(name.partition("(")[0].strip())
-    if asked in datasets:
-        return [_column(field) for field in store.dataset(datasets[asked]).schema]
-    if asked in known:
-        return _view_columns(store, known[asked])
-    raise UnknownNameError(f"no table or view {name!r} in {store.uri}: {nearest(asked, [*datasets, *known])}")
+    views_by_name = views(datasets.values())
+    view_name = sql_name(name.partition("(")[0].strip())
+    if view_name in datasets:
+        return [_column(field) for field in store.dataset(datasets[view_name]).schema]
+    if view_name in views_by_name:
+        return _view_columns(store, views_by_name[view_name])
+    raise UnknownNameError(
+        f"no table or view {name!r} in {store.uri}: {nearest(view_name, [*datasets, *views_by_name])}"
+    )
 
 
 def _column(field: pa.Field) -> Column:

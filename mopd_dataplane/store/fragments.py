@@ -72,8 +72,8 @@ def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
 
 def _sizes(fragments: list[lance.LanceFragment]) -> dict[int, float]:
     """Bytes of each fragment; estimated from its rows where Lance has not recorded them."""
-    known = {f.fragment_id: sum(d.file_size_bytes or 0 for d in f.data_files()) for f in fragments}
+    sizes = {f.fragment_id: sum(d.file_size_bytes or 0 for d in f.data_files()) for f in fragments}
     rows = {f.fragment_id: f.metadata.physical_rows for f in fragments}
-    measured = sum(rows[number] for number, size in known.items() if size)
-    per_row = sum(known.values()) / measured if measured else 0.0
-    return {number: size or rows[number] * per_row for number, size in known.items()}
+    measured = sum(rows[number] for number, size in sizes.items() if size)
+    per_row = sum(sizes.values()) / measured if measured else 0.0
+    return {number: size or rows[number] * per_row for number, size in sizes.items()}

@@ -56,9 +56,9 @@ class HiddenReader:
         """Raise DamagedError unless Lance records as many bytes of each row as the row's own columns say: readers here
         go by the columns, others by what Lance records."""
         recorded = self._descriptors(row_ids(self._dataset).offsets(payload_rows)).field("size").to_pylist()
-        for row, wanted, said in zip(payload_rows, sizes, recorded, strict=True):
-            if said != wanted:
-                raise self._damage(row, 0, wanted, f"Lance records {said:,} bytes")
+        for row, size, said in zip(payload_rows, sizes, recorded, strict=True):
+            if said != size:
+                raise self._damage(row, 0, size, f"Lance records {said:,} bytes")
 
     def locate(self, payload_rows: Sequence[int]) -> None:
         """Look up in one request where rows lie that are read next."""
@@ -80,7 +80,7 @@ class HiddenReader:
         """Open the files of rows that are read first."""
         self.locate(payload_rows)
         places = ((row, self._known.get(row)) for row in payload_rows)
-        for row in {place[0]: row for row, place in places if place is not None}.values():
+        for row in {position[0]: row for row, position in places if position is not None}.values():
             self._place(row)
 
     def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
@@ -96,34 +96,34 @@ class HiddenReader:
     def _read(self, wanted: Sequence[tuple[int, int, memoryview]]) -> None:
         """Fill each memory from a row's byte on."""
         parts: list[Part] = []
-        asked: list[tuple[int, int, memoryview]] = []
+        requests: list[tuple[int, int, memoryview]] = []
         for row, start, memory in wanted:
             if not memory:  # no trained token
                 continue
-            place = self._place(row)
-            if place is None:
+            located = self._place(row)
+            if located is None:
                 self._through_lance(row, start, memory)
                 continue
-            file, position, size = place
+            file, position, size = located
             if start + len(memory) > size:
                 raise self._damage(row, start, len(memory), f"the blob has {size:,} bytes")
             parts.append(Part(file, position + start, memory))
-            asked.append((row, start, memory))
+            requests.append((row, start, memory))
         if self._sidecars is None or not parts:
             return
         try:
             self._sidecars.read(parts)
         except FileEnded as ended:
-            row, start, memory = asked[ended.args[0]]
+            row, start, memory = requests[ended.args[0]]
             raise self._damage(row, start, len(memory), "the file ends before") from None
 
     def _place(self, row: int) -> tuple[Any, int, int] | None:
         """(file, position, size) of a row's blob; None when it must be read through Lance."""
         self.locate([row])
-        known = self._known.get(row)
-        if known is None or self._sidecars is None:
+        located = self._known.get(row)
+        if located is None or self._sidecars is None:
             return None
-        name, position, size = known
+        name, position, size = located
         if name not in self._files:
             first = bytearray(min(PROBE, size))
             self._through_lance(row, 0, memoryview(first))

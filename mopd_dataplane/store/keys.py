@@ -46,10 +46,10 @@ class KeyDirectory:
         self._catch_up(dataset)
         candidates: list[tuple[int, int]] = []
         hashes = hash_rows(keys, self._key)
-        for known, rows_of in self._runs:
-            lows, highs = np.searchsorted(known, hashes, "left"), np.searchsorted(known, hashes, "right")
-            for place in np.flatnonzero(highs > lows).tolist():
-                candidates += [(place, row) for row in rows_of[lows[place] : highs[place]].tolist()]
+        for run_keys, rows_of in self._runs:
+            lows, highs = np.searchsorted(run_keys, hashes, "left"), np.searchsorted(run_keys, hashes, "right")
+            for index in np.flatnonzero(highs > lows).tolist():
+                candidates += [(index, row) for row in rows_of[lows[index] : highs[index]].tolist()]
         rows = np.full(keys.num_rows, -1, np.int64)
         if candidates:
             self._confirm(dataset, keys, candidates, rows)
@@ -69,10 +69,10 @@ class KeyDirectory:
         candidates = [pair for pair, offset in zip(candidates, offsets, strict=True) if offset >= 0]
         there = offsets[offsets >= 0].tolist()
         stored = dataset.take(there, columns=self._key).select(self._key).to_pylist() if there else []
-        asked = keys.select(self._key).to_pylist()
-        for (place, row), key in zip(candidates, stored, strict=True):
-            if key == asked[place] and (rows[place] < 0 or row < rows[place]):
-                rows[place] = row
+        key_rows = keys.select(self._key).to_pylist()
+        for (index, row), key in zip(candidates, stored, strict=True):
+            if key == key_rows[index] and (rows[index] < 0 or row < rows[index]):
+                rows[index] = row
 
     def _catch_up(self, dataset: lance.LanceDataset) -> None:
         ids = row_ids(dataset)

@@ -109,31 +109,31 @@ def _at(fd: int, position: int, size: int) -> bytes:
 def _inside(message: int | bytes, *path: int) -> _Message:
     """The message at the end of a path of fields, each of which is the only one of its message."""
     for number in path:
-        found = _message(message)
-        if set(found) != {number} or len(found[number]) != 1:
-            raise NotPlain(f"fields {sorted(found)} where {number} alone is expected")
-        message = found[number][0]
+        fields = _message(message)
+        if set(fields) != {number} or len(fields[number]) != 1:
+            raise NotPlain(f"fields {sorted(fields)} where {number} alone is expected")
+        message = fields[number][0]
     return _message(message)
 
 
 def _numbers(values: tuple[int | bytes, ...]) -> tuple[int, ...]:
     """A repeated number: several fields, or one that holds them all."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
-            found.append(value)
+            numbers.append(value)
             continue
         at = 0
         while at < len(value):
             number, at = _varint(value, at)
-            found.append(number)
-    return tuple(found)
+            numbers.append(number)
+    return tuple(numbers)
 
 
 def _message(content: int | bytes) -> _Message:
     if not isinstance(content, bytes):
         raise NotPlain("a number where a message is expected")
-    found: dict[int, tuple[int | bytes, ...]] = {}
+    fields: dict[int, tuple[int | bytes, ...]] = {}
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
@@ -145,13 +145,13 @@ def _message(content: int | bytes) -> _Message:
             value, at = content[at : at + size], at + size
         if wire not in (_VARINT, _BYTES) or at > len(content):
             raise NotPlain(f"field {number} has wire type {wire}")
-        found[number] = (*found.get(number, ()), value)
-    return found
+        fields[number] = (*fields.get(number, ()), value)
+    return fields
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
     """A number in 7 bits a byte, lowest first, and where the next begins."""
-    found = _NUMBER.match(content, at)
-    if found is None:
+    match = _NUMBER.match(content, at)
+    if match is None:
         raise NotPlain("a number that does not end")
-    return sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(found[0])), found.end()
+    return sum((byte & 0x7F) << (7 * digit) for digit, byte in enumerate(match[0])), match.end()

@@ -121,10 +121,10 @@ class ListFiles:
         try:
             fragments = self._learn_all(offsets, crcs)
             short: dict[str, Lists] = {name: self._read(name, offsets, fragments) for name in columns if name in SHORT}
-            found = {name: self._find(name, offsets, fragments) for name in columns if name not in SHORT}
-            for lists in found.values():
+            lists_by_column = {name: self._find(name, offsets, fragments) for name in columns if name not in SHORT}
+            for lists in lists_by_column.values():
                 lists.read_ahead()
-            return short | found
+            return short | lists_by_column
         except _UNREADABLE:
             self._plain = False
             return None
@@ -162,15 +162,15 @@ class ListFiles:
     def _learn_all(self, offsets: NDArray[np.int64], crcs: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] fragment of each row, all of which are known then. Raises NotPlain."""
         fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
-        for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
+        for fragment, index in zip(*np.unique(fragments, return_index=True), strict=True):
             if int(fragment) not in self._columns:
-                self._learn(int(fragment), offsets[place : place + 1], int(crcs[place]))
+                self._learn(int(fragment), offsets[index : index + 1], int(crcs[index]))
         return fragments
 
     def _learn(self, fragment: int, row: NDArray[np.int64], crc: int) -> None:
         """Read how a fragment is laid out, and try it on one row. Raises NotPlain."""
         numbers: dict[str, int] = {}
-        found: dict[str, tuple[int, _Column]] = {}
+        columns: dict[str, tuple[int, _Column]] = {}
         for name, ids in self._ids.items():
             file = next((file for file in self._fragments[fragment].data_files() if ids[0] in file.fields), None)
             if file is None:
@@ -180,9 +180,9 @@ class ListFiles:
                 numbers[file.path] = self._files.add(path)
             places = [file.column_indices[list(file.fields).index(id_)] for id_ in ids]
             status = path.stat()
-            known = (str(path), status.st_mtime_ns, status.st_size)
-            found[name] = numbers[file.path], _column(known, places[0], places[1], self._dtypes[name])
-        self._columns[fragment] = found
+            identity = (str(path), status.st_mtime_ns, status.st_size)
+            columns[name] = numbers[file.path], _column(identity, places[0], places[1], self._dtypes[name])
+        self._columns[fragment] = columns
         try:
             lists = (self._find(name, row, np.array([fragment])) for name in self._ids)
             if self._checksum([column.array(0) for column in lists]) != crc:
@@ -246,9 +246,9 @@ class ListFiles:
 
     def _values(self, number: int, pages: _Pages, runs: Sequence[tuple[int, int]]) -> NDArray[Any]:
         """Values first:last of a file for each of these runs, one after the other."""
-        found = np.empty(sum(last - first for first, last in runs), pages.dtype)
-        self._files.gather(number, [piece for run in runs for piece in pages.pieces(*run)], found.data)
-        return found
+        values = np.empty(sum(last - first for first, last in runs), pages.dtype)
+        self._files.gather(number, [piece for run in runs for piece in pages.pieces(*run)], values.data)
+        return values
 
 
 def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
@@ -272,16 +272,16 @@ def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
     Files never change, and the next window reads most of them again. Raises NotPlain, OSError.
     """
     path = Path(file[0])
-    lists, held = read_pages(path, own), [page for page in read_pages(path, below) if page.positions]
-    if any(flat_bits(page.encoding) != 8 * dtype.itemsize for page in held):
+    lists, pages = read_pages(path, own), [page for page in read_pages(path, below) if page.positions]
+    if any(flat_bits(page.encoding) != 8 * dtype.itemsize for page in pages):
         raise NotPlain(f"elements of {path} of another size than {dtype.name}")
     said = [list_counts(page.encoding) for page in lists]
-    there, claimed = sum(page.rows for page in held), sum(page.items for page in said)
+    there, claimed = sum(page.rows for page in pages), sum(page.items for page in said)
     if there != claimed:
         raise NotPlain(f"{there} elements of {claimed} in {path}")
     return _Column(
         ends=_Pages.of(lists, _END),
         null_shifts=np.array([page.null_shift for page in said], np.uint64),
         first_elements=np.cumsum([0, *(page.items for page in said)]),
-        elements=_Pages.of(held, dtype),
+        elements=_Pages.of(pages, dtype),
     )

@@ -65,14 +65,14 @@ class HeldLists:
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
         """Put each list of a part at its first element in `target`, which has elements of the column's type."""
-        found = (array[part].tolist() for array in (self.chunks, self.firsts, self.lengths))
-        for at, chunk, first, length in zip(firsts, *found, strict=True):
+        parts = (array[part].tolist() for array in (self.chunks, self.firsts, self.lengths))
+        for at, chunk, first, length in zip(firsts, *parts, strict=True):
             target[at : at + length] = self._views[chunk][first : first + length]
 
-    def array(self, place: int) -> NDArray[Any] | None:
+    def array(self, index: int) -> NDArray[Any] | None:
         """One list; None where it is null."""
-        first = self.firsts[place]
-        return None if self.nulls[place] else self.values[self.chunks[place]][first : first + self.lengths[place]]
+        first = self.firsts[index]
+        return None if self.nulls[index] else self.values[self.chunks[index]][first : first + self.lengths[index]]
 
 
 class OpenFiles:
@@ -132,8 +132,8 @@ class OpenFiles:
             os.posix_fadvise(fd, start, min(ASK_BYTES, end - start), os.POSIX_FADV_WILLNEED)
 
     def _damage(self, number: int, position: int, nbytes: int, why: str | None) -> DamagedError:
-        place = f"{self._paths[number]}, {nbytes:,} bytes from byte {position:,}"
-        return DamagedError(f"{place}: {why}; run `mopd store verify`")
+        source = f"{self._paths[number]}, {nbytes:,} bytes from byte {position:,}"
+        return DamagedError(f"{source}: {why}; run `mopd store verify`")
 
     def _close(self) -> None:
         while self.fds:
@@ -166,9 +166,9 @@ class FileLists:
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
         """See HeldLists. Raises DamagedError when a file does not hold them."""
-        found = (array[part].tolist() for array in (self.numbers, self.positions, self.lengths))
+        parts = (array[part].tolist() for array in (self.numbers, self.positions, self.lengths))
         fds, preadv, size = self.files.fds, os.preadv, self.dtype.itemsize
-        for first, number, position, length in zip(firsts, *found, strict=True):
+        for first, number, position, length in zip(firsts, *parts, strict=True):
             memory = target[first : first + length]
             fd = fds.get(number, -1)
             try:
@@ -182,7 +182,7 @@ class FileLists:
         """Ask the kernel to read these lists into the page cache, without waiting for it."""
         here = np.flatnonzero((self.lengths > 0) & (self.positions >= 0))
         probes = here[:: max(1, len(here) // PROBES)].tolist()
-        if not any(self.files.absent(int(self.numbers[place]), int(self.positions[place])) for place in probes):
+        if not any(self.files.absent(int(self.numbers[index]), int(self.positions[index])) for index in probes):
             return
         here = here[np.lexsort((self.positions[here], self.numbers[here]))]
         numbers, starts = self.numbers[here], self.positions[here]
@@ -192,12 +192,12 @@ class FileLists:
         for number, start, end in zip(numbers[firsts].tolist(), starts[firsts].tolist(), ends[lasts], strict=True):
             self.files.ask(number, start, end - start)
 
-    def array(self, place: int) -> NDArray[Any] | None:
+    def array(self, index: int) -> NDArray[Any] | None:
         """See HeldLists."""
-        if self.nulls[place]:
+        if self.nulls[index]:
             return None
-        values: NDArray[Any] = np.empty(self.lengths[place], self.dtype)
-        self._read(int(self.numbers[place]), int(self.positions[place]), values.data)
+        values: NDArray[Any] = np.empty(self.lengths[index], self.dtype)
+        self._read(int(self.numbers[index]), int(self.positions[index]), values.data)
         return values
 
     def _read(self, number: int, position: int, memory: memoryview) -> None:

@@ -23,7 +23,7 @@ LARGE_FILE = 1 << 30
 """Bytes from which on a file is left as it is."""
 
 
-def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
+def describe(location: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
     """Counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
 
     freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it a day later.
@@ -40,8 +40,8 @@ def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
             "fragments": len(dataset.get_fragments()),
             "version": dataset.version,
         }
-    mark = place.read_json("store.json") or {}
-    return {"uri": place.uri, **mark, "tables": report, "snapshots": tags_of(place)}
+    mark = location.read_json("store.json") or {}
+    return {"uri": location.uri, **mark, "tables": report, "snapshots": tags_of(location)}
 
 
 def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
@@ -52,15 +52,15 @@ def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
 
 def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
     """Bytes of each data file with its sidecars; sizes: as file_sizes."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for path, size in sizes.items():
         folder, _, name = path.partition("/")
         if folder == "data":
-            found[name.partition("/")[0].removesuffix(".lance")] += size
-    return found
+            totals[name.partition("/")[0].removesuffix(".lance")] += size
+    return totals
 
 
-def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
+def compact(location: Place, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
     """Merge small files, drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
 
     now: drop every version that no snapshot pins and no process of this machine has open, however young (in a folder;
@@ -68,23 +68,23 @@ def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> 
     bytes (left on disk), and kept: why data stays that the newest version does not need, and its bytes. Files of hidden
     states are not merged: that would rewrite every byte of them for nothing.
     """
-    return {name: dict(_tidy(place, table, now)) for name, table in tables.items()}
+    return {name: dict(_tidy(location, table, now)) for name, table in tables.items()}
 
 
-def _tidy(place: Place, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
-    with place.committing(table.name), writing(table.uri):
+def _tidy(location: Place, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
+    with location.committing(table.name), writing(table.uri):
         merged, dataset = _merge(table)
         yield "files_merged", merged
-        kept: dict[int, str] = {}
-        if now and place.root is not None:
-            versions, freed, kept = _drop_unheld(place.root / table.name, dataset, table.acknowledged())
+        tag_by_version: dict[int, str] = {}
+        if now and location.root is not None:
+            versions, freed, tag_by_version = _drop_unheld(location.root / table.name, dataset, table.acknowledged())
         else:
             versions, freed = drop_old(dataset)
         yield "versions_dropped", versions
         yield "bytes_freed", freed
         sizes = file_sizes(dataset)
         yield "bytes", sum(sizes.values())
-        yield "kept", list(_reasons(place, dataset, kept, sizes, now=now))
+        yield "kept", list(_reasons(location, dataset, tag_by_version, sizes, now=now))
 
 
 def _drop_unheld(root: Path, dataset: lance.LanceDataset, acknowledged: int) -> tuple[int, int, dict[int, str]]:
@@ -103,14 +103,19 @@ def _drop_unheld(root: Path, dataset: lance.LanceDataset, acknowledged: int) -> 
 
 
 def _reasons(
-    place: Place, dataset: lance.LanceDataset, held: Mapping[int, str], sizes: Mapping[str, int], *, now: bool
+    location: Place,
+    dataset: lance.LanceDataset,
+    tag_by_version: Mapping[int, str],
+    sizes: Mapping[str, int],
+    *,
+    now: bool,
 ) -> Iterator[dict[str, Any]]:
     """Why data is still there that the newest version does not need: what holds it, and its bytes."""
     needed, held_bytes = _data_of(dataset, {dataset.version}), _data_sizes(sizes)
     reasons: dict[str, set[int]] = {}
     for tag, version in tagged(dataset).items():
         reasons.setdefault(f"snapshot {tag}", set()).add(version)
-    for version, who in held.items():
+    for version, who in tag_by_version.items():
         reasons.setdefault(f"read by {who}", set()).add(version)
     for why, versions in reasons.items():
         more = _data_of(dataset, versions) - needed
@@ -122,14 +127,14 @@ def _reasons(
     left = "left by interrupted commits; it goes when it is a week old"
     if not now:
         left = "of versions of the last day, or left by interrupted commits; `--now` drops what nobody reads"
-    elif place.root is None:
+    elif location.root is None:
         left = "of versions of the last day: on an object store nobody can tell who reads them"
     yield {"why": left, "bytes": sum(held_bytes[file] for file in rest)}
 
 
 def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
     """Names of the data files of some versions, without their endings; of one that another clean-up drops, none."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for version in versions:
         try:
             fragments = dataset.checkout_version(version).get_fragments()
@@ -138,8 +143,8 @@ def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
                 raise
         else:
             files = (file for fragment in fragments for file in fragment.data_files())
-            found.update(file.path.removesuffix(".lance") for file in files)
-    return found
+            paths.update(file.path.removesuffix(".lance") for file in files)
+    return paths
 
 
 def _merge(table: Table) -> tuple[int, lance.LanceDataset]:

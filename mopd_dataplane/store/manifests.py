@@ -41,13 +41,13 @@ def names_of_versions(root: Path, least: int = 0) -> list[int]:
     return sorted((_LAST_VERSION - int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def newest_version(root: Path, known: int) -> int:
+def newest_version(root: Path, last_version: int) -> int:
     """The newest version; 0 when there is none.
 
     known: one that was the newest, or was acknowledged. It may have been dropped since; and where another program has
     dropped those after it, Lance's own note, which its next commit may not have reached yet, names a later one.
     """
-    version = max(known, _noted(root))
+    version = max(last_version, _noted(root))
     if not manifest(root, version).exists():
         version = next(iter(names_of_versions(root)), 0)
     while manifest(root, version + 1).exists():

@@ -37,12 +37,14 @@ def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> 
             check_kept(dataset, originals.to_batches(), result.new_fragments)
 
 
-def check_kept(dataset: lance.LanceDataset, kept: Iterable[pa.RecordBatch], fresh: Sequence[FragmentMetadata]) -> None:
+def check_kept(
+    dataset: lance.LanceDataset, batches: Iterable[pa.RecordBatch], fresh: Sequence[FragmentMetadata]
+) -> None:
     """Raise DamagedError unless new files hold these rows, metadata as it was committed."""
     at_once = rows_at_once(fresh)
     with reading(dataset.uri):
         copies = _in_parts(_copies(dataset, fresh, at_once), at_once)
-        for one, other in zip_longest(_in_parts(kept, at_once), copies):
+        for one, other in zip_longest(_in_parts(batches, at_once), copies):
             _compare(dataset.uri, one, other)
 
 
@@ -55,14 +57,14 @@ def rows_at_once(fragments: Sequence[FragmentMetadata]) -> int:
 def _compare(where: str, old: pa.Table | None, new: pa.Table | None) -> None:
     if old is None or new is None or old.num_rows != new.num_rows:
         raise DamagedError(f"{where}: a copy has lost or doubled rows; nothing was changed, run it again")
-    found = row_crcs(new)
+    crcs = row_crcs(new)
     if ROW_CRC.name not in new.column_names:
-        same = bool((found == row_crcs(old.select(new.column_names))).all())
+        same = bool((crcs == row_crcs(old.select(new.column_names))).all())
     else:
         same = new[ROW_CRC.name].equals(old[ROW_CRC.name])
-        for place in np.flatnonzero(found != new[ROW_CRC.name].to_numpy()).tolist():
+        for row in np.flatnonzero(crcs != new[ROW_CRC.name].to_numpy()).tolist():
             raise DamagedError(
-                f"{where}: row {new.slice(place, 1).to_pylist()[0]!r:.120} is not as it was committed; its file is not "
+                f"{where}: row {new.slice(row, 1).to_pylist()[0]!r:.120} is not as it was committed; its file is not "
                 "merged: run `mopd store verify`, and restore what it names from a copy"
             )
     if not same:
@@ -86,12 +88,12 @@ def _copies(
 
 def _in_parts(batches: Iterable[pa.RecordBatch], at_once: int) -> Iterator[pa.Table]:
     """All rows, `at_once` of them in each part but the last."""
-    held: list[pa.RecordBatch] = []
+    pending: list[pa.RecordBatch] = []
     for batch in batches:
-        held.append(batch)
-        while (count := sum(part.num_rows for part in held)) >= at_once:
-            rows = pa.Table.from_batches(held)
+        pending.append(batch)
+        while (count := sum(part.num_rows for part in pending)) >= at_once:
+            rows = pa.Table.from_batches(pending)
             yield rows.slice(0, at_once)
-            held = rows.slice(at_once).to_batches() if count > at_once else []
-    if held:
-        yield pa.Table.from_batches(held)
+            pending = rows.slice(at_once).to_batches() if count > at_once else []
+    if pending:
+        yield pa.Table.from_batches(pending)

@@ -27,10 +27,10 @@ def network_failure(where: str, error: BaseException) -> MopdError | None:
     text = str(error)
     if isinstance(error, MopdError) or not any(word in text for word in _OF_THE_NETWORK):
         return None
-    status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    status = int(match[1]) if (match := _STATUS.search(text)) else 0
     if status == 412 or (isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text):
         return None
-    code = found[1] if (found := _CODE.search(text)) else ""
+    code = match[1] if (match := _CODE.search(text)) else ""
     answer = " ".join(part for part in (str(status or ""), code) if part)
     if code == "NoSuchBucket":
         return UnknownNameError(f"{where}: the object store has no such bucket; make it first, or correct the URI")
@@ -42,7 +42,7 @@ def network_failure(where: str, error: BaseException) -> MopdError | None:
         return ResourceError(f"{where}: the object store is full ({answer}); nothing became visible; make room, retry")
     if status and status < 500 and status not in (408, 429):
         return ResourceError(f"{where}: the object store refuses the request ({answer}); {_CONTINUE}")
-    tried = f" after {found[1]} retries" if (found := _RETRIES.search(text)) else ""
+    tried = f" after {match[1]} retries" if (match := _RETRIES.search(text)) else ""
     said = f"says {answer}" if answer else "does not answer"
     return DeadlineError(f"{where}: the object store {said}{tried}; {_CONTINUE}")
 

@@ -93,8 +93,8 @@ class ObjectFiles:
     def identity(self, name: str) -> str | None:
         """ETag and size of a file, which tell it from another one of the same name; None when there is none."""
         with suppress(FileNotFoundError), self._answering(name):
-            found = self._store.head(name)
-            return f"{found['e_tag']} {found['size']}"
+            metadata = self._store.head(name)
+            return f"{metadata['e_tag']} {metadata['size']}"
         return None
 
     def read_range(self, name: str, start: int, nbytes: int) -> memoryview:
@@ -111,8 +111,8 @@ class ObjectFiles:
     def children(self, name: str) -> list[str]:
         """Names directly under a folder, sorted."""
         with self._answering(name):
-            found = self._store.list_with_delimiter(f"{name}/")
-        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+            listing = self._store.list_with_delimiter(f"{name}/")
+        paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def under(self, name: str) -> list[str]:

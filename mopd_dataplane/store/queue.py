@@ -75,10 +75,10 @@ class Queue:
         return self._values(self._table.open(), keys)
 
     def _values(self, dataset: lance.LanceDataset, keys: Sequence[Key]) -> list[Value]:
-        found = self._last(dataset, _VALUE, keys)
+        last_values = self._last(dataset, _VALUE, keys)
         values = []
         for key in keys:
-            kind, data, dtype, shape, crc = found.get(key, (CLEARED, b"", "", (), 0))
+            kind, data, dtype, shape, crc = last_values.get(key, (CLEARED, b"", "", (), 0))
             if kind == CLEARED:
                 raise UnknownNameError(
                     f"{self._table.uri}: sample {key[0]} has no field {key[1]!r}; it was cleared, or never put"
@@ -90,8 +90,8 @@ class Queue:
 
     def clear(self, keys: Sequence[Key]) -> None:
         """Forget values, durably; keys without one are left alone."""
-        held = self._held(self._table.open(), ["kind"], keys)
-        gone = [key for key in dict.fromkeys(keys) if key in held]
+        stored = self._held(self._table.open(), ["kind"], keys)
+        gone = [key for key in dict.fromkeys(keys) if key in stored]
         if gone:
             self.put(gone, [Value(CLEARED, b"")] * len(gone))
         self._clears += 1
@@ -106,8 +106,8 @@ class Queue:
         """Pin the present values for `restore`; the newest PINS pins are kept."""
         dataset = self._table.open()
         set_tag(dataset, name, dataset.version)
-        held = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
-        for old, _ in held[PINS:]:
+        tags = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
+        for old, _ in tags[PINS:]:
             drop_tag(dataset, old)
         self._table.make_durable(dataset)
 
@@ -118,7 +118,7 @@ class Queue:
             raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
         what = ["kind", "dtype", "shape", "crc"]  # tells values apart without reading them
         before, now = self._held(self._table.open(name), what), self._held(self._table.open(), what)
-        lost = [key for key, held in before.items() if now.get(key) != held]
+        lost = [key for key, version in before.items() if now.get(key) != version]
         values = self._values(self._table.open(name), lost)
         self.clear([key for key in now if key not in before])
         if lost:
@@ -166,11 +166,11 @@ class Queue:
         read = {"columns": ["sample", "field", *columns], "filter": None if keys is None else _filter(set(keys))}
         with reading(dataset.uri):
             rows = in_row_order(dataset, read)
-        found: dict[Key, tuple[Any, ...]] = {}
+        last_values: dict[Key, tuple[Any, ...]] = {}
         for sample, field, *values in zip(*rows.to_pydict().values(), strict=True):
-            found.pop((sample, field), None)
-            found[sample, field] = tuple(values)
-        return found
+            last_values.pop((sample, field), None)
+            last_values[sample, field] = tuple(values)
+        return last_values
 
     def _held(
         self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
@@ -204,10 +204,10 @@ def _needs(dataset: lance.LanceDataset) -> tuple[list[int], list[int]]:
     value, clearing = last & ~cleared, last & cleared
     values = {number: value[owner == number].sum() for number in sizes}
     sparse = [number for number, size in sizes.items() if 0 < values[number] < MOVE_BELOW * size]
-    kept = more = set(owner[value].tolist())
+    needs = more = set(owner[value].tolist())
     while more:
-        older_kept = np.unique(key[~last & np.isin(owner, list(kept))])
-        more = set(owner[clearing & np.isin(key, older_kept)].tolist()) - kept
-        kept = kept | more
+        older_kept = np.unique(key[~last & np.isin(owner, list(needs))])
+        more = set(owner[clearing & np.isin(key, older_kept)].tolist()) - needs
+        needs = needs | more
     moving: list[int] = np.flatnonzero(value & np.isin(owner, sparse)).tolist()
-    return moving, [number for number in sizes if number not in kept]
+    return moving, [number for number in sizes if number not in needs]

@@ -86,27 +86,27 @@ def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence
 
     A take over several files copies what it has read once more, into memory that is new; that is most of its time.
     """
-    wanted = row_ids(dataset).offsets(rows)
-    if len(wanted) < 2 * ROWS_OF_A_FILE or (np.diff(wanted) < 0).any():
-        return take_offsets(dataset, wanted, columns)
+    offsets = row_ids(dataset).offsets(rows)
+    if len(offsets) < 2 * ROWS_OF_A_FILE or (np.diff(offsets) < 0).any():
+        return take_offsets(dataset, offsets, columns)
     ends = np.cumsum([fragment.count_rows() for fragment in dataset.get_fragments()])
-    cuts = np.unique(np.searchsorted(wanted, ends[:-1]))
-    parts = [part for part in np.split(wanted, cuts) if len(part)]
-    if len(wanted) < ROWS_OF_A_FILE * len(parts):
-        return take_offsets(dataset, wanted, columns)
+    cuts = np.unique(np.searchsorted(offsets, ends[:-1]))
+    parts = [part for part in np.split(offsets, cuts) if len(part)]
+    if len(offsets) < ROWS_OF_A_FILE * len(parts):
+        return take_offsets(dataset, offsets, columns)
     return pa.concat_tables([take_offsets(dataset, part, columns) for part in parts])
 
 
 def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: list[str]) -> pa.Table:
     """Columns of rows that match a predicate, ids in `_rowid`. Raises InputError for a text that is no predicate."""
     try:
-        found = dataset.to_table(columns=columns, filter=where, with_row_id=True)
+        rows = dataset.to_table(columns=columns, filter=where, with_row_id=True)
     except BaseException as error:
         if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
             raise
         raise InputError(f"filter {where!r:.200} is no predicate over {name}: {error!s:.300}") from None
     check_predicate(dataset, name, where)
-    return found
+    return rows
 
 
 def check_predicate(dataset: lance.LanceDataset, name: str, where: str) -> None:
@@ -167,34 +167,34 @@ def scored_rows(
     """
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
     few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
-    wanted = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
-    rows = scores.to_table(columns=columns, filter=f"sample_row IN ({wanted})" if wanted else None)
+    row_list = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
+    rows = scores.to_table(columns=columns, filter=f"sample_row IN ({row_list})" if row_list else None)
     chosen = pc.and_(pc.equal(rows["teacher"], teacher), pc.equal(rows["kind"], kind))
     return rows.filter(chosen).select(columns[:-2])
 
 
 def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: ArrayLike) -> pa.Table:
     """scored_rows of the given rows of `samples`, in the asked order; see Store.signal_rows."""
-    wanted = np.asarray(rows, np.int64)
-    scored = scored_rows(scores, teacher, kind, wanted)
+    row_array = np.asarray(rows, np.int64)
+    scored = scored_rows(scores, teacher, kind, row_array)
     order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
     have = scored["sample_row"].to_numpy()[order]
-    missing = ~np.isin(wanted, have)
+    missing = ~np.isin(row_array, have)
     if missing.any():
         raise UnknownNameError(
             f"{int(missing.sum())} samples lack signal {kind!r} of teacher {teacher!r}, the first in row "
-            f"{wanted[missing][0]}; score them first"
+            f"{row_array[missing][0]}; score them first"
         )
-    return scored.take(pa.array(order[np.searchsorted(have, wanted)]))
+    return scored.take(pa.array(order[np.searchsorted(have, row_array)]))
 
 
-def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, verify: bool) -> list[Any]:
+def read_signal(dataset: lance.LanceDataset, kind: str, metadata: pa.Table, *, verify: bool) -> list[Any]:
     """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
-    rows = found["payload_row"].to_pylist()
+    rows = metadata["payload_row"].to_pylist()
     if not rows:
         return []
     header = take_rows(dataset, rows, header_columns(dataset, kind))
-    check_echo(dataset.uri, found, header)
+    check_echo(dataset.uri, metadata, header)
     if "codec" in header.column_names and FREED in (codecs := header["codec"].to_pylist()):
         raise UnknownNameError(
             f"{dataset.uri}: the hidden states of sample {header['uid'][codecs.index(FREED)]} were freed "
@@ -203,7 +203,7 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
         )
     flat = _flat_arrays(dataset, kind, rows)
     if verify:
-        check_crcs(dataset.uri, found, [payload_crc(*arrays) for arrays in flat])
+        check_crcs(dataset.uri, metadata, [payload_crc(*arrays) for arrays in flat])
     shaped = []
     for field, arrays in zip(of_signal(kind), zip(*flat, strict=True), strict=True):
         widths = header[field.width].to_pylist() if field.width else []
@@ -246,35 +246,35 @@ class PayloadReader:
         Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
         """
         self.look_up(sample_rows)
-        at, wanted = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
+        at, names = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
         rows, sizes = self._rows[at], self._sizes[at]
         if verify:  # what is checked must be what is delivered, so it is read once and held
-            lists = self._held(rows, sizes, [*dict.fromkeys([*wanted, *self.checked])])
+            lists = self._held(rows, sizes, [*dict.fromkeys([*names, *self.checked])])
             checked = [lists[column] for column in self.checked]
-            found = [self.checksum([column.array(place) for column in checked]) for place in range(len(at))]
-            check_crcs(self.dataset.uri, self.metadata(at), found)
+            crcs = [self.checksum([column.array(row) for column in checked]) for row in range(len(at))]
+            check_crcs(self.dataset.uri, self.metadata(at), crcs)
             return lists
         self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
         if self._in_place:
             offsets = row_ids(self.dataset).offsets(rows)
-            if (located := self._files.locate(offsets, wanted, self._crcs[at])) is not None:
+            if (located := self._files.locate(offsets, names, self._crcs[at])) is not None:
                 return located
-        return self._held(rows, sizes, wanted)
+        return self._held(rows, sizes, names)
 
     def look_up(self, sample_rows: NDArray[np.int64]) -> None:
         """Look up where the payload of some samples lies, as far as it is not known, and check that it is theirs."""
         at = np.unique(np.searchsorted(self.sample_rows, sample_rows))
         at = at[self._rows[at] < 0]
         if len(at):
-            found = self.metadata(at)
-            rows, crcs, sizes = (found[name].to_numpy() for name in ("payload_row", "payload_crc", "bytes"))
-            check_echo(self.dataset.uri, found, take_rows(self.dataset, rows, ["uid"]))
+            metadata = self.metadata(at)
+            rows, crcs, sizes = (metadata[name].to_numpy() for name in ("payload_row", "payload_crc", "bytes"))
+            check_echo(self.dataset.uri, metadata, take_rows(self.dataset, rows, ["uid"]))
             self._rows[at], self._crcs[at], self._sizes[at] = rows, crcs, sizes
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, top-k source) that the top-k of the given samples has."""
-        found = self.metadata(np.searchsorted(self.sample_rows, sample_rows))
-        header = take_rows(self.dataset, found["payload_row"].to_numpy(), ["k", "topk_source"])
+        metadata = self.metadata(np.searchsorted(self.sample_rows, sample_rows))
+        header = take_rows(self.dataset, metadata["payload_row"].to_numpy(), ["k", "topk_source"])
         return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
 
     def _held(self, rows: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]) -> dict[str, Lists]:
@@ -289,19 +289,19 @@ def token_reader(
     """See Store.token_reader. sample_rows: [n] sorted, distinct."""
 
     def metadata(at: NDArray[np.int64]) -> pa.Table:
-        found = take_rows(samples, sample_rows[at], ["uid", "payload_row", "payload_crc", "total_len"])
-        return found.append_column("bytes", pc.multiply(found["total_len"], TOKEN_BYTES))
+        metadata = take_rows(samples, sample_rows[at], ["uid", "payload_row", "payload_crc", "total_len"])
+        return metadata.append_column("bytes", pc.multiply(metadata["total_len"], TOKEN_BYTES))
 
     return PayloadReader(tokens, sample_rows, metadata, checked_columns(tokens), tokens_crc)
 
 
 def signal_reader(
-    dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], found: pa.Table
+    dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], rows: pa.Table
 ) -> PayloadReader:
     """See Store.signal_reader. sample_rows: [n] sorted, distinct. found: signal_rows of them."""
     columns = column_names(of_signal(kind))
     return PayloadReader(
-        dataset, sample_rows, lambda at: found.take(pa.array(at)), columns, lambda arrays: payload_crc(*arrays)
+        dataset, sample_rows, lambda at: rows.take(pa.array(at)), columns, lambda arrays: payload_crc(*arrays)
     )
 
 
@@ -334,9 +334,9 @@ def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
             raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
 
 
-def check_crcs(name: str, metadata: pa.Table, found: Sequence[int]) -> None:
+def check_crcs(name: str, metadata: pa.Table, crcs: Sequence[int]) -> None:
     """Raise DamagedError when a payload's checksum is not the one it was committed with."""
-    rows = zip(metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), found, strict=True)
+    rows = zip(metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), crcs, strict=True)
     for uid, stored, crc in rows:
         if stored != crc:
             raise DamagedError(

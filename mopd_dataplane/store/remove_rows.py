@@ -26,14 +26,14 @@ Blobs = Callable[[lance.LanceDataset, NDArray[np.int64]], Iterator[pa.RecordBatc
 _ONE_FILE = (1 << 31) - 1
 
 
-def remove_rows(place: Place, table: Table, gone: NDArray[np.int64], blobs: Blobs | None = None) -> int:
+def remove_rows(location: Place, table: Table, gone: NDArray[np.int64], blobs: Blobs | None = None) -> int:
     """Remove the rows with these ids, durable on return; how many there were.
 
     blobs: reads what a scan of the table does not show. Raises DamagedError when a row that stays cannot be read, or
     was not copied right; nothing has changed then.
     """
     while True:
-        with place.committing(table.name), writing(table.uri):
+        with location.committing(table.name), writing(table.uri):
             dataset = table.open_to_write()
             touched = [(fragment, ids) for fragment in dataset.get_fragments()
                        if np.isin(ids := fragment_ids(fragment), gone).any()]  # fmt: skip
@@ -79,8 +79,8 @@ def _without(
         raise DamagedError(f"{table.uri}: {fresh.physical_rows} of {stays.sum()} rows that stay were copied; run again")
     if blobs is None:
         check_kept(dataset, _kept(fragment, stays), [fresh])
-    kept: pa.Array = pa.array(ids[stays].astype(np.uint64))
-    fresh.row_id_meta = RowIdSequence(kept).to_inline_metadata()
+    kept_ids: pa.Array = pa.array(ids[stays].astype(np.uint64))
+    fresh.row_id_meta = RowIdSequence(kept_ids).to_inline_metadata()
     return fresh
 
 

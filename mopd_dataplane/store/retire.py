@@ -42,7 +42,7 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 """The rows of a file, without what can go."""
 
 
-def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]) -> Freed:
+def free_hidden(location: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]) -> Freed:
     """See Store.free_hidden. in_use: snapshots that readers still have open or will open."""
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -59,12 +59,12 @@ def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_
         }  # fmt: skip
         return pa.table(freed, schema=table.schema)
 
-    return free_files(place, table, served, emptied, in_use)
+    return free_files(location, table, served, emptied, in_use)
 
 
-def free_files(place: Place, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]) -> Freed:
+def free_files(location: Place, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]) -> Freed:
     """Free what of a table has served; see free_hidden."""
-    with place.committing(table.name), writing(table.uri):
+    with location.committing(table.name), writing(table.uri):
         rows = _replace(table, served, emptied)
         fault_point("retire.replaced")
         dataset, acknowledged = table.open(), table.acknowledged()
@@ -79,14 +79,14 @@ def _replace(table: Table, served: Served, emptied: Emptied) -> int:
     while True:
         dataset = table.open_to_write()
         files = dataset.get_fragments()
-        fresh = {place: _written(table, dataset, files[place], emptied) for place in _served(dataset, served)}
+        fresh = {index: _written(table, dataset, files[index], emptied) for index in _served(dataset, served)}
         if not fresh:
             return 0
         if table.barrier is not None:
             table.barrier.sync_data(fresh.values())
         fault_point("retire.written")
-        held = [fresh.get(place, fragment.metadata) for place, fragment in enumerate(files)]
-        if table.commit_at(dataset, lance.LanceOperation.Merge(held, dataset.lance_schema)):
+        fragments = [fresh.get(index, fragment.metadata) for index, fragment in enumerate(files)]
+        if table.commit_at(dataset, lance.LanceOperation.Merge(fragments, dataset.lance_schema)):
             return sum(fragment.physical_rows for fragment in fresh.values())
 
 
@@ -94,10 +94,10 @@ def _served(dataset: lance.LanceDataset, served: Served) -> Iterator[int]:
     """Places of the files whose rows have all served, and that still hold something."""
     done, holds = served(dataset)
     first = 0
-    for place, fragment in enumerate(dataset.get_fragments()):
+    for index, fragment in enumerate(dataset.get_fragments()):
         rows = slice(first, first + fragment.count_rows())
         if done[rows].all() and holds[rows].any():
-            yield place
+            yield index
         first = rows.stop
 
 

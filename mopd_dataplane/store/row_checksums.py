@@ -48,24 +48,24 @@ def with_row_crcs(rows: pa.Table) -> pa.Table:
 
 def wrong_rows(rows: pa.Table) -> Iterator[tuple[int, int, int]]:
     """(place, checksum found, checksum committed) of each row whose content is not what was committed."""
-    found, committed = row_crcs(rows), rows[ROW_CRC.name].to_numpy()
-    for place in np.flatnonzero(found != committed).tolist():
-        yield place, int(found[place]), int(committed[place])
+    crcs, committed = row_crcs(rows), rows[ROW_CRC.name].to_numpy()
+    for row in np.flatnonzero(crcs != committed).tolist():
+        yield row, int(crcs[row]), int(committed[row])
 
 
 def _batch_crcs(batch: pa.RecordBatch) -> Crcs:
     """Rows that have nulls in the same columns are summed together."""
-    with_nulls = [place for place in range(batch.num_columns) if batch.column(place).null_count]
+    with_nulls = [index for index in range(batch.num_columns) if batch.column(index).null_count]
     if not with_nulls:
         return _full_crcs(batch)
     pattern = np.zeros(batch.num_rows, np.int64)
-    for bit, place in enumerate(with_nulls):
-        pattern |= batch.column(place).is_null().to_numpy(zero_copy_only=False).astype(np.int64) << bit
+    for bit, index in enumerate(with_nulls):
+        pattern |= batch.column(index).is_null().to_numpy(zero_copy_only=False).astype(np.int64) << bit
     crcs: Crcs = np.empty(batch.num_rows, np.uint32)
     for value in np.unique(pattern).tolist():
         chosen = pattern == value
-        absent = {place for bit, place in enumerate(with_nulls) if value >> bit & 1}
-        there = [place for place in range(batch.num_columns) if place not in absent]
+        absent = {index for bit, index in enumerate(with_nulls) if value >> bit & 1}
+        there = [index for index in range(batch.num_columns) if index not in absent]
         some = batch if chosen.all() else batch.filter(pa.array(chosen))
         crcs[chosen] = _full_crcs(some.select(there))
     return crcs
@@ -76,12 +76,12 @@ def _full_crcs(batch: pa.RecordBatch) -> Crcs:
     count = batch.num_rows
     numbers = np.zeros((count, batch.num_columns), "<i8")
     contents: list[pa.LargeBinaryArray] = []
-    for place, column in enumerate(batch.columns):
+    for index, column in enumerate(batch.columns):
         if pa.types.is_primitive(column.type):
-            numbers[:, place] = _numbers(column)
+            numbers[:, index] = _numbers(column)
         else:
             content, ends = _content(column)
-            numbers[:, place] = np.diff(ends)
+            numbers[:, index] = np.diff(ends)
             contents.append(_binary(ends, content))
     head = _binary(np.arange(count + 1, dtype=np.int64) * (8 * batch.num_columns), pa.py_buffer(numbers))
     whole = pc.binary_join_element_wise(head, *contents, _NOTHING)

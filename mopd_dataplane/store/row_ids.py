@@ -49,20 +49,20 @@ class RowIds:
 
     def offsets(self, rows: ArrayLike) -> Rows:
         """[n] offset in the scan of each row id. Raises InputError for an id that no row of this version has."""
-        wanted = np.asarray(rows, np.int64)
-        offsets = self.find(wanted)
-        if len(wanted) and offsets.min() < 0:
+        ids = np.asarray(rows, np.int64)
+        offsets = self.find(ids)
+        if len(ids) and offsets.min() < 0:
             span = f"rows 0 to {self.end - 1}" if self.total == self.end else f"{self.total} rows below {self.end}"
-            raise InputError(f"{self._uri} has {span}, asked for {wanted[np.argmin(offsets)]}")
+            raise InputError(f"{self._uri} has {span}, asked for {ids[np.argmin(offsets)]}")
         return offsets
 
     def find(self, rows: ArrayLike) -> Rows:
         """[n] offset in the scan of each row id; -1 for an id that no row of this version has."""
-        wanted = np.asarray(rows, np.int64)
+        ids = np.asarray(rows, np.int64)
         if not self.total:
-            return np.full(len(wanted), -1, np.int64)
-        run = self._order[np.maximum(np.searchsorted(self._sorted, wanted, side="right") - 1, 0)]
-        inside = wanted - self._firsts[run]
+            return np.full(len(ids), -1, np.int64)
+        run = self._order[np.maximum(np.searchsorted(self._sorted, ids, side="right") - 1, 0)]
+        inside = ids - self._firsts[run]
         return np.where((inside >= 0) & (inside < self._lengths[run]), self._offsets[run] + inside, -1)
 
     def ids(self) -> Rows:
@@ -83,21 +83,21 @@ _lock = threading.Lock()
 def row_ids(dataset: lance.LanceDataset) -> RowIds:
     """The row ids of the version that a handle stands at."""
     with _lock:
-        known = _of_handle.get(dataset)
-    if known is None or known[0] != dataset.version:
-        known = dataset.version, RowIds(dataset)
+        index = _of_handle.get(dataset)
+    if index is None or index[0] != dataset.version:
+        index = dataset.version, RowIds(dataset)
         with _lock:
-            _of_handle[dataset] = known
-    return known[1]
+            _of_handle[dataset] = index
+    return index[1]
 
 
 def in_row_order(dataset: lance.LanceDataset, read: Mapping[str, object], limit: int | None = None) -> pa.Table:
     """Rows in the order of their ids: `to_table` with the arguments `read`, at most the first `limit` rows."""
     if row_ids(dataset).in_order:
         return dataset.to_table(**read, limit=limit)  # type: ignore[arg-type]
-    found = dataset.to_table(**read, with_row_id=True)  # type: ignore[arg-type]
-    order = np.argsort(found["_rowid"].to_numpy())[:limit]
-    return found.take(pa.array(order)).drop_columns(["_rowid"])
+    rows = dataset.to_table(**read, with_row_id=True)  # type: ignore[arg-type]
+    order = np.argsort(rows["_rowid"].to_numpy())[:limit]
+    return rows.take(pa.array(order)).drop_columns(["_rowid"])
 
 
 def ids_of_files(dataset: lance.LanceDataset, paths: set[str]) -> Rows:
@@ -126,8 +126,8 @@ def _fragment_runs(fragment: lance.LanceFragment) -> _Runs:
     inline = metadata.row_id_meta.json() if metadata.row_id_meta is not None else ""
     if metadata.deletion_file is None and inline.startswith('{"Inline"'):
         return _runs_of_metadata(inline)
-    found = fragment.scanner(columns=[], with_row_id=True).to_table()
-    return _runs(found["_rowid"].to_numpy())
+    rows = fragment.scanner(columns=[], with_row_id=True).to_table()
+    return _runs(rows["_rowid"].to_numpy())
 
 
 @lru_cache(maxsize=FRAGMENTS)
@@ -137,9 +137,9 @@ def _runs_of_metadata(inline: str) -> _Runs:
 
 
 def _runs(ids: NDArray[np.uint64]) -> _Runs:
-    held = ids.astype(np.int64)
-    starts = np.append(0, np.flatnonzero(np.diff(held) != 1) + 1) if len(held) else np.empty(0, np.int64)
-    return held[starts], np.diff(np.append(starts, len(held)))
+    int_ids = ids.astype(np.int64)
+    starts = np.append(0, np.flatnonzero(np.diff(int_ids) != 1) + 1) if len(int_ids) else np.empty(0, np.int64)
+    return int_ids[starts], np.diff(np.append(starts, len(int_ids)))
 
 
 def _joined(parts: list[Rows], part_lengths: list[Rows]) -> _Runs:

@@ -53,8 +53,8 @@ def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[
     else:
         outside = array.min() < low or array.max() > high
     if outside:
-        place = int(np.argmax((array < low) | (array > high)))
-        raise MismatchError(f"{what} holds {array.flat[place]} at place {place}; allowed: {low} to {high}")
+        index = int(np.argmax((array < low) | (array > high)))
+        raise MismatchError(f"{what} holds {array.flat[index]} at place {index}; allowed: {low} to {high}")
     return array
 
 
@@ -70,9 +70,9 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
     if array.size and array.dtype.kind not in "fiu":
         raise EngineError(f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); log-probs are needed")
     if array.size and not (array.max() <= 0 and array.min() >= LOWEST):  # a NaN is neither
-        place = int(np.argmin((array <= 0) & (array >= LOWEST)))
+        index = int(np.argmin((array <= 0) & (array >= LOWEST)))
         raise EngineError(
-            f"{what} holds log-prob {array.flat[place]} at response position {place}; allowed: finite and <= 0; "
+            f"{what} holds log-prob {array.flat[index]} at response position {index}; allowed: finite and <= 0; "
             "check the policy's weights and dtype"
         )
     return array
@@ -119,11 +119,13 @@ def other_content(dataset: lance.LanceDataset | None, uids: Sequence[str], crcs:
 
     dataset: a version of `samples`; None when there is no store yet. crcs: payload_crc of each sample.
     """
-    known: dict[str, int] = {}
+    crc_by_uid: dict[str, int] = {}
     if dataset is not None and len(uids):
         few = len(uids) <= _FEW
         names = ", ".join(f"'{uid}'" for uid in dict.fromkeys(uids)) if few else ""
         rows = dataset.to_table(columns=["uid", "payload_crc"], filter=f"uid IN ({names})" if few else None)
         rows = rows.filter(pc.is_in(rows["uid"], value_set=pa.array(uids, pa.string())))
-        known |= zip(rows["uid"].to_pylist(), rows["payload_crc"].to_pylist(), strict=True)
-    return [place for place, (uid, crc) in enumerate(zip(uids, crcs, strict=True)) if known.setdefault(uid, crc) != crc]
+        crc_by_uid |= zip(rows["uid"].to_pylist(), rows["payload_crc"].to_pylist(), strict=True)
+    return [
+        index for index, (uid, crc) in enumerate(zip(uids, crcs, strict=True)) if crc_by_uid.setdefault(uid, crc) != crc
+    ]

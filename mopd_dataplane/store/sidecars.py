@@ -47,9 +47,9 @@ class LocalSidecars:
 
     def read(self, parts: Sequence[Part]) -> None:
         """Fill the memory of every part. Raises FileEnded."""
-        for place, (fd, position, memory) in enumerate(parts):
+        for index, (fd, position, memory) in enumerate(parts):
             if not read_into(fd, position, memory):
-                raise FileEnded(place)
+                raise FileEnded(index)
 
     def __del__(self) -> None:
         for fd in self._fds:
@@ -83,13 +83,13 @@ class ObjectSidecars:
 
     def read(self, parts: Sequence[Part]) -> None:
         """As that of LocalSidecars; also raises what ObjectFiles raises when the store does not answer."""
-        absent = [(place, part) for place, part in enumerate(parts) if not self._cached(part)]
+        absent = [(index, part) for index, part in enumerate(parts) if not self._cached(part)]
         requests = [[self._requests.submit(self._fetch, piece) for piece in _pieces(part)] for _, part in absent]
         try:
-            for (place, part), own in zip(absent, requests, strict=True):
+            for (index, part), own in zip(absent, requests, strict=True):
                 wait(own)  # ObjectFiles bounds each
                 if not all(request.result(timeout=0) for request in own):
-                    raise FileEnded(place)
+                    raise FileEnded(index)
                 if self._cache is not None:
                     self._cache.keep(self._key(part), part.memory)
         finally:  # all must end, also when one fails: the memory is another pack's afterwards

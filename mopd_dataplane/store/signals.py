@@ -91,8 +91,8 @@ def commit_signals(
         check_signal(signal, kind, response_len, loss_tokens)
     uids = pa.array([signal.uid for signal in signals], pa.string())
     keys = {"uid": uids, "teacher": pa.repeat(teacher.name, len(uids)), "kind": pa.repeat(kind, len(uids))}
-    found, _ = scores.find(pa.table(keys))
-    absent = np.flatnonzero(found < 0)
+    matches, _ = scores.find(pa.table(keys))
+    absent = np.flatnonzero(matches < 0)
     if not len(absent):
         return 0
     fresh = [signals[i] for i in absent.tolist()]
@@ -113,14 +113,14 @@ def commit_signals(
         {name: getattr(signal, name) for name in same}
         | {
             "teacher": teacher.name,
-            "payload_row": place,
+            "payload_row": payload_row,
             "payload_crc": crc,
             "rows": int(count),
             "bytes": sum(_typed(signal, field).nbytes for field in of_signal(kind)),
             "coverage": _coverage(signal),
             "teacher_digest": teacher.weights_digest,
         }
-        for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
+        for signal, crc, payload_row, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
     ]
     done = scores.insert(to_rows(SCORES, rows))
     scores.make_durable(done.dataset)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
 
-def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
+def take_snapshot(location: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
     """The newest version of every table, such that every row it shows has its payload; and handles of them.
 
     Rewards and scores are opened first, then samples, then payload, so that what metadata points to is there.
@@ -29,29 +29,29 @@ def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, 
     order = sorted(tables, key=lambda name: (name == "tokens" or name.startswith("signals/"), name == "samples"))
     opened = {name: tables[name].open() for name in order}
     versions = {name: dataset.version for name, dataset in opened.items()}
-    return Snapshot(uri=place.uri, versions=versions), list(opened.values())
+    return Snapshot(uri=location.uri, versions=versions), list(opened.values())
 
 
-def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | None = None) -> Snapshot:
-    """The snapshot under this tag; where there is none, `wanted` gets it, or one taken now.
+def pin(location: Place, tables: Mapping[str, Table], tag: str, target: Snapshot | None = None) -> Snapshot:
+    """The snapshot under this tag; where there is none, `target` gets it, or one taken now.
 
-    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `wanted`.
+    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `target`.
     """
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
-    if (held := _held(place, tag)) is not None:
-        return held
-    snapshot, handles = take_snapshot(place, tables) if wanted is None else (wanted, [])
+    if (pinned_snapshot := _held(location, tag)) is not None:
+        return pinned_snapshot
+    snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
     for name, version in snapshot.versions.items():
         set_tag(tables[name].open(version), tag, version)
     del handles  # held until the tags were there
-    place.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(place, snapshot)})
+    location.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(location, snapshot)})
     return snapshot
 
 
-def tags_of(place: Place) -> list[str]:
+def tags_of(location: Place) -> list[str]:
     """Tags of the pinned snapshots, sorted."""
-    return [name.removesuffix(".json") for name in place.children("snapshots") if name.endswith(".json")]
+    return [name.removesuffix(".json") for name in location.children("snapshots") if name.endswith(".json")]
 
 
 def tags(store: Store) -> list[str]:
@@ -61,31 +61,31 @@ def tags(store: Store) -> list[str]:
 
 def tagged(store: Store, tag: str) -> Snapshot:
     """The snapshot under a tag; unlike Store.snapshot it never pins one. Raises UnknownNameError."""
-    held = _held(store._place, tag) if TAG.fullmatch(tag) else None
-    if held is None:
+    snapshot = _held(store._place, tag) if TAG.fullmatch(tag) else None
+    if snapshot is None:
         raise UnknownNameError(f"{store.uri} has no snapshot {tag!r:.140}: {nearest(tag, tags(store))}")
-    return held
+    return snapshot
 
 
-def release(place: Place, tables: Mapping[str, Table], tag: str) -> None:
+def release(location: Place, tables: Mapping[str, Table], tag: str) -> None:
     """Release a pinned snapshot; no error when there is none."""
-    place.remove(_file(tag))
+    location.remove(_file(tag))
     for table in tables.values():
         drop_tag(table.open(), tag)
 
 
-def _held(place: Place, tag: str) -> Snapshot | None:
-    held = place.read_json(_file(tag))
-    if held is None:
+def _held(location: Place, tag: str) -> Snapshot | None:
+    content = location.read_json(_file(tag))
+    if content is None:
         return None
-    return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
+    return Snapshot(uri=location.uri, versions={name: int(version) for name, version in content["versions"].items()})
 
 
-def _manifests(place: Place, snapshot: Snapshot) -> dict[str, str]:
+def _manifests(location: Place, snapshot: Snapshot) -> dict[str, str]:
     """crc32c of the manifest of each table's version; an object store keeps checksums of its own."""
-    if place.root is None:
+    if location.root is None:
         return {}
-    return {name: f"{crc_of_manifest(place.root / name, v):08x}" for name, v in snapshot.versions.items()}
+    return {name: f"{crc_of_manifest(location.root / name, v):08x}" for name, v in snapshot.versions.items()}
 
 
 def _file(tag: str) -> str:

@@ -90,30 +90,30 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
 
 def _heeding_signals(connection: duckdb.DuckDBPyConnection, ask: Callable[[], pa.Table]) -> pa.Table:
     """The answer, asked for in a thread of its own: DuckDB looks for signals between tasks, and one can take hours."""
-    asked: Future[pa.Table] = Future()
+    future: Future[pa.Table] = Future()
 
     def answer() -> None:
-        if asked.set_running_or_notify_cancel():
+        if future.set_running_or_notify_cancel():
             try:
-                asked.set_result(ask())
+                future.set_result(ask())
             except BaseException as error:
-                asked.set_exception(error)
+                future.set_exception(error)
 
     try:
         threading.Thread(target=answer, daemon=True, name="query").start()
-        return asked.result(threading.TIMEOUT_MAX)
+        return future.result(threading.TIMEOUT_MAX)
     finally:
-        _end(connection, asked)
+        _end(connection, future)
 
 
-def _end(connection: duckdb.DuckDBPyConnection, asked: Future[pa.Table]) -> None:
+def _end(connection: duckdb.DuckDBPyConnection, future: Future[pa.Table]) -> None:
     """Return when nothing uses the connection any more, however often Ctrl-C is pressed meanwhile."""
     try:
-        while not (asked.done() or asked.cancel()):
+        while not (future.done() or future.cancel()):
             connection.interrupt()  # again: what is interrupted before it begins goes on
-            wait([asked], timeout=0.1)
+            wait([future], timeout=0.1)
     except KeyboardInterrupt:
-        _end(connection, asked)
+        _end(connection, future)
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | None) -> pa.Table:
@@ -121,11 +121,11 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | 
         return connection.sql(query).to_arrow_table()
     with interrupted_after(connection, limits.seconds):
         reader = connection.sql(query).to_arrow_reader(ROWS_AT_ONCE)
-        batches, held = [], 0
+        batches, nbytes = [], 0
         for batch in reader:
-            batches.append(batch.slice(0, limits.rows - held))
-            held += len(batches[-1])
-            if held == limits.rows:
+            batches.append(batch.slice(0, limits.rows - nbytes))
+            nbytes += len(batches[-1])
+            if nbytes == limits.rows:
                 break
         return pa.Table.from_batches(batches, reader.schema)
 
@@ -137,9 +137,9 @@ def _distinct(names: list[str]) -> list[str]:
     ['uid', 'uid_2', 'uid_1']
     """
     distinct: list[str] = []
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         new, number = name, 0
-        while new in distinct or (number and new in names[place:]):
+        while new in distinct or (number and new in names[index:]):
             number += 1
             new = f"{name}_{number}"
         distinct.append(new)
@@ -196,12 +196,12 @@ def _register(
 ) -> None:
     """Make the tables and views that the query names visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
-    known, text = views(names), query.lower()
+    views_by_name, text = views(names), query.lower()
     spoken = [name for name in names if sql_name(name) in text]
-    asked = [view for name, view in known.items() if name in text]
-    if not spoken and not asked:
-        spoken, asked = names, list(known.values())
-    for name in {*spoken, *(table for view in asked for table in view.reads)}:
+    used_views = [view for name, view in views_by_name.items() if name in text]
+    if not spoken and not used_views:
+        spoken, used_views = names, list(views_by_name.values())
+    for name in {*spoken, *(table for view in used_views for table in view.reads)}:
         used = _used_rows(store, name, snapshot)  # looked at first, so that every row of it has its payload
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
         if used is not None and len(used) == dataset.count_rows():
@@ -214,8 +214,8 @@ def _register(
         shown = ", ".join(f'"{column}"' for column in dataset.schema.names if column not in blobs)
         connection.register(f"{sql_name(name)}/rows", source)
         connection.execute(f'create view "{sql_name(name)}" as select {shown} from "{sql_name(name)}/rows"')
-    if asked:
-        create_views(connection, asked, lambda: find_decoder(store))
+    if used_views:
+        create_views(connection, used_views, lambda: find_decoder(store))
 
 
 def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array | None:
@@ -231,8 +231,8 @@ def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array |
     metadata = store.dataset("samples" if name == "tokens" else "scores", snapshot)
     whose = None if name == "tokens" else f"teacher = '{teacher}' AND kind = '{kind}'"
     with reading(metadata.uri):
-        found = metadata.to_table(columns=["payload_row"], filter=whose)
-    return found["payload_row"].combine_chunks().cast(pa.uint64())
+        rows = metadata.to_table(columns=["payload_row"], filter=whose)
+    return rows["payload_row"].combine_chunks().cast(pa.uint64())
 
 
 def _widened(schema: pa.Schema) -> pa.Schema:

@@ -58,17 +58,17 @@ class Inserted:
 class Table:
     """A named dataset under a place."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, location: Place, name: str) -> None:
         self.name = name
         self.spec = spec_of(name)
-        self.uri = place.of(name)
-        self._place = place
+        self.uri = location.of(name)
+        self._place = location
         self._checked = False
         self._keys = KeyDirectory(self.spec.key)
         self._keys_lock = threading.Lock()
-        self._folder = place.root / name if place.root is not None else None
+        self._folder = location.root / name if location.root is not None else None
         self.barrier = Barrier(self._folder) if self._folder is not None else None
-        self._acknowledged = Acknowledged(place, name)
+        self._acknowledged = Acknowledged(location, name)
         self._clean_up_at = 0.0
         self._newest = 0
         """The newest version that this process has seen, in a folder."""
@@ -84,7 +84,7 @@ class Table:
         """Make the empty dataset, durable on return; nothing happens when there is one already."""
         with writing(self.uri):
             try:
-                made = lance.write_dataset(
+                dataset = lance.write_dataset(
                     self.schema.empty_table(),
                     self.uri,
                     data_storage_version=self.spec.storage,  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class Table:
                 if "already exists" not in str(error):
                     raise
                 return
-        self.make_durable(made)
+        self.make_durable(dataset)
 
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
         """The dataset at a version (default: the newest); UnknownNameError when there is none. Changes nothing.
@@ -131,14 +131,14 @@ class Table:
             return "" if self.open().version <= FIRST_COMMIT else f"{self._acknowledged.uri} names no version"
         if self._folder is None:
             return ""
-        known = self._acknowledged.manifest_crc(version)
+        recorded_crc = self._acknowledged.manifest_crc(version)
         try:
-            found = crc_of_manifest(self._folder, version)
+            crc = crc_of_manifest(self._folder, version)
         except OSError as error:
             return "" if isinstance(error, FileNotFoundError) else f"manifest of version {version}: {error.strerror}"
-        if known is None or found == known:
+        if recorded_crc is None or crc == recorded_crc:
             return ""
-        return f"manifest of version {version} has crc32c {found:08x}, acknowledged was {known:08x}"
+        return f"manifest of version {version} has crc32c {crc:08x}, acknowledged was {recorded_crc:08x}"
 
     def open_to_write(self) -> lance.LanceDataset:
         """The newest version. A torn version above the newest acknowledged one is set aside, with a warning."""
@@ -161,19 +161,19 @@ class Table:
         if self._folder is None:
             return self._open(version)
         for _ in range(ATTEMPTS):
-            wanted = version
+            target = version
             if version is None:
                 self._newest = newest_version(self._folder, max(self._newest, self._acknowledged.newest()))
-                wanted = self._newest or None
+                target = self._newest or None
             try:
-                dataset = self._open(wanted)
+                dataset = self._open(target)
                 hold(dataset, self._folder)
                 return dataset
             except Gone:
                 if version is not None:
                     break
             except DamagedError:  # or it was dropped since it was looked up
-                if version is not None or wanted is None or manifest(self._folder, self._newest).exists():
+                if version is not None or target is None or manifest(self._folder, self._newest).exists():
                     raise
         raise DamagedError(f"{self.uri}: version {version} was cleaned up; pin the snapshots that are read later")
 
@@ -231,12 +231,12 @@ class Table:
         first = _first_of_each(rows.select(self.spec.key))
         self._evolved()
         for attempt in range(ATTEMPTS):
-            found, dataset = self.find(rows)
+            matches, dataset = self.find(rows)
             if fragments and _holds(dataset, fragments):
-                return Inserted(found, written, dataset)
-            new = (found < 0) & (first == np.arange(rows.num_rows))
+                return Inserted(matches, written, dataset)
+            new = (matches < 0) & (first == np.arange(rows.num_rows))
             if not new.any():
-                return Inserted(found, new, dataset)
+                return Inserted(matches, new, dataset)
             with writing(self.uri):
                 if (new != written).any():
                     written, fragments = new, self._write(dataset, rows.filter(pa.array(new)))
@@ -244,22 +244,22 @@ class Table:
                 committed = self._swap(dataset, fragments)
             if committed is not None:
                 fault_point(f"{self.name}.insert.committed")
-                found[new] = ids_of_files(committed, _paths(fragments))
+                matches[new] = ids_of_files(committed, _paths(fragments))
                 with self._keys_lock:
-                    self._keys.learn(committed, found[new], rows.filter(pa.array(new)))
-                return Inserted(found[first], new, self._tidied(committed))
+                    self._keys.learn(committed, matches[new], rows.filter(pa.array(new)))
+                return Inserted(matches[first], new, self._tidied(committed))
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
     def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
         """Raise MismatchError for a row whose key the table, or an earlier row, has with another value in a column."""
-        found, dataset = self.find(rows)
+        matches, dataset = self.find(rows)
         read = [*dict.fromkeys((*self.spec.key, *columns))]
-        stored = take_rows(dataset, found[found >= 0], read).to_pylist()
-        known = {tuple(row[part] for part in self.spec.key): (row, "in the store") for row in stored}
+        stored = take_rows(dataset, matches[matches >= 0], read).to_pylist()
+        rows_by_key = {tuple(row[part] for part in self.spec.key): (row, "in the store") for row in stored}
         for new in rows.select(read).to_pylist():
             key = {part: new[part] for part in self.spec.key}
-            old, where = known.setdefault(tuple(key.values()), (new, "before"))
+            old, where = rows_by_key.setdefault(tuple(key.values()), (new, "before"))
             for column in columns:
                 if old[column] != new[column]:
                     raise MismatchError(
@@ -288,8 +288,8 @@ class Table:
     def _evolved(self) -> lance.LanceDataset:
         """The newest version, given the nullable columns that came into being after the dataset."""
         dataset = self.open_to_write()
-        known = set(dataset.schema.names)
-        missing = [field for field in self.schema if field.name not in known]
+        names = set(dataset.schema.names)
+        missing = [field for field in self.schema if field.name not in names]
         if missing:
             with writing(self.uri):
                 dataset.add_columns(pa.schema(missing))
@@ -299,8 +299,8 @@ class Table:
         """Write rows to files of their own and sync them; no version names them yet."""
         if not self.spec.heavy:
             rows = with_row_crcs(rows)
-        held = set(rows.column_names)
-        rows = rows.select([name for name in dataset.schema.names if name in held])
+        names = set(rows.column_names)
+        rows = rows.select([name for name in dataset.schema.names if name in names])
         fragments = write_fragments(rows, dataset, mode="append", data_storage_version=self.spec.storage)
         if self.barrier is not None:
             self.barrier.sync_data(fragments)
@@ -324,11 +324,11 @@ class Table:
 
     def _swap(self, dataset: lance.LanceDataset, fresh: list[FragmentMetadata]) -> lance.LanceDataset | None:
         """Commit `fresh` on exactly this version; None when another commit came first or the reply was lost."""
-        held = [fragment.metadata for fragment in dataset.get_fragments()]
-        next_id = max((fragment.id for fragment in held), default=-1) + 1
-        for place, fragment in enumerate(fresh):
-            fragment.id = next_id + place
-        operation = lance.LanceOperation.Merge(held + fresh, dataset.lance_schema)
+        fragments = [fragment.metadata for fragment in dataset.get_fragments()]
+        next_id = max((fragment.id for fragment in fragments), default=-1) + 1
+        for index, fragment in enumerate(fresh):
+            fragment.id = next_id + index
+        operation = lance.LanceOperation.Merge(fragments + fresh, dataset.lance_schema)
         try:
             return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
@@ -341,7 +341,7 @@ def _first_of_each(keys: pa.Table) -> NDArray[np.int64]:
     """[n] place of the first row with the same key."""
     seen: dict[tuple[object, ...], int] = {}
     pairs = enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True))
-    return np.array([seen.setdefault(key, place) for place, key in pairs], np.int64)
+    return np.array([seen.setdefault(key, index) for index, key in pairs], np.int64)
 
 
 def _paths(fragments: list[FragmentMetadata]) -> set[str]:
@@ -350,5 +350,5 @@ def _paths(fragments: list[FragmentMetadata]) -> set[str]:
 
 def _holds(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> bool:
     """Whether a version contains these very files: the commit happened, whatever the reply said."""
-    held = {data_file.path for fragment in dataset.get_fragments() for data_file in fragment.data_files()}
-    return _paths(fragments) <= held
+    paths = {data_file.path for fragment in dataset.get_fragments() for data_file in fragment.data_files()}
+    return _paths(fragments) <= paths

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
     """Version by tag."""
-    found = _again(dataset.tags.list)
-    return {tag: int(held["version"]) for tag, held in found.items()}
+    tags = _again(dataset.tags.list)
+    return {tag: int(info["version"]) for tag, info in tags.items()}
 
 
 def set_tag(dataset: lance.LanceDataset, tag: str, version: int) -> None:
@@ -44,8 +44,8 @@ def drop_versions(
     dataset: lance.LanceDataset, *, versions: Sequence[int] | None = None, older_than: timedelta | None = None
 ) -> tuple[int, int]:
     """Drop given versions, or those older than an age, that no tag keeps; returns (versions, bytes) dropped."""
-    given: dict[str, Any] = {"older_than": older_than} if versions is None else {"versions": list(versions)}
-    freed = _again(lambda: dataset.cleanup_old_versions(**given, error_if_tagged_old_versions=False))
+    selection: dict[str, Any] = {"older_than": older_than} if versions is None else {"versions": list(versions)}
+    freed = _again(lambda: dataset.cleanup_old_versions(**selection, error_if_tagged_old_versions=False))
     return int(freed.old_versions), int(freed.bytes_removed)
 
 

@@ -66,8 +66,8 @@ def _found(
         places = find_run(part.elements, run) + part.base
         rows = np.searchsorted(part.starts, places, side="right") - 1
         at = np.minimum(np.searchsorted(lying, rows + part.first_row), len(lying) - 1)
-        wanted = lying[at] == rows + part.first_row
-        wanted &= places + len(run) <= part.starts[rows] + part.lengths[rows]
-        wanted &= places - part.starts[rows] >= skipped[at]
+        is_match = lying[at] == rows + part.first_row
+        is_match &= places + len(run) <= part.starts[rows] + part.lengths[rows]
+        is_match &= places - part.starts[rows] >= skipped[at]
         passed = part.first_row + int(np.searchsorted(part.starts, part.base + len(part.elements)))
-        yield order[np.unique(at[wanted])], int(np.searchsorted(lying, passed))
+        yield order[np.unique(at[is_match])], int(np.searchsorted(lying, passed))

@@ -78,10 +78,10 @@ def read_token_stats(store: Store, uid: str, snapshot: Snapshot | None = None) -
     """Rows of one sample, by step; lists as float32 [M], None where there are none (or they were freed)."""
     if TOKEN_STATS.name not in (store.names() if snapshot is None else snapshot.versions):
         return []
-    found = store.table(TOKEN_STATS.name, filter=f"uid = '{uid}'", snapshot=snapshot)
-    plain = found.drop_columns(list(PER_TOKEN_STATS)).to_pylist()
+    rows = store.table(TOKEN_STATS.name, filter=f"uid = '{uid}'", snapshot=snapshot)
+    plain = rows.drop_columns(list(PER_TOKEN_STATS)).to_pylist()
     for name in PER_TOKEN_STATS:
-        for row, values in zip(plain, list_views(found[name]), strict=True):
+        for row, values in zip(plain, list_views(rows[name]), strict=True):
             row[name] = None if values is None else values.astype(np.float32)
     return sorted(plain, key=lambda row: (row["step"], row["stage"], row["teacher"]))
 
@@ -104,11 +104,11 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
 
 def _without_lists(fragment: lance.LanceFragment) -> pa.Table:
     rows = fragment.to_table()
-    for at, held in enumerate(rows.schema):
-        if held.name in PER_TOKEN_STATS:
-            rows = rows.set_column(at, held, pa.nulls(rows.num_rows, held.type))
-        elif held.name == "bytes":
-            rows = rows.set_column(at, held, pa.array(np.zeros(rows.num_rows, np.int64)))
+    for at, field in enumerate(rows.schema):
+        if field.name in PER_TOKEN_STATS:
+            rows = rows.set_column(at, field, pa.nulls(rows.num_rows, field.type))
+        elif field.name == "bytes":
+            rows = rows.set_column(at, field, pa.array(np.zeros(rows.num_rows, np.int64)))
     return with_row_crcs(rows).select(rows.schema.names)
 
 
@@ -141,8 +141,8 @@ def _rows(store: Store, stats: Sequence[TokenStats]) -> pa.Table:
 
 
 def _mean(values: NDArray[Any] | None) -> float | None:
-    known = None if values is None else np.abs(values[np.isfinite(values)].astype(np.float64))
-    return None if known is None or not len(known) else float(known.mean())
+    magnitudes = None if values is None else np.abs(values[np.isfinite(values)].astype(np.float64))
+    return None if magnitudes is None or not len(magnitudes) else float(magnitudes.mean())
 
 
 def _half(values: NDArray[Any]) -> NDArray[np.float16]:

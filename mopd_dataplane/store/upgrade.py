@@ -76,7 +76,7 @@ def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> 
         table = Table(target, name)
         table.create()
         if name in versions:
-            pinned = sorted({held[name] for held in pins.values() if name in held})
+            pinned = sorted({pin[name] for pin in pins.values() if name in pin})
             _copy_table(source / name, table, versions[name], pinned)
             for version in pinned:
                 if table.barrier is not None:
@@ -84,8 +84,8 @@ def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> 
         table.make_durable(table.open())
         yield name
     tables = {name: Table(target, name) for name in versions}
-    for tag, held in pins.items():
-        snapshots.pin(target, tables, tag, Snapshot(uri=target.uri, versions=held))
+    for tag, pin in pins.items():
+        snapshots.pin(target, tables, tag, Snapshot(uri=target.uri, versions=pin))
     fault_point("upgrade.pinned")
 
 
@@ -96,67 +96,67 @@ def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> N
         for version in [*(v for v in pinned if v < newest), newest]:
             at = old.checkout_version(version)
             copy(at, table, version - 1 if version in pinned else None)
-            while version in pinned and (made := lance.dataset(table.uri)).version < version:
-                made.update_config({"mopd:upgraded": str(made.version)})
+            while version in pinned and (target := lance.dataset(table.uri)).version < version:
+                target.update_config({"mopd:upgraded": str(target.version)})
             fault_point("upgrade.table")
 
 
 def _copy_rows(old: lance.LanceDataset, table: Table, last: int | None) -> None:
     """Append the rows that are missing; `last`: the version by which all but the last commit must be done."""
-    made = lance.dataset(table.uri)
-    have, total = made.count_rows(), old.count_rows()
+    target = lance.dataset(table.uri)
+    have, total = target.count_rows(), old.count_rows()
     if have >= total:
         return
     size = sum(data.file_size_bytes or 0 for part in old.get_fragments() for data in part.data_files())
     at_once = max(1, min(_ROWS, _BYTES * total // max(size, 1)))
     commits = -(-(total - have) // at_once)
     if last is not None:
-        commits = min(commits, last - made.version + 1)
+        commits = min(commits, last - target.version + 1)
     cuts = np.linspace(have, total, max(commits, 1) + 1).astype(int).tolist()
     for first, end in pairwise(cuts):
         rows = _converted(old.to_table(offset=first, limit=end - first), table.spec)
-        made = _append(made, write_fragments(rows, made, mode="append", data_storage_version=table.spec.storage))
+        target = _append(target, write_fragments(rows, target, mode="append", data_storage_version=table.spec.storage))
         fault_point("upgrade.rows")
 
 
-def _append(made: lance.LanceDataset, fragments: list[FragmentMetadata]) -> lance.LanceDataset:
-    return lance.LanceDataset.commit(made, lance.LanceOperation.Append(fragments), read_version=made.version)
+def _append(target: lance.LanceDataset, fragments: list[FragmentMetadata]) -> lance.LanceDataset:
+    return lance.LanceDataset.commit(target, lance.LanceOperation.Append(fragments), read_version=target.version)
 
 
 def _converted(rows: pa.Table, spec: TableSpec) -> pa.Table:
     """Rows under the names of format 2, with their checksums; columns that are new are null, or empty text."""
     columns = {}
     for field in spec.schema:
-        known = field.name if field.name in rows.column_names else _NAMES.get(field.name, field.name)
-        if known in rows.column_names:
-            columns[field.name] = rows[known].cast(field.type)
+        old_name = field.name if field.name in rows.column_names else _NAMES.get(field.name, field.name)
+        if old_name in rows.column_names:
+            columns[field.name] = rows[old_name].cast(field.type)
         else:
             columns[field.name] = pa.repeat(pa.scalar(None if field.nullable else "", field.type), rows.num_rows)
-    made = pa.table(columns, schema=spec.schema)
-    return made if spec.heavy else with_row_crcs(made)
+    table = pa.table(columns, schema=spec.schema)
+    return table if spec.heavy else with_row_crcs(table)
 
 
 def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None:
     """Have a table of hidden states name the files of the old one: new ones behind, freed ones in place."""
-    made, root = lance.dataset(table.uri), Path(table.uri)
-    theirs, ours = old.get_fragments(), made.get_fragments()
-    if [field.id() for field in old.lance_schema.fields()] != [field.id() for field in made.lance_schema.fields()]:
+    target, root = lance.dataset(table.uri), Path(table.uri)
+    theirs, ours = old.get_fragments(), target.get_fragments()
+    if [field.id() for field in old.lance_schema.fields()] != [field.id() for field in target.lance_schema.fields()]:
         raise InputError(f"{old.uri}: its columns are numbered otherwise than those of format 2; score it again")
-    replaced = {place for place, (a, b) in enumerate(zip(theirs, ours, strict=False)) if _files(a) != _files(b)}
+    replaced = {index for index, (a, b) in enumerate(zip(theirs, ours, strict=False)) if _files(a) != _files(b)}
     if fresh := theirs[len(ours) :]:
         for fragment in fresh:
             _link(old, root, fragment)
-        made = _append(made, [_described(fragment) for fragment in fresh])
+        target = _append(target, [_described(fragment) for fragment in fresh])
         fault_point("upgrade.linked")
     if replaced:
-        held = [fragment.metadata for fragment in made.get_fragments()]
-        for place in replaced:
-            _link(old, root, theirs[place])
-            freed = _described(theirs[place])
-            freed.id, freed.row_id_meta = held[place].id, held[place].row_id_meta
-            held[place] = freed
-        operation = lance.LanceOperation.Merge(held, made.lance_schema)
-        lance.LanceDataset.commit(made, operation, read_version=made.version)
+        fragments = [fragment.metadata for fragment in target.get_fragments()]
+        for index in replaced:
+            _link(old, root, theirs[index])
+            freed = _described(theirs[index])
+            freed.id, freed.row_id_meta = fragments[index].id, fragments[index].row_id_meta
+            fragments[index] = freed
+        operation = lance.LanceOperation.Merge(fragments, target.lance_schema)
+        lance.LanceDataset.commit(target, operation, read_version=target.version)
 
 
 def _files(fragment: lance.LanceFragment) -> list[str]:

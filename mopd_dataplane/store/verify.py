@@ -29,12 +29,12 @@ CHUNK = 512
 """Payload rows read at once."""
 
 
-def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
+def verify(location: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
     """See Store.verify. Every kind of damage becomes a finding; an audit does not fail."""
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     read: dict[str, set[str]] = {}
-    deletions = Deletions(place)
+    deletions = Deletions(location)
 
     def audit(name: str, needs: set[str], check: partial[Iterator[Finding]]) -> None:
         """Take a check unless one of the tables it needs cannot be opened."""
@@ -54,12 +54,12 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
     audit("deletions", set(), partial(_find_deleted, deletions, deleted))
     for name in tables if deleted else ():
         audit(name, {name}, partial(_deleted_rows, name, opened, deleted))
-    audit("teachers", {"teachers"}, partial(_heads, place, opened, deep))
-    audit("files", set(), partial(_files, place, deep))
+    audit("teachers", {"teachers"}, partial(_heads, location, opened, deep))
+    audit("files", set(), partial(_files, location, deep))
     if deep and deleted:
-        audit("files", set(), partial(audit_files_of_deleted, place, deleted[0]))
+        audit("files", set(), partial(audit_files_of_deleted, location, deleted[0]))
     if deep:
-        audit("snapshots", set(), partial(_pins, place, tables, read))
+        audit("snapshots", set(), partial(_pins, location, tables, read))
     audit("orphans", set(), partial(_count_orphans, opened, report.orphans))
     return report
 
@@ -81,22 +81,22 @@ def _rows(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str
         yield from audit_rows(table.name, dataset, table.spec.key)
 
 
-def _pins(place: Place, tables: Mapping[str, Table], read: dict[str, set[str]]) -> Iterator[Finding]:
+def _pins(location: Place, tables: Mapping[str, Table], read: dict[str, set[str]]) -> Iterator[Finding]:
     """Every pinned version is what it was when it was pinned, and files that only it names are read too.
 
     read: data files of each table that were audited already, extended here.
     """
-    for tag in tags_of(place):
-        yield from met(f"snapshots/{tag}.json", partial(_pin, place, tables, tag, read))
+    for tag in tags_of(location):
+        yield from met(f"snapshots/{tag}.json", partial(_pin, location, tables, tag, read))
 
 
-def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]]) -> Iterator[Finding]:
-    pinned = place.read_json(f"snapshots/{tag}.json") or {}
+def _pin(location: Place, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]]) -> Iterator[Finding]:
+    pinned = location.read_json(f"snapshots/{tag}.json") or {}
     opened: dict[str, lance.LanceDataset] = {}
     for name, version in pinned.get("versions", {}).items():
-        known = pinned.get("manifests", {}).get(name)
+        crc = pinned.get("manifests", {}).get(name)
         if name in tables:
-            yield from met(name, partial(_pinned, place, tables[name], int(version), known, tag, opened))
+            yield from met(name, partial(_pinned, location, tables[name], int(version), crc, tag, opened))
         else:
             yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
     for name in opened:
@@ -104,14 +104,14 @@ def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, se
 
 
 def _pinned(
-    place: Place, table: Table, version: int, known: str | None, tag: str, opened: dict[str, lance.LanceDataset]
+    location: Place, table: Table, version: int, crc: str | None, tag: str, opened: dict[str, lance.LanceDataset]
 ) -> Iterator[Finding]:
     """The pinned version of a table opens, its manifest is the one that was pinned, and the tag that keeps clean-up
     away is where the snapshot says."""
-    if known is not None and place.root is not None:
-        found = f"{crc_of_manifest(place.root / table.name, version):08x}"
-        if found != known:
-            yield Finding(table.name, -1, "", f"manifest of version {version} has crc32c {found}, {known} was pinned")
+    if crc is not None and location.root is not None:
+        actual = f"{crc_of_manifest(location.root / table.name, version):08x}"
+        if actual != crc:
+            yield Finding(table.name, -1, "", f"manifest of version {version} has crc32c {actual}, {crc} was pinned")
     opened[table.name] = table.open(version)
     at = tagged(opened[table.name]).get(tag)
     if at != version:
@@ -154,8 +154,8 @@ def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: s
     yield from _crcs(name, some, places, crcs_at)
 
 
-def _files(place: Place, deep: bool) -> Iterator[Finding]:
-    for name, problem in audit_files(place, deep=deep):
+def _files(location: Place, deep: bool) -> Iterator[Finding]:
+    for name, problem in audit_files(location, deep=deep):
         yield Finding(name, -1, "", problem)
 
 
@@ -271,16 +271,16 @@ def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> It
             yield Finding("plans", plan["_rowid"], plan["stage"], problem)
 
 
-def _heads(place: Place, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+def _heads(location: Place, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each teacher's LM head file is there (an import may know none); deep: with the recorded digest."""
     recorded = opened["teachers"].to_table(columns=["name", "head_file", "head_digest"], with_row_id=True)
     for teacher in recorded.to_pylist():
         name, row = teacher["head_file"], teacher["_rowid"]
         if not name:
             continue
-        if not place.has(name):
+        if not location.has(name):
             yield Finding("teachers", row, teacher["name"], f"head file {name} is missing")
-        elif deep and (digest := place.sha256(name)) != teacher["head_digest"]:
+        elif deep and (digest := location.sha256(name)) != teacher["head_digest"]:
             problem = f"head file {name} has sha256 {digest}, recorded was {teacher['head_digest']}"
             yield Finding("teachers", row, teacher["name"], problem)
 
@@ -311,10 +311,10 @@ def _echo(
     uids = rows["uid"].to_numpy(zero_copy_only=False)
     there = target.to_table(columns=["uid"])["uid"].take(pa.array(np.maximum(offsets, 0))) if total else uids
     same = inside & (np.asarray(there) == uids)
-    for place in np.flatnonzero(~same).tolist():
-        found = f"which holds {there[place]}" if inside[place] else f"which has {total} rows"
-        problem = f"{pointer} points to row {points[place]} of {target_name!r}, {found}"
-        yield Finding(name, int(numbers[place]), uids[place], problem)
+    for row in np.flatnonzero(~same).tolist():
+        detail = f"which holds {there[row]}" if inside[row] else f"which has {total} rows"
+        problem = f"{pointer} points to row {points[row]} of {target_name!r}, {detail}"
+        yield Finding(name, int(numbers[row]), uids[row], problem)
     return np.flatnonzero(same)
 
 
@@ -329,12 +329,12 @@ def _crcs(
         if why := left_out(name, "payload", first):
             yield Finding(name, first, metadata["uid"][int(chunk[0])].as_py(), f"{len(chunk)} rows from here on: {why}")
             continue
-        found = _readable(crcs_at, points[chunk].tolist())
-        for place, crc in zip(chunk.tolist(), found, strict=True):
-            if crc != stored[place]:
+        crcs = _readable(crcs_at, points[chunk].tolist())
+        for row, crc in zip(chunk.tolist(), crcs, strict=True):
+            if crc != stored[row]:
                 said = crc if isinstance(crc, str) else f"crc32c {crc:08x}"
-                problem = f"{said}, {stored[place]:08x} was committed"
-                yield Finding(name, int(points[place]), metadata["uid"][place].as_py(), problem)
+                problem = f"{said}, {stored[row]:08x} was committed"
+                yield Finding(name, int(points[row]), metadata["uid"][row].as_py(), problem)
 
 
 def _readable(crcs_at: Callable[[Sequence[int]], list[int]], rows: list[int]) -> list[int | str]:

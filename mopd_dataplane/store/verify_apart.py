@@ -47,7 +47,7 @@ def verify_apart(store: Store, *, deep: bool = True) -> VerifyReport:
 
 def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyReport | None, Step | None, str]:
     """(report, last step, how the process ended when there is no report)."""
-    given = {
+    request = {
         "uri": store.uri, "options": store._place.storage_options, "deep": deep,
         "deadly": [[*step, why] for step, why in deadly.items()],
     }  # fmt: skip
@@ -60,13 +60,13 @@ def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyR
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(json.dumps(given))
+            child.stdin.write(json.dumps(request))
             child.stdin.close()
             for line in child.stdout:
                 said = json.loads(line)
                 if "report" in said:
-                    found = [Finding(**finding) for finding in said["report"].pop("findings")]
-                    return VerifyReport(found, **said["report"]), last, ""
+                    findings = [Finding(**finding) for finding in said["report"].pop("findings")]
+                    return VerifyReport(findings, **said["report"]), last, ""
                 last = (said["at"][0], said["at"][1], said["at"][2])
             code = child.wait(_SECONDS)
         finally:
@@ -79,9 +79,9 @@ def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyR
 
 def main() -> None:
     """Audit the store that the input names; print steps, then the report."""
-    given = json.load(sys.stdin)
-    deadly: dict[Step, str] = {(table, step, row): why for table, step, row, why in given["deadly"]}
-    store = Store.open(given["uri"], given["options"] or None)
+    request = json.load(sys.stdin)
+    deadly: dict[Step, str] = {(table, step, row): why for table, step, row, why in request["deadly"]}
+    store = Store.open(request["uri"], request["options"] or None)
 
     def announce(table: str, step: str, row: int) -> str:
         print(json.dumps({"at": [table, step, row]}), flush=True)
@@ -89,7 +89,7 @@ def main() -> None:
 
     watch(announce)
     _limit_memory()
-    print(json.dumps({"report": asdict(store.verify(deep=given["deep"]))}), flush=True)
+    print(json.dumps({"report": asdict(store.verify(deep=request["deep"]))}), flush=True)
 
 
 def _limit_memory() -> None:

@@ -83,43 +83,43 @@ def audit_rows_of_deleted(name: str, dataset: lance.LanceDataset, deleted: Delet
             yield Finding(name, row["_rowid"], key, f"names the deleted prompt {row['prompt_id']!r:.80}; {_REPAIR}")
 
 
-def audit_files_of_deleted(place: Place, deleted: Deleted) -> Iterator[Finding]:
+def audit_files_of_deleted(location: Place, deleted: Deleted) -> Iterator[Finding]:
     """No file beside the tables names a deleted sample or, as a quoted text, a deleted prompt."""
-    for name in _files(place) if deleted else ():
-        for uid in sorted(_named(place, name, deleted)):
+    for name in _files(location) if deleted else ():
+        for uid in sorted(_named(location, name, deleted)):
             problem = "names a deleted sample or prompt; delete the file, or end what writes it and delete again"
             yield Finding(name, -1, uid, problem)
 
 
-def _files(place: Place) -> Iterator[str]:
-    if place.files is not None:
-        names = [name for folder in _FOLDERS for name in place.files.under(folder)]
-        names += [name for name in _SINGLE_FILES if place.files.has(name)]
+def _files(location: Place) -> Iterator[str]:
+    if location.files is not None:
+        names = [name for folder in _FOLDERS for name in location.files.under(folder)]
+        names += [name for name in _SINGLE_FILES if location.files.has(name)]
     else:
-        root = place.local(".")
-        entries = [root / name for name in place.children(".") if name not in _NOT_SEARCHED]
+        root = location.local(".")
+        entries = [root / name for name in location.children(".") if name not in _NOT_SEARCHED]
         inside = (sorted(entry.rglob("*")) if entry.is_dir() else [entry] for entry in entries)
         names = [file.relative_to(root).as_posix() for files in inside for file in files if file.is_file()]
     yield from (name for name in names if Path(name).suffix != _TENSORS)
 
 
-def _named(place: Place, name: str, deleted: Deleted) -> set[str]:
+def _named(location: Place, name: str, deleted: Deleted) -> set[str]:
     """uids of deleted samples, and hashes of deleted prompts, that a file names."""
-    found: set[str] = set()
-    for chunk in _chunks(place, name):
-        found |= deleted.uids.intersection(match.decode() for match in _HEX.findall(chunk))
+    uids: set[str] = set()
+    for chunk in _chunks(location, name):
+        uids |= deleted.uids.intersection(match.decode() for match in _HEX.findall(chunk))
         for quoted in set(_QUOTED.findall(chunk)) if deleted.prompts else ():
             with suppress(ValueError):
                 if (digest := prompt_hash(str(json.loads(quoted)))) in deleted.prompts:
-                    found.add(digest)
-    return found
+                    uids.add(digest)
+    return uids
 
 
-def _chunks(place: Place, name: str) -> Iterator[bytes]:
-    if place.files is not None:
-        yield place.files.read(name) or b""
+def _chunks(location: Place, name: str) -> Iterator[bytes]:
+    if location.files is not None:
+        yield location.files.read(name) or b""
         return
-    with place.local(name).open("rb") as file:
+    with location.local(name).open("rb") as file:
         before = b""
         while part := file.read(_CHUNK):
             yield before + part

@@ -24,56 +24,56 @@ Damage = tuple[str, str]
 """File, relative to the store, and what is wrong with it."""
 
 
-def audit_files(place: Place, *, deep: bool) -> Iterator[Damage]:
+def audit_files(location: Place, *, deep: bool) -> Iterator[Damage]:
     """Damage of every file that is no part of a table; deep: also of those that hold tensors."""
-    snapshots = [f"snapshots/{name}" for name in place.children("snapshots") if name.endswith(".json")]
-    tokenizers = [f"{KEPT}/{name}" for name in place.children(KEPT)]
+    snapshots = [f"snapshots/{name}" for name in location.children("snapshots") if name.endswith(".json")]
+    tokenizers = [f"{KEPT}/{name}" for name in location.children(KEPT)]
     for name in (MARK, *JOB_FILES, *snapshots, *tokenizers):
-        yield from _sealed(place, name)
-    for stage in place.children("checkpoints"):
-        yield from _metrics(place, f"checkpoints/{stage}/{_METRICS}")
-    yield from _published(place, deep) if place.root is None else _on_disk(place, deep)
+        yield from _sealed(location, name)
+    for stage in location.children("checkpoints"):
+        yield from _metrics(location, f"checkpoints/{stage}/{_METRICS}")
+    yield from _published(location, deep) if location.root is None else _on_disk(location, deep)
 
 
-def _on_disk(place: Place, deep: bool) -> Iterator[Damage]:
-    if place.local(INITIAL).is_dir():
-        yield from _folder(place, INITIAL, deep)
-    for parent, wanted in FOLDERS.items():
-        for stage in place.children(parent):
-            names = [name for name in place.children(f"{parent}/{stage}") if re.fullmatch(wanted, name)]
+def _on_disk(location: Place, deep: bool) -> Iterator[Damage]:
+    if location.local(INITIAL).is_dir():
+        yield from _folder(location, INITIAL, deep)
+    for parent, name_pattern in FOLDERS.items():
+        for stage in location.children(parent):
+            names = [name for name in location.children(f"{parent}/{stage}") if re.fullmatch(name_pattern, name)]
             for name in names:
-                yield from _folder(place, f"{parent}/{stage}/{name}", deep)
+                yield from _folder(location, f"{parent}/{stage}/{name}", deep)
             if parent == "checkpoints":
-                yield from _newest(place, f"{parent}/{stage}/{_NEWEST}", names)
+                yield from _newest(location, f"{parent}/{stage}/{_NEWEST}", names)
 
 
-def _sealed(place: Place, name: str) -> Iterator[Damage]:
+def _sealed(location: Place, name: str) -> Iterator[Damage]:
     try:
-        place.read_json(name)
+        location.read_json(name)
     except (DamagedError, InputError, OSError) as error:
         yield name, str(error)
 
 
-def _folder(place: Place, name: str, deep: bool) -> Iterator[Damage]:
-    folder = place.local(name)
+def _folder(location: Place, name: str, deep: bool) -> Iterator[Damage]:
+    folder = location.local(name)
     if not (folder / CHECKSUMS).is_file():
         yield name, f"lies without its {CHECKSUMS}"
     elif deep:
         for file, problem in find_damage(folder):
             yield f"{name}/{file}", problem
     else:
-        yield from _sealed(place, f"{name}/{CHECKSUMS}")
+        yield from _sealed(location, f"{name}/{CHECKSUMS}")
 
 
-def _newest(place: Place, name: str, there: list[str]) -> Iterator[Damage]:
+def _newest(location: Place, name: str, there: list[str]) -> Iterator[Damage]:
     """The pointer to the newest checkpoint; a bare name in it was written by a person."""
-    pointer = place.read(name)
+    pointer = location.read(name)
     if pointer is None:
         return
     text = pointer.decode(errors="backslashreplace").strip()
     if not re.fullmatch(FOLDERS["checkpoints"], text):
         try:
-            text = str(unseal(pointer, place.of(name)).get("checkpoint"))
+            text = str(unseal(pointer, location.of(name)).get("checkpoint"))
         except DamagedError as error:
             yield name, str(error)
             return
@@ -81,36 +81,36 @@ def _newest(place: Place, name: str, there: list[str]) -> Iterator[Damage]:
         yield name, f"names {text!r:.80}, which is not there"
 
 
-def _metrics(place: Place, name: str) -> Iterator[Damage]:
+def _metrics(location: Place, name: str) -> Iterator[Damage]:
     """Each step's line has a checksum of its own."""
-    for number, line in enumerate((place.read(name) or b"").split(b"\n")[:-1], start=1):
+    for number, line in enumerate((location.read(name) or b"").split(b"\n")[:-1], start=1):
         try:
             unseal(line, f"line {number}")
         except DamagedError as error:
             yield name, str(error)
 
 
-def _published(place: Place, deep: bool) -> Iterator[Damage]:
+def _published(location: Place, deep: bool) -> Iterator[Damage]:
     """Folders on an object store: each file its list names, by sha256."""
-    assert place.files is not None
-    artifacts = ArtifactStore(place.files)
+    assert location.files is not None
+    artifacts = ArtifactStore(location.files)
     for parent in FOLDERS:
         for name in artifacts.below(parent):
-            yield from _listed(place, f"{name}.json", deep)
+            yield from _listed(location, f"{name}.json", deep)
 
 
-def _listed(place: Place, name: str, deep: bool) -> Iterator[Damage]:
+def _listed(location: Place, name: str, deep: bool) -> Iterator[Damage]:
     try:
-        listing = place.read_json(name) or {}
+        listing = location.read_json(name) or {}
     except (DamagedError, OSError) as error:
         yield name, str(error)
         return
-    for relative, known in listing["files"].items():
+    for relative, record in listing["files"].items():
         file = f"{listing['folder']}/{relative}"
         try:
-            found = place.sha256(file) if deep else known["sha256"]
+            digest = location.sha256(file) if deep else record["sha256"]
         except FileNotFoundError:
             yield file, "is missing"
             continue
-        if found != known["sha256"]:
-            yield file, f"has sha256 {found}, {known['sha256']} was published"
+        if digest != record["sha256"]:
+            yield file, f"has sha256 {digest}, {record['sha256']} was published"

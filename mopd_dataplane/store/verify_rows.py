@@ -24,8 +24,8 @@ def audit_rows(
         if why := left_out(name, "rows", fragment.fragment_id):
             yield Finding(name, -1, "", f"{', '.join(files_of(fragment))}: {why}")
         elif not set(files_of(fragment)) <= set(read):
-            for place, uid, problem in _audit_part(fragment, key, 0, fragment.count_rows()):
-                yield Finding(name, int(fragment_ids(fragment)[place]), uid, problem)
+            for row, uid, problem in _audit_part(fragment, key, 0, fragment.count_rows()):
+                yield Finding(name, int(fragment_ids(fragment)[row]), uid, problem)
 
 
 def files_of(fragment: lance.LanceFragment) -> list[str]:
@@ -55,7 +55,7 @@ def _audit_part(
         return
     if rows.num_rows != count:
         yield first, "", f"{count} rows from this one on are said to be there, and are not"
-    for place, found, committed in wrong:
-        named = "/".join(str(rows[part][place].as_py()) for part in key)
-        said = f"row crc32c {found:08x}, {committed:08x} was committed"
-        yield first + place, named, said
+    for row, crc, committed in wrong:
+        named = "/".join(str(rows[part][row].as_py()) for part in key)
+        said = f"row crc32c {crc:08x}, {committed:08x} was committed"
+        yield first + row, named, said

@@ -228,17 +228,17 @@ def views(datasets: Iterable[str]) -> dict[str, View]:
 
 
 def create_views(
-    connection: duckdb.DuckDBPyConnection, wanted: Iterable[View], decoder: Callable[[], Decoder | Numbers]
+    connection: duckdb.DuckDBPyConnection, views: Iterable[View], decoder: Callable[[], Decoder | Numbers]
 ) -> None:
     """Make views visible, and the functions they call, to a connection that has the tables they read.
 
     decoder: opens the store's tokenizer, when text is asked for.
     """
-    asked = list(wanted)
-    functions = {name for name in (DECODE, PIECES) if any(name in view.sql for view in asked)}
+    view_list = list(views)
+    functions = {name for name in (DECODE, PIECES) if any(name in view.sql for view in view_list)}
     if functions:
         _create_functions(connection, functions, decoder())
-    for view in asked:
+    for view in view_list:
         connection.execute(view.statement)
 
 

@@ -21,30 +21,30 @@ from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 
 
-def copy_tables(source: Store, place: Place) -> Iterator[str]:
+def copy_tables(source: Store, location: Place) -> Iterator[str]:
     """Copy every table and snapshot, durable at the end; names each that is done. Raises DamagedError for a manifest
     that is not the one that was acknowledged, or pinned."""
     pins = _pins(source)
     at = source.snapshot().versions
     at |= {name: source._table(name).open().version for name in _queues(source)}
     for name, newest in at.items():
-        versions = sorted({newest, *(held[name] for held in pins.values() if name in held)})
+        versions = sorted({newest, *(pin[name] for pin in pins.values() if name in pin)})
         old = source._table(name)
         if problem := old.manifest_damage():  # its copy would be acknowledged
             raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
-            _copy_version(source, place, name, old.open(version))
+            _copy_version(source, location, name, old.open(version))
             fault_point("whole_copy.version")
-        table = Table(place, name)
+        table = Table(location, name)
         for version in versions:
             opened = table.open(version)
             if table.barrier is not None:
                 table.barrier.sync_version(opened)
         table.make_durable(table.open())
         yield f"{name}: {table.open().count_rows():,}"
-    tables = {name: Table(place, name) for name in at}
-    for tag, held in pins.items():
-        snapshots.pin(place, tables, tag, Snapshot(uri=place.uri, versions=held))
+    tables = {name: Table(location, name) for name in at}
+    for tag, pin in pins.items():
+        snapshots.pin(location, tables, tag, Snapshot(uri=location.uri, versions=pin))
     fault_point("whole_copy.pinned")
     yield f"snapshots: {len(pins):,}"
 
@@ -67,28 +67,28 @@ def _pins(source: Store) -> dict[str, dict[str, int]]:
         except UnknownNameError:  # a deletion has released it since
             continue
         recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
-        for name, known in recorded.items():
+        for name, versions in recorded.items():
             content = source._place.read(f"{name}/_versions/{manifest_name(pins[tag][name])}")
-            if content is not None and f"{crc32c(content):08x}" != known:
+            if content is not None and f"{crc32c(content):08x}" != versions:
                 problem = f"version {pins[tag][name]}, which {tag} pins, has another manifest than it had"
                 raise DamagedError(f"{source.uri}/{name}: {problem}; nothing is copied of it, restore it from a copy")
     return pins
 
 
-def _copy_version(source: Store, place: Place, name: str, dataset: lance.LanceDataset) -> None:
+def _copy_version(source: Store, location: Place, name: str, dataset: lance.LanceDataset) -> None:
     """The files of one version of a table, its manifest last."""
-    known = set(place.children(f"{name}/data"))
+    files = set(location.children(f"{name}/data"))
     for fragment in dataset.get_fragments():
         for data_file in fragment.data_files():
             stem = data_file.path.removesuffix(".lance")
             for beside in source._place.children(f"{name}/data/{stem}"):
-                copy_file(source, place, f"{name}/data/{stem}/{beside}")
-            if data_file.path not in known:
-                copy_file(source, place, f"{name}/data/{data_file.path}")
+                copy_file(source, location, f"{name}/data/{stem}/{beside}")
+            if data_file.path not in files:
+                copy_file(source, location, f"{name}/data/{data_file.path}")
         deletions = fragment.metadata.deletion_file
         if deletions is not None:
-            copy_file(source, place, f"{name}/{deletions.path(fragment.fragment_id)}")
+            copy_file(source, location, f"{name}/{deletions.path(fragment.fragment_id)}")
     transaction = dataset.read_transaction(dataset.version)
     if transaction is not None:
-        copy_file(source, place, f"{name}/_transactions/{transaction.read_version}-{transaction.uuid}.txn")
-    copy_file(source, place, f"{name}/_versions/{manifest_name(dataset.version)}")
+        copy_file(source, location, f"{name}/_transactions/{transaction.read_version}-{transaction.uuid}.txn")
+    copy_file(source, location, f"{name}/_versions/{manifest_name(dataset.version)}")
