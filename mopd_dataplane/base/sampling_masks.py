@@ -17,7 +17,13 @@ class SamplingMasks:
 
     def fits(self, asked: NDArray[np.bool_]) -> bool:
         """Whether there is a set for every row of `asked` [B], empty where it is false."""
-        return len(self.sizes) == len(asked) and len(self.ids) == int(self.sizes[asked].sum()) == int(self.sizes.sum())
+        if (
+            self.sizes.shape != asked.shape
+            or self.ids.ndim != 1
+            or {self.sizes.dtype.kind, self.ids.dtype.kind} - {*"iu"}
+        ):
+            return False
+        return bool((self.sizes >= 0).all()) and len(self.ids) == int(self.sizes[asked].sum()) == int(self.sizes.sum())
 
     def holds(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """[B] whether each token could be drawn from its set."""

@@ -21,6 +21,7 @@ fragments.py       merging of small files, so that a table has few
 arrow_rows.py      records <-> Arrow rows
 repetition.py      how much of a response repeats itself
 sample_values.py   refusal of values that no sample can have, before any cast
+shapes.py          refusal of arrays with other dimensions or lengths than their field has
 payload.py         writing payload once
 commit.py          samples: payload first, metadata last
 signals.py         teachers' signals: payload first, then `scores`
@@ -42,6 +43,7 @@ verify.py          the audit
 verify_report.py   findings of an audit, and its progress
 verify_apart.py    the audit in a process of its own, which damaged bytes may end
 verify_rows.py     the audit of rows of metadata
+verify_payload.py  the audit of payload: its bytes, and the lengths of its lists
 verify_files.py    the audit of the files beside the tables
 verify_deleted.py  the audit of deletions: their records, and the search for what they name
 upgrade.py         tables of format 1, copied into format 2

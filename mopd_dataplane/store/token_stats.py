@@ -104,11 +104,11 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
 
 def _without_lists(fragment: lance.LanceFragment) -> pa.Table:
     rows = fragment.to_table()
-    for at, field in enumerate(rows.schema):
-        if field.name in PER_TOKEN_STATS:
-            rows = rows.set_column(at, field, pa.nulls(rows.num_rows, field.type))
-        elif field.name == "bytes":
-            rows = rows.set_column(at, field, pa.array(np.zeros(rows.num_rows, np.int64)))
+    for at, column in enumerate(rows.schema):
+        if column.name in PER_TOKEN_STATS:
+            rows = rows.set_column(at, column, pa.nulls(rows.num_rows, column.type))
+        elif column.name == "bytes":
+            rows = rows.set_column(at, column, pa.array(np.zeros(rows.num_rows, np.int64)))
     return with_row_crcs(rows).select(rows.schema.names)
 
 
@@ -118,8 +118,13 @@ def _rows(store: Store, stats: Sequence[TokenStats]) -> pa.Table:
     for one, uid, count in zip(stats, samples["uid"].to_pylist(), tokens, strict=True):
         for name, values in one.values.items():
             require_known(name, PER_TOKEN_STATS, "no statistic", MismatchError)
-            if len(values) != count:
-                raise MismatchError(f"{name} of sample {uid} has {len(values)} values, it has {count} loss tokens")
+            if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiu":
+                raise MismatchError(f"{name} of sample {uid} is {values!r:.40}; a numpy array of numbers is needed")
+            if values.shape != (count,):
+                shape = list(values.shape)
+                raise MismatchError(
+                    f"{name} of sample {uid} has shape {shape}; a value for each of {count} loss tokens"
+                )
     now = datetime.now(UTC)
     columns: dict[str, Any] = {
         "uid": samples["uid"],
