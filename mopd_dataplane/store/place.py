@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import lance
 
-from mopd_dataplane.base.files import create_file, file_digest, fsync, publish_file, try_lock
+from mopd_dataplane.base.files import create_file, file_digest, fsync, out_of_descriptors, publish_file, try_lock
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, ResourceError
@@ -18,6 +19,8 @@ from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentia
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
 COMMITS_CACHED = 128
+_REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
+"""Control characters, which Lance refuses in a path, and bytes that are no UTF-8."""
 LOCK_S = 10.0
 """Longest wait of a committer for the one before it."""
 LOGS_LOCK = "wal"
@@ -33,8 +36,11 @@ class Place:
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
         text = str(uri).removeprefix("file://")
-        if not text.strip() or any(ord(character) < ord(" ") for character in text):
-            raise InputError(f"{text!r:.80} is not the place of a store; give a folder, or s3://bucket/prefix")
+        if not text.strip() or _REFUSED.search(text):
+            raise InputError(
+                f"{text!r:.80} is not the place of a store; give a folder without control characters (newline, tab) "
+                "and in UTF-8, or s3://bucket/prefix"
+            )
         remote = "://" in text
         self.root: Path | None = None if remote else Path(text).absolute()
         """The folder; None on an object store."""
@@ -173,7 +179,10 @@ class Place:
         if self.files is not None:
             return self.files.children(name)
         folder = self.local(name)
-        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        try:
+            return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        except OSError as error:
+            raise out_of_descriptors(str(folder), error) or error from None
 
     def read(self, name: str) -> bytes | None:
         """Content of a small file, None when there is none."""
@@ -183,6 +192,8 @@ class Place:
         try:
             return path.read_bytes() if path.is_file() else None
         except OSError as error:
+            if failure := out_of_descriptors(str(path), error):
+                raise failure from None
             raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a store") from None
 
     def check_new(self) -> None:

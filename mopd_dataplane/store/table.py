@@ -30,9 +30,9 @@ from mopd_dataplane.store.dataset_format import blob_columns, check_dataset, lan
 from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.held import Gone, hold
 from mopd_dataplane.store.keys import KeyDirectory
-from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
+from mopd_dataplane.store.lance_errors import environment_failure, is_overtaken, is_panic, writing
 from mopd_dataplane.store.manifests import crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
-from mopd_dataplane.store.network import answering, network_failure
+from mopd_dataplane.store.network import answering
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import take_rows
 from mopd_dataplane.store.row_checksums import with_row_crcs
@@ -135,6 +135,8 @@ class Table:
         try:
             crc = crc_of_manifest(self._folder, version)
         except OSError as error:
+            if failure := environment_failure(self.uri, error):
+                raise failure from None
             return "" if isinstance(error, FileNotFoundError) else f"manifest of version {version}: {error.strerror}"
         if recorded_crc is None or crc == recorded_crc:
             return ""
@@ -184,7 +186,7 @@ class Table:
         except BaseException as error:
             if not isinstance(error, ValueError | OSError) and not is_panic(error):
                 raise
-            if failure := network_failure(self.uri, error):
+            if failure := environment_failure(self.uri, error):
                 raise failure from None
             if "was not found" in str(error) and version is None:
                 raise UnknownNameError(f"no dataset {self.name!r} in {self._place.uri}") from error

@@ -10,6 +10,7 @@ from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset_format import MARK
 from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.verify_report import damage
 
 FOLDERS = {"policies": r"(merged-)?v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}
 """Where recorded folders lie, below one folder per stage, and their names."""
@@ -51,7 +52,7 @@ def _sealed(location: Place, name: str) -> Iterator[Damage]:
     try:
         location.read_json(name)
     except (DamagedError, InputError, OSError) as error:
-        yield name, str(error)
+        yield name, damage(error)
 
 
 def _folder(location: Place, name: str, deep: bool) -> Iterator[Damage]:
@@ -103,7 +104,7 @@ def _listed(location: Place, name: str, deep: bool) -> Iterator[Damage]:
     try:
         listing = location.read_json(name) or {}
     except (DamagedError, OSError) as error:
-        yield name, str(error)
+        yield name, damage(error)
         return
     for relative, record in listing["files"].items():
         file = f"{listing['folder']}/{relative}"

@@ -15,10 +15,9 @@ from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, of_signal
 from mopd_dataplane.records import PER_TOKEN_STATS
 from mopd_dataplane.store.arrow_rows import tokens_crc
-from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.reading import checked_columns, signal_arrays, token_arrays
 from mopd_dataplane.store.row_ids import row_ids
-from mopd_dataplane.store.verify_report import Finding, left_out
+from mopd_dataplane.store.verify_report import Finding, damage, left_out
 
 CHUNK = 512
 """Payload rows read at once."""
@@ -143,10 +142,9 @@ def _readable(arrays_at: Callable[[Sequence[int]], Sequence[Arrays]], rows: list
     try:
         return [*arrays_at(rows)]
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
+        problem = damage(error)
         if len(rows) == 1:
-            return [f"cannot be read ({error})"]
+            return [f"cannot be read ({problem})"]
     return [arrays for row in rows for arrays in _readable(arrays_at, [row])]
 
 
