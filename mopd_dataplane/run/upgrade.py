@@ -19,8 +19,8 @@ from mopd_dataplane.base.sealed_json import seal, seal_line
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.run.whole_copy import copy_log_folder
-from mopd_dataplane.store.dataset_format import MARK, write_mark
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.dataset_format import write_mark
+from mopd_dataplane.store.place import MARK, Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.upgrade import PROGRESS, link_file, open_source, upgrade_tables
 from mopd_dataplane.store.verify import verify

@@ -15,7 +15,7 @@ from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import InputError, MismatchError, nearest, require_known
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, value
-from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
+from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot, StepMetrics
 from mopd_dataplane.store.repetition import repetition
 from mopd_dataplane.store.sample_values import check_values
 from mopd_dataplane.tables import FORMAT_VERSION, REWARDS, SAMPLES, TOKENS, TableSpec
@@ -194,6 +194,12 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
         if field.count:
             sizes[field.count] = None if array is None else len(array)
     return sizes
+
+
+def step_record(step: StepMetrics) -> dict[str, Any]:
+    """Row of `steps`."""
+    divergence = None if np.isnan(step.reverse_kl) else step.reverse_kl
+    return asdict(step) | {"extra": json.dumps(step.extra, sort_keys=True), "reverse_kl": divergence}
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

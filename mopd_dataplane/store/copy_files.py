@@ -15,10 +15,10 @@ from mopd_dataplane.base.files import duplicate_file, make_folder
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.dataset_format import MARK, write_mark
+from mopd_dataplane.store.dataset_format import write_mark
 from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.deletions import Deletion
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.place import MARK, Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify import verify
 from mopd_dataplane.store.verify_files import JOB_FILES

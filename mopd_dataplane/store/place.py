@@ -13,7 +13,7 @@ import lance
 from mopd_dataplane.base.files import create_file, file_digest, fsync, out_of_descriptors, publish_file, try_lock
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
-from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentials
 
 METADATA_CACHE_BYTES = 256 << 20
@@ -21,6 +21,10 @@ INDEX_CACHE_BYTES = 64 << 20
 COMMITS_CACHED = 128
 _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 """Control characters, which Lance refuses in a path, and bytes that are no UTF-8."""
+MARK = "store.json"
+"""Marks a folder as a store; the last file of one that is made."""
+_NEVER = (0, 0, 0)
+"""Inode, change time and size of a mark that was not looked at yet."""
 LOCK_S = 10.0
 """Longest wait of a committer for the one before it."""
 LOGS_LOCK = "wal"
@@ -53,9 +57,43 @@ class Place:
         self.single_writer = False
         """Somebody has promised that one process writes: preconditions need not be honoured."""
         self._admitted = not remote
+        self._uuid, self._mark_seen = "", _NEVER
         self._session: Any = None
         self._commits = 0
         """Commits since the session began."""
+
+    def expect(self, uuid: str) -> None:
+        """From now on `require_same` refuses every store but the one with this id. Raises as it does."""
+        self._uuid, self._mark_seen = uuid, _NEVER
+        self.require_same()
+
+    def require_same(self) -> None:
+        """Raise MismatchError when another store was made in this folder since: handles and caches are of the old one.
+
+        Looks at the file's inode and times, and reads the file only when they changed.
+        """
+        if self.root is None or not self._uuid:
+            return
+        try:
+            status = os.stat(self.root / MARK)
+        except FileNotFoundError:  # deleted, or of the first format: the tables themselves are looked for
+            return
+        seen = (status.st_ino, status.st_ctime_ns, status.st_size)
+        if seen == self._mark_seen:
+            return
+        uuid = str((self.read_json(MARK) or {}).get("uuid", ""))
+        if uuid != self._uuid:
+            raise MismatchError(
+                f"{self.uri}: store {self._uuid} lay here when it was opened, store {uuid} lies here now; open it again"
+            )
+        self._mark_seen = seen
+
+    def make(self, *, single_writer: bool) -> None:
+        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does."""
+        if self.root is not None:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.single_writer = single_writer
+        self.admit_writer()
 
     def admit_writer(self) -> None:
         """Raise ResourceError on an object store that ignores preconditions: there, commits of two writers get lost."""

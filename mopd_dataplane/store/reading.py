@@ -174,7 +174,8 @@ def scored_rows(
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
     few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
     row_list = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
-    rows = scores.to_table(columns=columns, filter=f"sample_row IN ({row_list})" if row_list else None)
+    with lance_errors.reading(scores.uri):
+        rows = scores.to_table(columns=columns, filter=f"sample_row IN ({row_list})" if row_list else None)
     chosen = pc.and_(pc.equal(rows["teacher"], teacher), pc.equal(rows["kind"], kind))
     return rows.filter(chosen).select(columns[:-2])
 

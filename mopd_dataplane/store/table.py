@@ -181,6 +181,7 @@ class Table:
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
         options = self._place.storage_options or None
+        self._place.require_same()
         try:
             return lance.dataset(self.uri, version=version, session=self._place.session, storage_options=options)
         except BaseException as error:

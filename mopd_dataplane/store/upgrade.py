@@ -25,9 +25,9 @@ from mopd_dataplane.base.files import duplicate_file
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.dataset_format import MARK, blob_columns
+from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.lance_errors import reading, writing
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.place import MARK, Place
 from mopd_dataplane.store.row_checksums import with_row_crcs
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import TABLES, TableSpec

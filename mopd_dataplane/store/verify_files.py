@@ -7,9 +7,8 @@ from mopd_dataplane.base.file_checksums import CHECKSUMS, find_damage
 from mopd_dataplane.base.sealed_json import unseal
 from mopd_dataplane.errors import DamagedError, InputError
 from mopd_dataplane.store.artifacts import ArtifactStore
-from mopd_dataplane.store.dataset_format import MARK
 from mopd_dataplane.store.decode import KEPT
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.place import MARK, Place
 from mopd_dataplane.store.verify_report import damage
 
 FOLDERS = {"policies": r"(merged-)?v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}

@@ -12,7 +12,7 @@ def test_a_job_runs_below_an_odd_folder_and_makes_nothing_beside_it(
     folder = tmp_path / "josé 100% #日本 [a|b]^~"
     job = write_job(folder)
     mopd("run", job, "--set", "stages.student.iterations=1")
-    mopd("export", folder / "store", "-o", folder / "out.jsonl")
+    mopd("export", folder / "store", folder / "out.jsonl")
     mopd("report", folder / "store", "-o", folder / "report.html")
     assert "sound" in mopd("store", "verify", folder / "store").stdout
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
