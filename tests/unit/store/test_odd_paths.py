@@ -8,10 +8,10 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.store.copying import copy_samples
+from mopd_dataplane.store.commit.queue import Queue
+from mopd_dataplane.store.commit.token_stats import write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.queue import Queue
-from mopd_dataplane.store.token_stats import write_token_stats
+from mopd_dataplane.store.maintain.copy_samples import copy_samples
 
 ODD = [
     "é",

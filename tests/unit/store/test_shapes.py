@@ -15,9 +15,9 @@ from replacing import replace_rows
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.fields import PAYLOAD, RECORDED, of_signal
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.arrow_rows import tokens_crc
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.format.arrow_rows import tokens_crc
 
 RESPONSE = 4
 Row = dict[str, Any]
