@@ -13,6 +13,8 @@ row_ids.py         row ids, by which tables refer to each other's rows, and thei
 manifests.py       the newest version of a local dataset, and manifests that a power cut cut short
 acknowledged.py    which version of a table was acknowledged last
 held.py            which processes have which version open
+in_flight.py       commits in flight, whose files clean-up leaves alone
+clean_up.py        dropping of old versions, and of files that interrupted commits left
 table.py           one dataset: read at a version, append payload, insert rows exactly once
 keys.py            key -> row, in memory, so that an insert costs the same at any table size
 barrier.py         a commit is durable only after its files are synced
