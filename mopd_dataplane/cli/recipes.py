@@ -105,7 +105,7 @@ def help_(
     elif isinstance(found, Key):
         name = found.path.rpartition(".")[2]
         facts = {"type": found.type, "default": found.default or "must be given", "unit": found.unit}
-        facts |= {"example": found.example and f"{name} = {found.example}"}
+        facts |= {"example": found.example and f"{name} = {found.example}", "change": found.change}
         print_title(found.path)
         print_text(found.doc)
         print_facts({name: value for name, value in facts.items() if value})
@@ -113,8 +113,11 @@ def help_(
         print_title(found.header)
         print_text(found.doc)
         docs = [f"{key.doc} [{key.unit}]" if key.unit else key.doc for key in found.keys]
-        rows = [(k.path.rpartition(".")[2], k.type, k.default, doc) for k, doc in zip(found.keys, docs, strict=True)]
-        print_fitting(("key", "type", "default", "meaning"), rows, tall=True)
+        rows = [
+            (k.path.rpartition(".")[2], k.type, k.default, k.change, doc)
+            for k, doc in zip(found.keys, docs, strict=True)
+        ]
+        print_fitting(("key", "type", "default", "change", "meaning"), rows, tall=True)
 
 
 def add_to(app: Typer) -> None:

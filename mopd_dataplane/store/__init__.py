@@ -49,6 +49,7 @@ copying.py         copying matching samples, with everything that refers to them
 whole_copy.py      copying every table unchanged, file by file
 copy_files.py      begin and end of a copy, and the files beside the tables
 queue.py           a durable key-value queue beside the tables, used by transferqueue/
+changes.py         changes of the job after its stages had begun
 deletions.py       records of what was deleted, by identity alone
 remove_rows.py     removing rows from one table
 deleting.py        removing samples and prompts from every table

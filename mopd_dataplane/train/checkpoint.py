@@ -223,9 +223,11 @@ def _position_of(folder: Path, name: str) -> tuple[Position, Identity]:
 def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_window: bool) -> None:
     """Raise MismatchError naming both values when a checkpoint belongs to something else.
 
-    inside_window: the resume continues the window the checkpoint was taken in, so its plan must be the same.
+    inside_window: the resume continues the window the checkpoint was taken in, so its objective and its plan must be
+    the same; between two windows the job may have changed.
     """
-    for field in ("stage", "objective", "base_digest", *(("plan_digest", "snapshot_digest") if inside_window else ())):
+    of_window = ("objective", "plan_digest", "snapshot_digest") if inside_window else ()
+    for field in ("stage", "base_digest", *of_window):
         before, now = getattr(saved, field), getattr(wanted, field)
         if before != now:
             raise MismatchError(

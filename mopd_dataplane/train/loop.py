@@ -13,13 +13,14 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.job.schedules import learning_rate
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import DeviceCopies, MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
-from mopd_dataplane.train.optimizer import clip_gradients, learning_rate, make_optimizer
+from mopd_dataplane.train.optimizer import clip_gradients, make_optimizer
 from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.sampler_gap import STOPS_AT, SamplerGap, allowed_gap, gap_problem

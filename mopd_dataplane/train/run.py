@@ -160,8 +160,10 @@ class Run:
         return position
 
     def _followed(self, first: int, stop: Stop) -> Iterator[Window]:
-        """Windows of the plan log as they are planned, until the empty one that closes it."""
+        """Windows of the plan log as they are planned, until the empty one that closes it, or the spec's last."""
         for window in count(first):
+            if window == self.spec.end_window:
+                return
             with stop.interrupting():
                 planned = self._planned(window)
             if planned.steps == 0:
