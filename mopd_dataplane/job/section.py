@@ -39,9 +39,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [name for name in self.one_of if getattr(self, name)]
-        if self.one_of and len(given) != 1 and (given or not getattr(self, self.or_else, "")):
-            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(given) or 'none'}")
+        keys_set = [name for name in self.one_of if getattr(self, name)]
+        if self.one_of and len(keys_set) != 1 and (keys_set or not getattr(self, self.or_else, "")):
+            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(keys_set) or 'none'}")
         return self
 
     @classmethod

@@ -25,7 +25,7 @@ from mopd_dataplane.job.section import ChangeClass
 from mopd_dataplane.records import Change
 from mopd_dataplane.run.stage_rows import is_done, stage_samples
 from mopd_dataplane.run.token_log_copy import has_unfinished
-from mopd_dataplane.store.changes import add_changes, read_changes
+from mopd_dataplane.store.commit.changes import add_changes, read_changes
 
 if TYPE_CHECKING:
     from mopd_dataplane.run.context import Run

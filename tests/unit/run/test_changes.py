@@ -21,7 +21,7 @@ from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import STAGE_DONE
 from mopd_dataplane.run.work_folder import open_work
-from mopd_dataplane.store.changes import read_changes
+from mopd_dataplane.store.commit.changes import read_changes
 from mopd_dataplane.store.dataset import Store
 
 JOB: dict[str, Any] = {
