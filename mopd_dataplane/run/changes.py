@@ -38,6 +38,8 @@ READ_BY_TRAINING = ("train", "plan", "iterations", "objectives")
 """Keys of a stage, and tables of the job, that a window reads only when it is planned and trained."""
 NOT_FINITE = "not_finite"
 """Kind of the event of a window whose training met a loss or gradient that is not finite."""
+FROM_HERE_OPTION = "--from-here"
+"""Option of `mopd run` that accepts changes."""
 LONGEST_VALUE = 80
 
 
@@ -193,7 +195,9 @@ def _refuse_extension(run: Run, stage: Stage) -> None:
 
 def has_begun(run: Run, stage: Stage) -> bool:
     """Whether a stage has trained, a part of its first window at least."""
-    return run.policies.has_begun(stage) or bool(run.work.published(f"checkpoints/{stage.name}"))
+    if run.policies.has_begun(stage) or run.work.published(f"checkpoints/{stage.name}"):
+        return True
+    return _has_failed(run, stage, 0)
 
 
 def _change_of(run: Run, stage: Stage, difference: Difference, ordinal: int) -> Change:

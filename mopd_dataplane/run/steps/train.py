@@ -34,11 +34,13 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_sampler_gap, record_trainers_self_check, sampling_of
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
+from mopd_dataplane.run.steps.not_finite import not_finite_error
 from mopd_dataplane.run.steps.retain import free_served
 from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_gradient_warning
 from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.checkpoint import latest_checkpoint
+from mopd_dataplane.train.failed_step import take_failed_step
 from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.node_agent import node_count, node_rank
 from mopd_dataplane.train.spec import HeadFile, Sampling, TrainSpec
@@ -300,6 +302,9 @@ class Training:
             self._publish_checkpoint()
 
     def _died(self, code: int) -> NoReturn:
+        failed = take_failed_step(self._folder)
+        if failed is not None:
+            raise not_finite_error(*self._run.at(self._stage, failed.window), failed)
         raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
 
 
