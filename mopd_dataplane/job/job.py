@@ -127,6 +127,8 @@ class Job(Section):
     """The training runs of the job, in order; write `[[stages]]`."""
     eval: Eval = Eval()
     """Held-out evaluation."""
+    questions: dict[Name, str] = Field(default_factory=dict)
+    """Names for conditions on samples, `hard = "kl > 1"`, to be used in every other condition."""
 
     def stage(self, name: str) -> Stage:
         """The stage of that name; raises JobFileError naming the known ones."""

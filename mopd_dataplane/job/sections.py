@@ -343,6 +343,8 @@ class Plan(Section):
     """Leave out the last batch of a window when it is not full."""
     mixture: dict[str, Weight] = {}
     """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
+    where: str = ""
+    """Condition on the samples that are trained on, in SQL over the table of rollouts: `"reward > 0 and kl < 2"`."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"

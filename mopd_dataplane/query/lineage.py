@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.store.lance_errors import reading
 
@@ -165,12 +166,3 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int, snapshot: 
     for name, values in (("teacher", teachers), ("pack", pa.array(held)), ("sample_row", pa.array(rows[there]))):
         samples = samples.add_column(1, name, values)
     return samples
-
-
-def literal(text: str) -> str:
-    """The text as an SQL string literal.
-
-    >>> literal("it's")
-    "'it''s'"
-    """
-    return "'" + text.replace("'", "''") + "'"

@@ -18,6 +18,7 @@ from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer
 from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.prompts import load_prompts, render, render_answer
 from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.conditions import questions_of
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
@@ -228,6 +229,8 @@ def _check_same_job(run: Run) -> dict[str, Any]:
     for stage in current["stages"]:
         if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):
             _refuse_change(run, f"stages.{stage['name']}", stages[stage["name"]], stage)
+            for name, question in questions_of(run.job, run.job.stage(stage["name"])).items():
+                _refuse_change(run, f"questions.{name}", known["questions"].get(name), question)
     return current
 
 

@@ -12,11 +12,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.rollouts.arrays import LEFT_OUT
+from mopd_dataplane.store.rollouts.columns import READ, definition, described, held
 from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.columns import READ, definition, described, held
-from mopd_dataplane.view.rollouts import LEFT_OUT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,5 +79,7 @@ class Glance:
         known = [column for column in columns if column in schema.names]
         if not len(wanted):
             return pa.schema([schema.field(column) for column in known]).empty_table()
+        if "sample_row" not in known:  # small tables, which name samples in another way
+            return self._store.table(name, known, snapshot=self._snapshot)
         rows = ", ".join(map(str, wanted.tolist()))
         return self._store.table(name, known, f"sample_row IN ({rows})", self._snapshot)

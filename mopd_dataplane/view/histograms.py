@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.base.sql_text import literal
 
 if TYPE_CHECKING:
-    from mopd_dataplane.view.columns import Column
+    from mopd_dataplane.store.rollouts.columns import Column
     from mopd_dataplane.view.index import Index
 
 BINS = 32

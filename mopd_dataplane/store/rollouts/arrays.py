@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.rollouts.derived import Part, Rows, parts
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.derived import Part, Rows, parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
