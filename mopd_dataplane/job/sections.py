@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import typing
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.job.schedules import Weight
+from mopd_dataplane.job.section import Section as Section
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 from mopd_dataplane.score.engines import SCORING, engines_that
 
@@ -30,22 +31,6 @@ def _check_package(name: str) -> str:
     if name and not _PACKAGE.fullmatch(name):
         raise ValueError("is not the name of a package: NAME or NAME==VERSION; no path, URL or option is taken")
     return name
-
-
-class Section(BaseModel):
-    """A table of the job file: frozen, and closed to unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    one_of: ClassVar[tuple[str, ...]] = ()
-    """Keys of which exactly one must be given; `or_else` may take their place."""
-    or_else: ClassVar[str] = ""
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        given = [name for name in self.one_of if getattr(self, name)]
-        if self.one_of and len(given) != 1 and (given or not getattr(self, self.or_else, "")):
-            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(given) or 'none'}")
-        return self
 
 
 class Student(Section):
@@ -205,9 +190,9 @@ class Engine(Section):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Engine:
-        known = engine_kind(self.kind).settings
+        settings_class = engine_kind(self.kind).settings
         of_some = {name for kind in ENGINES.values() for name in kind.settings}
-        if strange := sorted((of_some - set(known)) & self.model_dump(exclude_defaults=True).keys()):
+        if strange := sorted((of_some - set(settings_class)) & self.model_dump(exclude_defaults=True).keys()):
             kinds = " or ".join(repr(name) for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
             raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}; leave it out, or change kind")
         if self.url and (self.options or self.dtype or not self.keep):
@@ -318,10 +303,10 @@ class Score(Section):
                 "options.quantization would change what teachers say without changing who they are; give vLLM a "
                 "quantised checkpoint as the teacher's source"
             )
-        given = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
-        if strange := set(given) - set(SCORING[self.engine].settings):
+        fixed = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
+        if strange := set(fixed) - set(SCORING[self.engine].settings):
             able = engines_that(lambda one: strange <= set(one.settings))
-            raise ValueError(f"{', '.join(given)}: only for engine = {able}")
+            raise ValueError(f"{', '.join(fixed)}: only for engine = {able}")
         return self
 
 

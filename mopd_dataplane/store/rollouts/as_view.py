@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mopd_dataplane.store.rollouts.columns import DOCS, HIDDEN, READ, TEACHER_COLUMNS, definition, held
+from mopd_dataplane.store.rollouts.columns import DOCS, HIDDEN, READ, TEACHER_COLUMNS, definition, optional_sources
 from mopd_dataplane.store.rollouts.conditions import TABLE, job_questions
 from mopd_dataplane.store.rollouts.expressions import expand
-from mopd_dataplane.store.views import View
+from mopd_dataplane.store.sql.views import View
 from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def rollouts_view(store: Store, snapshot: Snapshot | None = None, query: str = "
     teachers = sorted(store.table("teachers", ["name"], snapshot=snapshot)["name"].to_pylist())
     questions = job_questions(store)
     used = {name: expand(name, questions, "the query") for name in questions if name.lower() in query.lower()}
-    sql = definition(teachers, has=frozenset(held(store, snapshot)))
+    sql = definition(teachers, has=frozenset(optional_sources(store, snapshot)))
     hidden = " exclude (row_crc)" if store.has_column("samples", "row_crc", snapshot) else ""
     named = "".join(f', ({text}\n) as "{name}"' for name, text in used.items())
     sql = f"select *{hidden}{named} from ({sql})"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.rollouts.arrays import Rollouts
-from mopd_dataplane.store.rollouts.columns import HIDDEN, READ, REPETITION, SPREAD, STATS, definition, held
+from mopd_dataplane.store.rollouts.columns import HIDDEN, READ, REPETITION, SPREAD, STATS, definition, optional_sources
 from mopd_dataplane.store.rollouts.expressions import STEP, expand
 from mopd_dataplane.store.rollouts.referenced import referenced
 from mopd_dataplane.tables import TABLES
@@ -41,7 +41,7 @@ class Conditions:
         """names: conditions that a job gave names to."""
         teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
         vocabularies = dict(zip(*(teachers[name].to_pylist() for name in ("name", "vocab_size")), strict=True))
-        has = frozenset(held(store, snapshot))
+        has = frozenset(optional_sources(store, snapshot))
         self._rollouts = Rollouts(store, snapshot, vocabularies, has, going=lambda: None)
         self._names = dict(names or {})
 

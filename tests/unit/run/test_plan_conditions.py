@@ -1,4 +1,4 @@
-"""A plan takes the samples that its condition chooses, counts the others, and is the same however its store was made."""
+"""A plan takes what its condition chooses, counts the others, and is the same however its store was made."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_questions_count_in_the_digest_and_an_absent_condition_does_not(tmp_path
 def test_a_condition_that_leaves_nothing_is_refused_with_what_it_took(tmp_path: Path) -> None:
     fill(tmp_path / "s")
     with pytest.raises(
-        InputError, match=r"nothing to train on: 240 samples, of which where reward > 5 240.*plan.where"
+        InputError, match=r"nothing to train on: 240 samples, of which where reward > 5 240.*where"
     ):
         planned(tmp_path / "s", {"where": "reward > 5"})
     assert len(planned(tmp_path / "s", {"where": "reward > 0.1"}).sample_rows)
