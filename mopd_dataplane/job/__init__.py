@@ -1,7 +1,7 @@
 """One TOML file is one whole run.
 
 sections.py     the tables of a job file: every key with its default and its meaning
-section.py      what these tables have in common
+values.py       kinds of values that keys take
 parse.py        what pydantic found wrong, in words, and in which line; a section that another process wrote as JSON
 objectives.py   what a stage minimises, as a sum of terms; the classes that other packages' terms derive from
 schedules.py    weights that are fixed, or change over the optimizer steps of a stage

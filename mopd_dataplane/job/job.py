@@ -18,7 +18,8 @@ from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.parse import line_of, problem_text
 from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
-from mopd_dataplane.job.sections import Name, Section
+from mopd_dataplane.job.sections import Section
+from mopd_dataplane.job.values import Name
 
 QuestionName = typing.Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 """A word of SQL."""

