@@ -82,8 +82,9 @@ def expand(text: str, names: Mapping[str, str], subject: str) -> str:
 
             return _rebuilt(_parsed(connection, checked), swap)
 
-        if not _named(connection, check_expression(text, subject), known):
-            return text.strip()
+        checked = check_expression(text, subject)
+        if not known or not _named(connection, checked, known):
+            return checked
         return _text(connection, replaced(text, (), subject))
 
 
