@@ -5,6 +5,7 @@ file_urls.py       files by path or by URL: what a user names is read and writte
 http_client.py     requests to servers of models: deadlines, limits, retries, and errors that name the request
 stop_request.py    Ctrl-C and SIGTERM end a rollout between two steps
 processes.py       children that end with their parent; scratch folders that the next run removes
+sql_text.py        texts as parts of SQL statements
 secrets.py         what must not be printed or kept
 plugins.py         what a name stands for: built in, installed, or importable
 extras.py          which extra brings a library that is missing

@@ -21,7 +21,7 @@ from mopd_dataplane.interchange.rows import Row, conversation_text
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.interchange.teachers_in import Teachers
 from mopd_dataplane.interchange.vocabulary import Vocabulary
-from mopd_dataplane.job.sections import NAME
+from mopd_dataplane.job.values import NAME
 from mopd_dataplane.models.chat_template import THOUGHT_FIELDS, Messages, RewrittenTurnError
 from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
 from mopd_dataplane.store.dataset import Store

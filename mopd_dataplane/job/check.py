@@ -37,6 +37,7 @@ def check_references(job: Job, where: str) -> None:
             )
         _check_retention(job, stage, where)
         _check_scale(job, stage, at)
+        _check_choices(stage, at)
         _check_lora(stage, at)
         _check_memory(job, stage, at)
         if stage.data == "rollout":
@@ -109,6 +110,14 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
         raise JobFileError(
             f"{at}: objective {stage.objective!r} sums over later tokens (discount = {term.discount}), which the "
             "ranks of scale.context_parallel do not share; set scale.context_parallel = 1, or discount = 0"
+        )
+
+
+def _check_choices(stage: Stage, at: str) -> None:
+    if stage.concurrent and stage.plan.where:
+        raise JobFileError(
+            f"{at}.plan.where: a concurrent stage plans samples in the order in which they were begun, before the "
+            "others of their domain are there to compare them with; set concurrent = false, or leave where out"
         )
 
 

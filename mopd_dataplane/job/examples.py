@@ -76,6 +76,7 @@ EXAMPLES: dict[str, str] = {
     "plan.batch_samples": "256",
     "plan.batch_tokens": "262144",
     "plan.mixture": "{ math = 2, code = [[0, 1], [200, 0.5]] }",
+    "plan.where": '"reward > 0 and kl between 0.05 and 2"',
     "plan.max_staleness": "4",
     "load.slots": "8",
     "load.slot_bytes": "67108864",

@@ -4,7 +4,7 @@ load.py reads a file as a Job. An objective may bring `[plan]` and `[train]` key
 stages that name it: exact and sampled gradients want other batches and learning rates.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,8 +12,10 @@ from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.section import Fixed, Free, Section
-from mopd_dataplane.job.sections import Name
+from mopd_dataplane.job.values import Name
 
+QuestionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+"""A word of SQL."""
 MOST_SEED = (1 << 63) - 1
 """Largest seed: generators of random numbers take 64 bits."""
 
@@ -123,6 +125,8 @@ class Job(Section):
     """The training runs of the job, in order; write `[[stages]]`."""
     eval: Eval = Eval()
     """Held-out evaluation."""
+    questions: dict[QuestionName, str] = Field(default_factory=dict)
+    """Names for conditions on samples, `hard = "kl > 1"`, to be used in every other condition."""
 
     def stage(self, name: str) -> Stage:
         """The stage of that name; raises JobFileError naming the known ones."""

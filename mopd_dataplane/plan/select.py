@@ -30,12 +30,16 @@ def select(
     """
     keep = np.ones(len(columns), dtype=bool)
     unsettled = {"missing_signal": ~columns.has_signals, "missing_reward": ~columns.has_reward}
-    dropped = leave_out(unusable(columns, settings, policy_version) | unsettled, columns, keep)
+    dropped = leave_out(
+        unusable(columns, settings, policy_version) | unsettled | unmet_conditions(columns), columns, keep
+    )
     if group_size > 1:
         dropped |= leave_out({"broken_group": ~whole_groups(columns, keep, group_size)}, columns, keep)
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
         steps = "".join(f"; {step}" for reason, step in _NEXT_STEPS.items() if reason in dropped)
+        if columns.failed.any():
+            steps += "; look at what a condition leaves with mopd query, and loosen plan.where"
         raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}{steps}")
     return columns.take(keep) if dropped else columns, dropped
 
@@ -64,6 +68,23 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
         "overlong": overlong,
         "stale": stale,
     }
+
+
+def unmet_conditions(columns: Columns) -> dict[str, Mask]:
+    """Samples that do not meet a condition of plan.where: a mask [n] for each condition, under its reason."""
+    return {
+        condition_reason(condition): columns.failed == number
+        for number, condition in enumerate(columns.conditions, start=1)
+    }
+
+
+def condition_reason(condition: str) -> str:
+    """The reason under which samples are counted that do not meet a condition.
+
+    >>> condition_reason("reward > 0")
+    'where reward > 0'
+    """
+    return f"where {condition}"
 
 
 def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict[str, Ints]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.store.format.lance_errors import reading
 
@@ -173,12 +174,3 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int, snapshot: 
     ):
         samples = samples.add_column(1, name, values)
     return samples
-
-
-def literal(text: str) -> str:
-    """The text as an SQL string literal.
-
-    >>> literal("it's")
-    "'it''s'"
-    """
-    return "'" + text.replace("'", "''") + "'"

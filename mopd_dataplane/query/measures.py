@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.answers import HeldOut, Values, held_out, paired
 from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job, stage_starts
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import recover, share, standard_error
 from mopd_dataplane.store.format.dataset_format import sql_name

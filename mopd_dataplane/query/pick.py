@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import UnknownNameError, nearest
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import number
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from pathlib import Path
 from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import InputError, MismatchError, PromptError
 from mopd_dataplane.job import sections
+from mopd_dataplane.job.values import NAME
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
 from mopd_dataplane.rollout.engines.engine import Engine
@@ -131,7 +132,7 @@ def run_rollout(
 def _check_names(*names: str) -> None:
     """Stage and writer name folders."""
     for name in names:
-        if not re.fullmatch(sections.NAME.strip("^$"), name):
+        if not re.fullmatch(NAME.strip("^$"), name):
             raise InputError(
                 f"name {name!r:.80}: a stage or writer is 1 to 64 of a-z, 0-9, '_', '.', '-', a letter or digit first"
             )

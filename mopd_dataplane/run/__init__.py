@@ -5,6 +5,7 @@ estimate.py           what a job takes: tokens, time, memory, and its prompts as
 disk_estimate.py      what a job writes to its store
 model_sizes.py        sizes of a job's models, from configs and headers
 preflight.py          checks of everything that a job names, before anything is made
+conditions.py         the conditions of [plan]: checked before a run, applied to the samples of a window
 prompt_lengths.py     checks of prompts in tokens: their budget, and the context of the model that answers
 rehearsal.py          a small version of a job with tiny models, to run before the real one
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate

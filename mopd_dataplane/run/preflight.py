@@ -34,6 +34,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems, check_adapter
+from mopd_dataplane.run.conditions import condition_problems
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.run.prompt_lengths import prompt_problems
 from mopd_dataplane.score.engines import SCORING
@@ -84,7 +85,7 @@ def preflight(job: Job) -> Checked:
         _teacher(look, name)
     _packages(look)
     _devices(look)
-    for key, problem in adapter_problems(job):
+    for key, problem in (*adapter_problems(job), *condition_problems(job)):
         look.refuse(key, problem)
     return Checked(look.findings, look.prompts)
 

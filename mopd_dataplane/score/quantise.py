@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mopd_dataplane.errors import InputError, MismatchError
-from mopd_dataplane.job.sections import Quantisation
+from mopd_dataplane.job.values import Quantisation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,6 +7,7 @@ format/      what is on disk: schemas, values that may be stored, checksums, and
 commit/      writing: tables, commits that are durable and happen once, and the queue
 read/        reading: pinned versions, rows and payload by row id, hidden states by byte range
 sql/         read-only SQL over pinned versions
+rollouts/    one row a sample with what every table says of it, and conditions on such rows
 maintain/    compaction, the audit, deletion, copies and upgrades
 remote/      object stores: files, folders, byte ranges, and what can go wrong
 """

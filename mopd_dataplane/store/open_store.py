@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import lance
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
     from mopd_dataplane.records import Prompt, Snapshot
     from mopd_dataplane.store.commit.table import Table
@@ -33,6 +35,21 @@ class OpenStore(Protocol):
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset: ...
 
     def table_handle(self, name: str) -> Table: ...
+
+    def has_column(self, name: str, column: str, snapshot: Snapshot | None = None) -> bool: ...
+
+    def table(
+        self,
+        name: str,
+        columns: Sequence[str] | None = None,
+        filter: str | None = None,
+        snapshot: Snapshot | None = None,
+        limit: int | None = None,
+    ) -> pa.Table: ...
+
+    def scan_samples(
+        self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None
+    ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]: ...
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table: ...
 

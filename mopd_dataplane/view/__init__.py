@@ -1,9 +1,5 @@
 """STORE → PAGE: `mopd view`, a local server and the page a researcher reads rollouts on.
 
-    columns.py        one row a sample: metadata, reward and every teacher's divergence, as a statement over the tables
-    derived.py        the columns of it that other tables and other samples give, as arrays
-    rollouts.py       all those columns, each read or computed when it is first asked for
-    referenced.py     which of them a statement names
     glance.py         rows of some samples, for which no whole column is read
     index.py          pages and counts by SQL
     histograms.py     counts of columns, over all rows and over those that match

@@ -12,11 +12,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.store.format.lance_errors import reading
+from mopd_dataplane.store.rollouts.arrays import LEFT_OUT
+from mopd_dataplane.store.rollouts.columns import READ, definition, described, optional_sources
 from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.columns import READ, definition, described, optional_sources
-from mopd_dataplane.view.rollouts import LEFT_OUT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,5 +79,7 @@ class Glance:
         present = [column for column in columns if column in schema.names]
         if not len(sample_rows):
             return pa.schema([schema.field(column) for column in present]).empty_table()
+        if "sample_row" not in present:  # small tables, which name samples in another way
+            return self._store.table(name, present, snapshot=self._snapshot)
         rows = ", ".join(map(str, sample_rows.tolist()))
         return self._store.table(name, present, f"sample_row IN ({rows})", self._snapshot)

@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.base.sql_text import literal
 
 if TYPE_CHECKING:
     import duckdb
 
-    from mopd_dataplane.view.columns import Column
-    from mopd_dataplane.view.rollouts import Rollouts
+    from mopd_dataplane.store.rollouts.arrays import Rollouts
+    from mopd_dataplane.store.rollouts.columns import Column
 
 BINS = 32
 LONG_TAIL = 3.0

@@ -19,12 +19,14 @@ import pyarrow as pa
 
 from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest, require_known
+from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.columns import LABELLED
+from mopd_dataplane.store.rollouts.conditions import TABLE, job_questions
+from mopd_dataplane.store.rollouts.expressions import expand
+from mopd_dataplane.store.rollouts.referenced import referenced
 from mopd_dataplane.store.sql.query import interrupted_after
-from mopd_dataplane.view.columns import LABELLED
 from mopd_dataplane.view.glance import OF_MANY, Glance
 from mopd_dataplane.view.histograms import Histograms
-from mopd_dataplane.view.referenced import FUNCTIONS, called, referenced
-from mopd_dataplane.view.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.view.labels import Labelled
 
-TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
 FIRST = (
@@ -59,6 +60,7 @@ class Index:
         going: is called every few milliseconds of reading columns; what it raises ends the reading.
         """
         self.snapshot = snapshot
+        self._questions = job_questions(store)
         self._glance = glance = Glance(store, snapshot)
         self.teachers, self.definition, self.columns = glance.teachers, glance.definition, glance.columns
         self.rollouts = Rollouts(store, snapshot, glance.vocabularies, glance.has, going)
@@ -139,19 +141,7 @@ class Index:
 
     def condition(self, where: str) -> str:
         """The filter as a clause. Raises QueryError unless it is one expression that reads only."""
-        text = where.strip()
-        if not text:
-            return ""
-        try:
-            duckdb.SQLExpression(text)  # nothing that closes the bracket below and goes on behind it
-            statements = self._connection.cursor().extract_statements(f"select * from {TABLE} where ({text}\n)")
-        except duckdb.Error as error:
-            raise QueryError(f"the filter is not an SQL expression: {error}") from error
-        if len(statements) != 1 or statements[0].type.name != "SELECT":
-            raise QueryError("the filter must be one SQL expression, such as: domain = 'math' and response_len > 100")
-        for name in sorted(called(self._connection.cursor(), f"select * from {TABLE} where ({text}\n)") - FUNCTIONS):
-            raise QueryError(f"the filter calls {name!r:.80}, which a filter may not: {nearest(name, FUNCTIONS)}")
-        return f" where ({text}\n)"
+        return f" where ({expand(where, self._questions, 'the filter')}\n)" if where.strip() else ""
 
     def order(self, order: str) -> str:
         """ "column" or "-column" as a clause; ties in order of commit. Raises UnknownNameError."""

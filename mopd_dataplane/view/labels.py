@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
 
 if TYPE_CHECKING:

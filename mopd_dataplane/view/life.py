@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.query.lineage import literal, uses_of
+from mopd_dataplane.base.sql_text import literal
+from mopd_dataplane.query.lineage import uses_of
 from mopd_dataplane.view.sample import finite
 from mopd_dataplane.view.topk import freed
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import MopdError, UnknownNameError
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.view.sample import (
     Payload,
     at_trained,

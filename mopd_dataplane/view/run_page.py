@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import half_width, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import share
-from mopd_dataplane.view.columns import STATS
-from mopd_dataplane.view.index import TABLE
+from mopd_dataplane.store.rollouts.columns import STATS
+from mopd_dataplane.store.rollouts.conditions import TABLE
 from mopd_dataplane.view.sample import finite
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from mopd_dataplane.errors import MopdError, ResourceError
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
+from mopd_dataplane.store.rollouts.columns import FLAGS
 from mopd_dataplane.tables import TABLES
-from mopd_dataplane.view.columns import FLAGS
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.labels import Labelled
 from mopd_dataplane.view.live import live_samples

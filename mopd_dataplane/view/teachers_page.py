@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.job import remembered_job
-from mopd_dataplane.query.lineage import literal
-from mopd_dataplane.view.columns import STATS
+from mopd_dataplane.store.rollouts.columns import STATS
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store

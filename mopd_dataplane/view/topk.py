@@ -15,8 +15,8 @@ import numpy as np
 from mopd_kernels.layout import codec_named
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import DamagedError, MopdError, UnknownNameError
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.tables import signal_table

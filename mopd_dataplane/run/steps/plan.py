@@ -22,6 +22,7 @@ from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLU
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.changes import in_force
+from mopd_dataplane.run.conditions import questions_of, with_conditions
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
@@ -118,8 +119,10 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
     with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report), freed_memory_kept():
         tag = window_tag(stage, window)
         snapshot = run.store.snapshot(tag=tag)
+        training = training_of(run, stage, window)
         try:
             columns = planner_columns(run, stage, iteration, snapshot)
+            columns = with_conditions(run.store, run.job, stage, columns, snapshot, training.first_step)
         except InputError:
             run.store.release(tag)  # what is missing now may be there at the next try
             raise
@@ -131,7 +134,8 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
             window=window,
             snapshot=snapshot,
             teachers=list(run.job.teachers_of(stage)),
-            training=training_of(run, stage, window),
+            training=training,
+            questions=questions_of(run.job, stage),
         )
         run.store.add_plan(plan)
         stats = plan.stats

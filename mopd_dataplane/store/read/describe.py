@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.store.format.dataset_format import spec_of, sql_name
+from mopd_dataplane.store.rollouts.as_view import rollouts_view
+from mopd_dataplane.store.rollouts.conditions import TABLE
 from mopd_dataplane.store.sql.views import View, views
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def relations(store: OpenStore) -> Iterator[Relation]:
     for name in names:
         rows = store.dataset(name).count_rows()
         yield Relation(name=sql_name(name), kind="table", doc=spec_of(name).doc, rows=rows)
-    for view in views(names).values():
+    for view in (rollouts_view(store), *views(names).values()):
         yield Relation(name=view.call, kind="macro" if view.parameters else "view", doc=view.doc, rows=None)
 
 
@@ -58,7 +60,7 @@ def columns(store: OpenStore, name: str) -> list[Column]:
     name: as in SQL, or as the dataset is called. Raises UnknownNameError naming the nearest.
     """
     datasets = {sql_name(dataset): dataset for dataset in store.names()}
-    views_by_name = views(datasets.values())
+    views_by_name = {TABLE: rollouts_view(store), **views(datasets.values())}
     view_name = sql_name(name.partition("(")[0].strip())
     if view_name in datasets:
         return [_column(field) for field in store.dataset(datasets[view_name]).schema]
@@ -77,7 +79,7 @@ def _column(field: pa.Field) -> Column:
 def _view_columns(store: OpenStore, view: View) -> list[Column]:
     answer = store.sql(f"select {view.example} as {view.name}" if view.scalar else f"from {view.example} limit 0")
     types = {field.name: _type(field.type) for field in answer.schema}
-    return [Column(name=name, type=types[name], unit="", doc=doc) for name, doc in view.columns.items()]
+    return [Column(name=name, type=kind, unit="", doc=view.columns.get(name, "")) for name, kind in types.items()]
 
 
 def _type(kind: pa.DataType) -> str:

@@ -25,6 +25,8 @@ from mopd_dataplane.store.format.dataset_format import blob_columns, spec_of, sq
 from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.store.read.decode import find_decoder
 from mopd_dataplane.store.read.describe import columns
+from mopd_dataplane.store.rollouts.as_view import rollouts_view
+from mopd_dataplane.store.rollouts.conditions import TABLE
 from mopd_dataplane.store.sql.views import create_views, views
 
 if TYPE_CHECKING:
@@ -197,6 +199,8 @@ def _register(
     """Make the tables and views that the query names visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
     views_by_name, text = views(names), query.lower()
+    if TABLE in text:
+        views_by_name[TABLE] = rollouts_view(store, snapshot, query)
     spoken = [name for name in names if sql_name(name) in text]
     used_views = [view for name, view in views_by_name.items() if name in text]
     if not spoken and not used_views:
@@ -295,4 +299,6 @@ def _explain(error: duckdb.Error, store: OpenStore) -> str:
     unknown = re.search(r"Table with name (\S+) does not exist", str(error))
     if unknown is None:
         return str(error)
-    return f"no table {unknown[1]!r}: {nearest(unknown[1], [*map(sql_name, store.names()), *views(store.names())])}"
+    return (
+        f"no table {unknown[1]!r}: {nearest(unknown[1], [*map(sql_name, store.names()), *views(store.names()), TABLE])}"
+    )

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from mopd_dataplane.store.rollouts.columns import READ, REPETITION, SPREAD, STATS, definition
+from mopd_dataplane.store.rollouts.derived import Rows, parts
 from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.columns import READ, REPETITION, SPREAD, STATS, definition
-from mopd_dataplane.view.derived import Rows, parts
 
 TEACHERS = {"a": 50, "b": 1000, "silent": 7}
 OPTIONAL = (SPREAD, STATS, REPETITION)
@@ -38,6 +38,8 @@ def _tables(seed: int, count: int) -> dict[str, pa.Table]:
     own["mean_logprob"] = _holed(noise, -noise.exponential(1.0, count))
     own[REPETITION] = pa.array(noise.random(count), pa.float32(), mask=noise.random(count) < 0.2)
     own["sample_row"] = pa.array(ids)
+    own["uid"] = pa.array([f"u{i}" for i in ids], pa.string())
+    own["prompt_id"] = pa.array(noise.choice([f"p{i}" for i in range(9)], count), pa.string())
     rows = noise.choice(np.arange(2 * count + 9), 3 * count)
     std = np.where(noise.random(3 * count) < 0.7, 0.0, 1.0)
     names = noise.choice(["a", "b", "unknown"], 3 * count)
@@ -56,6 +58,17 @@ def _tables(seed: int, count: int) -> dict[str, pa.Table]:
         STATS: pa.table({
             "sample_row": rows, "step": pa.array(noise.permutation(3 * count) - 5, pa.int32()),
             **{name: _holed(noise, noise.exponential(0.2, 3 * count)) for name in READ[STATS][2:]},
+        }),
+        "labels": pa.table({
+            "uid": noise.choice([*own["uid"].to_pylist(), "gone"], count + 1), "removed": noise.random(count + 1) < 0.3,
+            "label": noise.choice(["odd", "good", "long one"], count + 1),
+            "created_at": pa.array(noise.permutation(count + 1), pa.timestamp("us", "UTC")),
+        }),
+        "evals": pa.table({
+            "prompt_id": noise.choice(["p0", "p1", "p2", "gone"], count),
+            "reward": pa.array(noise.random(count), pa.float32(), mask=noise.random(count) < 0.2),
+            "correct": pa.array(noise.random(count) < 0.5, mask=noise.random(count) < 0.2),
+            "finish_reason": noise.choice(["stop", "benchmark"], count),
         }),
         "teachers": pa.table({"name": list(TEACHERS), "vocab_size": list(TEACHERS.values())}),
     }  # fmt: skip
@@ -90,6 +103,9 @@ def test_derived_columns_are_those_of_the_statement(seed: int, count: int, has: 
         same = wanted[name]
         assert values.type == same.type, name
         assert values.is_null().to_pylist() == same.is_null().to_pylist(), name
+        if name == "labels":
+            assert values.to_pylist() == same.to_pylist()
+            continue
         one, other = (np.array([v or 0 for v in some.to_pylist()], np.float32) for some in (values, same))
         np.testing.assert_array_almost_equal_nulp(one[~np.isnan(one)], other[~np.isnan(one)], nulp=1)
         np.testing.assert_array_equal(np.isnan(one), np.isnan(other), err_msg=name)

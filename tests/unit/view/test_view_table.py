@@ -12,9 +12,9 @@ from viewing import BEARER, client_of, get, rows_of, some_uid
 from mopd_dataplane import Store
 from mopd_dataplane.bench.crowd import process_tree
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.view.derived import Part
+from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.derived import Part
 from mopd_dataplane.view.glance import OF_MANY
-from mopd_dataplane.view.rollouts import Rollouts
 from mopd_dataplane.view.shown import Shown
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mopd_dataplane.view.columns import MOST_TEACHERS, READ, REPETITION, SPREAD, STATS
+from mopd_dataplane.store.rollouts.columns import MOST_TEACHERS, READ, REPETITION, SPREAD, STATS
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
@@ -58,6 +58,8 @@ def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
         Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped),
         Part(("unscored",), ("stage", "iteration", "teachers"), _unscored),
         Part(("surprising",), ("domain", "kl"), _surprising),
+        Part(("labels",), ("uid",), _labels, "labels", READ["labels"]),
+        Part(("eval_answers", "eval_reward", "eval_accuracy"), ("prompt_id",), _evaluated, "evals", READ["evals"]),
         *(Part((name,), needs, partial(_flag, name, of)) for name, (needs, of) in _FLAGS.items()),
     ]  # fmt: skip
     if spread:
@@ -278,6 +280,34 @@ def _surprising(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]
             high = np.float32(np.quantile(values[mine], SURPRISING))
             flags[mine] = (values[mine] >= high) & (values[mine] > 0)
     return {"surprising": pa.array(flags)}
+
+
+def _labels(rows: Rows, own: Columns, labels: pa.Table) -> dict[str, pa.Array]:
+    """The labels that each sample bears: the newest row of each sample and label counts."""
+    newest = {(row["uid"], row["label"]): row["removed"] for row in labels.sort_by("created_at").to_pylist()}
+    by_uid: dict[str, list[str]] = {}
+    for (uid, label), removed in sorted(newest.items()):
+        if not removed:
+            by_uid.setdefault(uid, []).append(label)
+    position = pc.index_in(own["uid"], value_set=pa.array(by_uid, pa.string()))
+    texts = pa.array([", ".join(of_sample) for of_sample in by_uid.values()], pa.string())
+    return {"labels": texts.take(position.combine_chunks())}
+
+
+def _evaluated(rows: Rows, own: Columns, evals: pa.Table) -> dict[str, pa.Array]:
+    """Held-out answers to the prompt of each sample."""
+    answers = evals.filter(pc.not_equal(evals["finish_reason"], "benchmark"))
+    by_prompt = answers.append_column("right", pc.cast(pc.cast(answers["correct"], pa.int8()), pa.float64()))
+    sums = by_prompt.group_by("prompt_id").aggregate([([], "count_all"), ("reward", "mean"), ("right", "mean")])
+    position = pc.index_in(own["prompt_id"], value_set=sums["prompt_id"].combine_chunks()).combine_chunks()
+
+    def of_sample(name: str, kind: pa.DataType) -> pa.Array:
+        return sums[name].combine_chunks().cast(kind).take(position)
+
+    return {
+        "eval_answers": pc.fill_null(of_sample("count_all", pa.int32()), 0),
+        "eval_reward": of_sample("reward_mean", pa.float32()), "eval_accuracy": of_sample("right_mean", pa.float32()),
+    }  # fmt: skip
 
 
 def _codes(column: pa.ChunkedArray) -> Places:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 MOST_TEACHERS = 12
 """Teachers that get a column of their own; `kl` and `teachers` count all."""
@@ -43,6 +43,10 @@ DOCS: dict[str, tuple[str, str]] = {
     "constant_teacher": ("a teacher gave every token the same log-prob", ""),
     "far_trainer": ("trainer and sampler are more than 0.1 nat/token apart at the first step that trained it", ""),
     "surprising": ("among the 1 % with the largest kl of its domain", ""),
+    "labels": ("labels that readers gave it, in alphabetical order with a comma between them", ""),
+    "eval_answers": ("held-out answers of policies to its prompt", ""),
+    "eval_reward": ("mean reward of those answers", ""),
+    "eval_accuracy": ("share of those answers that is entirely right", ""),
 }
 DERIVED = frozenset(DOCS)
 FLAGS = (
@@ -59,6 +63,8 @@ READ: dict[str, tuple[str, ...]] = {
     "rewards": ("sample_row", "reward"),
     "scores": ("sample_row", "teacher", "mean_reverse_kl", "bytes", "rows", SPREAD),
     STATS: ("sample_row", "step", "mean_abs_gap", "mean_student_entropy", "mean_teacher_entropy"),
+    "labels": ("uid", "label", "removed", "created_at"),
+    "evals": ("prompt_id", "reward", "correct", "finish_reason"),
 }
 """Columns of other tables that the definition reads, where a store has them."""
 _ALIKE = """
@@ -106,18 +112,18 @@ def described(schema: pa.Schema) -> dict[str, Column]:
     return {field.name: column_of(field.name, field.type) for field in schema if field.name not in HIDDEN}
 
 
-def optional_sources(store: Store, snapshot: Snapshot) -> Iterator[str]:
-    """The optional sources (SPREAD, STATS, REPETITION) that a snapshot has."""
+def optional_sources(store: OpenStore, snapshot: Snapshot | None) -> Iterator[str]:
+    """The optional sources (SPREAD, STATS, REPETITION) that a snapshot has, or the newest versions have."""
     if SPREAD in store.dataset("scores", snapshot).schema.names:
         yield SPREAD
-    if STATS in snapshot.versions:
+    if STATS in (store.names() if snapshot is None else snapshot.versions):
         yield STATS
     if REPETITION in store.dataset("samples", snapshot).schema.names:
         yield REPETITION
 
 
 def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows: bool = False) -> str:
-    """The SELECT over `samples`, `rewards`, `scores`, `teachers` and `token_stats` that makes the table.
+    """The SELECT over `samples` and the tables of READ that makes the table of rollouts.
 
     has: which of SPREAD, STATS and REPETITION the store has. with_rows: keep the columns of HIDDEN, for a `samples`
     that carries `sample_row`, which then is what tables are joined by; else by uid, which takes longer.
@@ -174,10 +180,17 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
     select joined.* exclude (stage, iteration, domain, group_id), group_size, group_spread,
            (reward - group_mean)::float as advantage, teachers = 0 and any_teacher as unscored,
            coalesce(kl >= high and kl > 0, false) as surprising
-    from joined join grouped using (stage, group_id) join batched using (stage, iteration) join likely using (domain))
+    from joined join grouped using (stage, group_id) join batched using (stage, iteration) join likely using (domain)),
+  labelled_once as (select uid, string_agg(label, ', ' order by label) as labels from ({LABELLED}) group by uid),
+  answered as (
+    select prompt_id, count(*)::int as eval_answers, avg(reward)::float as eval_reward,
+           avg(correct::int)::float as eval_accuracy
+    from evals where finish_reason <> 'benchmark' group by prompt_id)
   select samples.*{hidden}, compared.* exclude ({key}{", alike" if spread else ""}, unscored, surprising),
          finish_reason = 'length' as truncated, interruptions > 0 as interrupted,
          policy_version_last > policy_version_first as several_versions,
          policy <> 'reference' and mean_logprob is null as no_logprobs, loss_tokens = 0 as all_masked,
-         {_ODD_TEACHERS if spread else ""} {flags} unscored, surprising
-  from samples join compared using ({key})"""
+         {_ODD_TEACHERS if spread else ""} {flags} unscored, surprising, labels,
+         coalesce(eval_answers, 0) as eval_answers, eval_reward, eval_accuracy
+  from samples join compared using ({key}) left join labelled_once using (uid)
+  left join answered using (prompt_id)"""

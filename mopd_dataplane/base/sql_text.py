@@ -1,0 +1,10 @@
+"""Texts as parts of SQL statements."""
+
+
+def literal(text: str) -> str:
+    """The text as an SQL string literal.
+
+    >>> literal("it's")
+    "'it''s'"
+    """
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,162 @@
+"""Which samples of a snapshot meet a condition, and the numbers of an expression over them.
+
+Every command that takes a condition asks here: one table (columns.py), one language (expressions.py), one set of
+errors. Only columns that the expression names are read, and no payload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import QueryError, nearest
+from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.columns import HIDDEN, READ, REPETITION, SPREAD, STATS, definition, optional_sources
+from mopd_dataplane.store.rollouts.expressions import STEP, expand
+from mopd_dataplane.store.rollouts.referenced import referenced
+from mopd_dataplane.tables import TABLES
+
+if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
+    from mopd_dataplane.store.open_store import OpenStore
+
+TABLE = "rollouts"
+"""Name of the table in SQL."""
+_UNKNOWN = re.compile(r'Referenced column "([^"]+)" (?:was )?not found')
+
+
+class Conditions:
+    """The rollouts of one snapshot, for conditions and expressions.
+
+    Example: Conditions(store, snapshot, {"hard": "kl > 1"}).rows("hard and reward > 0").
+    """
+
+    def __init__(self, store: OpenStore, snapshot: Snapshot, names: Mapping[str, str] | None = None) -> None:
+        """names: conditions that a job gave names to."""
+        teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
+        vocabularies = dict(zip(*(teachers[name].to_pylist() for name in ("name", "vocab_size")), strict=True))
+        has = frozenset(optional_sources(store, snapshot))
+        self._rollouts = Rollouts(store, snapshot, vocabularies, has, going=lambda: None)
+        self._names = dict(names or {})
+
+    @property
+    def sample_rows(self) -> NDArray[np.int64]:
+        """[n] row id of every sample, ascending."""
+        return self._rollouts.sample_rows
+
+    def rows(self, condition: str, subject: str = "--where") -> NDArray[np.int64]:
+        """Row ids, ascending, of the samples that meet a condition. Raises QueryError."""
+        [mask] = self.masks([condition], subject)
+        return self.sample_rows[mask]
+
+    def masks(self, conditions: Sequence[str], subject: str) -> list[NDArray[np.bool_]]:
+        """For each condition [n] whether a sample meets it; one that is null for a sample is not met.
+
+        subject: what messages call the conditions. Raises QueryError.
+        """
+        if not conditions:
+            return []
+        texts = [expand(text, self._names, subject) for text in conditions]
+        answer = self._answer(texts, subject)
+        for text, column in zip(conditions, answer.columns, strict=True):
+            check_boolean(text, column.type, subject)
+        return [np.asarray(column.fill_null(False)) for column in answer.columns]
+
+    def numbers(self, expression: str, subject: str) -> NDArray[np.float64]:
+        """[n] values of an expression, NaN where it has none. Raises QueryError."""
+        [column] = self._answer([expand(expression, self._names, subject)], subject).columns
+        check_number(expression, column.type, subject)
+        return np.asarray(column.cast(pa.float64()).fill_null(np.nan))
+
+    def _answer(self, texts: Sequence[str], subject: str) -> pa.Table:
+        """A column for each expression, samples in the order of their rows."""
+        with _connect() as connection:
+            named = referenced(connection, _select(texts), self._rollouts.names)
+            connection.register(TABLE, self._rollouts.table(named))
+            known = [name for name in self._rollouts.names if name not in HIDDEN]
+            return evaluate(connection, texts, [*known, *self._names], subject).drop_columns("sample_row")
+
+
+def job_questions(store: OpenStore) -> dict[str, str]:
+    """The names that the job of a store gave to conditions; empty for a store that no job made."""
+    return dict((store.read_json("job.json") or {}).get("questions", {}))
+
+
+def evaluate(
+    connection: duckdb.DuckDBPyConnection, texts: Sequence[str], known: Sequence[str], subject: str
+) -> pa.Table:
+    """`sample_row` and a column for each expression over the table that the connection has. Raises QueryError, which
+    names the nearest of `known` for a column that the table lacks."""
+    try:
+        return connection.sql(_select(texts)).to_arrow_table()
+    except duckdb.Error as error:
+        if unknown := _UNKNOWN.search(str(error)):
+            raise QueryError(f"{subject}: {unknown_column(unknown[1], known)}") from None
+        raise QueryError(f"{subject}: {error}") from error
+
+
+def unknown_column(name: str, known: Sequence[str]) -> str:
+    """What to tell about a name that is no column."""
+    if name.lower() == STEP:
+        return f"{STEP!r} is known where a plan is made only: use it in plan.weight, plan.order or plan.where"
+    return f"no column {name!r}: {nearest(name, known)}; their meaning: mopd schema STORE {TABLE}"
+
+
+def check_boolean(text: str, kind: pa.DataType, subject: str) -> None:
+    """Raise QueryError for a condition that is not true or false."""
+    if not pa.types.is_boolean(kind):
+        raise QueryError(f"{subject}: {text!r:.200} is a {kind}, not true or false: compare it, as in kl > 0.5")
+
+
+def check_number(text: str, kind: pa.DataType, subject: str) -> None:
+    """Raise QueryError for an expression that is not a number."""
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise QueryError(f"{subject}: {text!r:.200} is a {kind}, not a number: give a number, such as kl + 0.1")
+
+
+def empty_rollouts(teachers: Sequence[str]) -> pa.Table:
+    """The table of rollouts without a row, as a job with these teachers makes it."""
+    with _connect() as connection:
+        row = pa.field("sample_row", pa.int64())
+        connection.register("samples", TABLES["samples"].schema.append(row).empty_table())
+        connection.register("teachers", TABLES["teachers"].schema.empty_table())
+        for name, columns in READ.items():
+            fields = [TABLES[name].schema.field(column) for column in columns]
+            connection.register(name, pa.schema(fields).empty_table())
+        has = (SPREAD, STATS, REPETITION)
+        made = definition(sorted(teachers), has=has, with_rows=True)
+        return connection.sql(f"select * from ({made})").to_arrow_table()
+
+
+def check_kind(
+    text: str, rollouts: pa.Table, names: Mapping[str, str], subject: str, *, is_condition: bool = True
+) -> None:
+    """Raise QueryError for an expression that no store with this table could answer.
+
+    rollouts: of `empty_rollouts`. is_condition: it must be true or false, else a number.
+    """
+    expression = expand(text, names, subject)
+    with _connect() as connection:
+        connection.register(TABLE, rollouts)
+        known = [name for name in rollouts.column_names if name not in HIDDEN]
+        kind = evaluate(connection, [expression], [*known, *names], subject).schema.types[1]
+    (check_boolean if is_condition else check_number)(text, kind, subject)
+
+
+def _select(texts: Sequence[str]) -> str:
+    shown = ", ".join(f"({text}\n) as value_{number}" for number, text in enumerate(texts))
+    return f"select sample_row, {shown} from {TABLE} order by sample_row"
+
+
+def _connect() -> duckdb.DuckDBPyConnection:
+    """A connection that reads nothing but what is registered. One thread: sums then have one order of their terms."""
+    connection = duckdb.connect(config={"python_enable_replacements": "false", "threads": "1"})
+    connection.execute("set enable_progress_bar = false; set enable_external_access = false")
+    connection.execute("set lock_configuration = true")
+    return connection

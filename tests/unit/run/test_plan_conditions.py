@@ -1,0 +1,147 @@
+"""A plan takes what its condition chooses, counts the others, and is the same however its store was made."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mopd_dataplane import Store, plan_stage
+from mopd_dataplane.bench.synthetic import lengths_of, make_store
+from mopd_dataplane.errors import InputError, JobFileError, MismatchError
+from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.run.conditions import condition_problems
+
+COUNT = 240
+
+
+def job_of(folder: Path, plan: dict[str, Any], questions: dict[str, str] | None = None, **changes: Any) -> Job:
+    """A job with one stage over the samples that its store holds."""
+    stage = {"name": "student", "data": "stored", "plan": {"pack_tokens": 512, "batch_samples": 16, **plan}, **changes}
+    return check_job(
+        {
+            "name": "picked", "store": str(folder), "seed": 3, "questions": questions or {}, "stages": [stage],
+            "student": {"tokenizer": "characters", "config": {
+                "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}},
+            "domains": {name: {"source": "store"} for name in ("domain-0", "domain-1")},
+        },
+        where="job.toml",
+    )  # fmt: skip
+
+
+def fill(folder: Path, *, batch: int = 512, seed: int = 0) -> Store:
+    lengths = lengths_of(COUNT, mean_log=4, longest=256, seed=seed)
+    return make_store(folder, lengths, signals=("logprob",), group_size=4, rewards=True, batch=batch)
+
+
+def planned(folder: Path, plan: dict[str, Any], questions: dict[str, str] | None = None) -> PlanWindow:
+    job = job_of(folder, plan, questions)
+    plan_stage(job, job.stage("student"))
+    window = Store.open(folder).plan("student", 0)
+    assert window is not None
+    return window
+
+
+def uids(folder: Path, plan: PlanWindow) -> list[str]:
+    return list(Store.open(folder).take_samples(plan.sample_rows, ["uid"])["uid"].to_pylist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_takes_what_plain_sql_takes(tmp_path: Path, seed: int) -> None:
+    noise = np.random.default_rng(seed)
+    longest, least = int(noise.integers(60, 200)), round(float(noise.random()) / 2, 3)
+    where = f"reward > {least} and response_len < {longest} and domain = 'domain-{seed % 2}'"
+    store = fill(tmp_path / "s", seed=seed)
+    plain = sqlite3.connect(":memory:")
+    plain.execute("create table rollouts (uid, reward, response_len, domain)")
+    rewards = {row["uid"]: row["reward"] for row in store.table("rewards").to_pylist()}
+    plain.executemany("insert into rollouts values (?, ?, ?, ?)", [
+        (row["uid"], rewards[row["uid"]], row["response_len"], row["domain"])
+        for row in store.table("samples").to_pylist()
+    ])  # fmt: skip
+    plan = planned(tmp_path / "s", {"where": where})
+    chosen = {uid for (uid,) in plain.execute(f"select uid from rollouts where {where}")}
+    assert sorted(uids(tmp_path / "s", plan)) == sorted(chosen)
+    left = {name: int(count) for name, count in plan.stats.items() if name.startswith("dropped_")}
+    first = [f"reward > {least}", f"response_len < {longest}", f"\"domain\" = 'domain-{seed % 2}'"]  # as DuckDB writes
+    for number, condition in enumerate(first):
+        before = " and ".join(first[:number]) or "true"
+        lost = f"select count(*) from rollouts where ({before}) and not ({condition})"
+        assert left.get(f"dropped_where {condition}", 0) == plain.execute(lost).fetchone()[0], condition
+    assert len(plan.sample_rows) + sum(left.values()) == COUNT
+
+
+def test_a_store_that_was_killed_and_continued_gives_the_same_plan(tmp_path: Path) -> None:
+    """Other commits, so other row numbers: what a condition leaves is shuffled and packed alike."""
+    plan = {"where": "reward > 0.2 and group_spread > 0.3 and kl is not null or response_len < 40"}
+    whole, resumed = fill(tmp_path / "whole"), tmp_path / "resumed"
+    fill(resumed, batch=100)
+    assert whole.dataset("samples").version != Store.open(resumed).dataset("samples").version
+    first, second = planned(tmp_path / "whole", plan), planned(resumed, plan)
+    assert uids(tmp_path / "whole", first) == uids(resumed, second)
+    assert first.stats == second.stats
+
+
+def test_questions_count_in_the_digest_and_an_absent_condition_does_not(tmp_path: Path) -> None:
+    digests = {}
+    for name, plan, questions in (
+        ("plain", {}, None),
+        ("unused question", {}, {"hard": "reward > 0.5"}),
+        ("condition", {"where": "reward > 0.5"}, None),
+        ("question", {"where": "hard"}, {"hard": "reward > 0.5"}),
+        ("other question", {"where": "hard"}, {"hard": "reward > 0.50001"}),
+    ):
+        fill(tmp_path / "s")
+        window = planned(tmp_path / "s", plan, questions)
+        digests[name] = window.digest
+        assert ("where" in window.settings) == bool(plan)
+        assert window.settings.get("questions", {}) == (questions if plan and questions else {})
+        (tmp_path / "s").rename(tmp_path / name)
+    assert digests["plain"] == digests["unused question"]
+    assert len(set(digests.values())) == 4
+
+
+def test_a_condition_that_leaves_nothing_is_refused_with_what_it_took(tmp_path: Path) -> None:
+    fill(tmp_path / "s")
+    with pytest.raises(InputError, match=r"nothing to train on: 240 samples, of which where reward > 5 240.*where"):
+        planned(tmp_path / "s", {"where": "reward > 5"})
+    assert len(planned(tmp_path / "s", {"where": "reward > 0.1"}).sample_rows)
+
+
+def test_a_condition_of_a_stage_that_has_begun_may_not_change(tmp_path: Path) -> None:
+    fill(tmp_path / "s")
+    first = job_of(tmp_path / "s", {"where": "hard"}, {"hard": "reward > 0.5"})
+    plan_stage(first, first.stage("student"))
+    policy = tmp_path / "s" / "policies" / "student" / "v1"
+    policy.mkdir(parents=True)
+    for changed in (job_of(tmp_path / "s", {"where": "reward > 0.5"}),
+                    job_of(tmp_path / "s", {"where": "hard"}, {"hard": "reward > 0.6"})):  # fmt: skip
+        with pytest.raises(MismatchError, match=r"stages.student.plan.where|questions.hard"):
+            plan_stage(changed, changed.stage("student"))
+
+
+def test_the_check_names_what_no_store_could_answer(tmp_path: Path) -> None:
+    job = job_of(
+        tmp_path / "s",
+        {"where": "easy and rewrd > 0"},
+        {"easy": "kl < 1", "late": "created_at < now() and nothing > 1", "kl": "true", "number": "response_len"},
+    )
+    problems = dict(condition_problems(job))
+    assert problems.keys() == {"questions.late", "questions.kl", "questions.number", "stages.student.plan.where"}
+    assert "did you mean 'reward'?" in problems["stages.student.plan.where"]
+    assert "no column 'nothing'" in problems["questions.late"]
+    assert "is a column of the table of rollouts already" in problems["questions.kl"]
+    assert "not true or false" in problems["questions.number"]
+    timed = job_of(tmp_path / "s", {"where": "recent"}, {"recent": "created_at > now()"})
+    assert "time of day" in dict(condition_problems(timed))["stages.student.plan.where"]
+    assert not list(condition_problems(job_of(tmp_path / "s", {"where": "step > 2 and fine"}, {"fine": "kl < 1"})))
+
+
+def test_a_concurrent_stage_takes_no_condition(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match=r"stages.student.plan.where: a concurrent stage .*concurrent = false"):
+        job_of(tmp_path / "s", {"where": "reward > 0"}, data="rollout", concurrent=True)
