@@ -20,12 +20,12 @@ from mopd_dataplane.query.heads import head_logits, log_softmax, read_states
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import half_width
 from mopd_dataplane.query.text import visible
-from mopd_dataplane.store.arrow_rows import list_views
+from mopd_dataplane.store.format.arrow_rows import list_views
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder, Numbers
+    from mopd_dataplane.store.read.decode import Decoder, Numbers
 
 Ask = Callable[[str], list[dict[str, Any]]]
 """Answers a statement with its rows."""

@@ -16,7 +16,7 @@ from mopd_kernels.layout import codec_named
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, UnknownNameError
-from mopd_dataplane.store.dataset_format import FREED
+from mopd_dataplane.store.format.dataset_format import FREED
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot, Teacher

@@ -12,7 +12,7 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.query import corrections
 from mopd_dataplane.query.corrections import SCORED, looked_at, marked_answer, most_corrected, picks
 from mopd_dataplane.query.heads import read_states
-from mopd_dataplane.store.decode import Numbers
+from mopd_dataplane.store.read.decode import Numbers
 
 
 @pytest.fixture(scope="module")
