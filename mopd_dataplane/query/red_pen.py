@@ -28,7 +28,7 @@ MOST_VERSIONS, MOST_TEACHERS, MOST_LINES = 6, 4, 5
 PROMPT_CHARACTERS = 400
 WORD_CHARACTERS = 24
 WIDTH, HEIGHT, MARGIN = 360, 150, 8
-"""Of the curve, in units of its drawing."""
+"""Size and border of the curve, in units of its drawing."""
 
 
 def red_pen(store: Store, snapshot: Snapshot, decoder: Decoder | Numbers) -> dict[str, Any] | None:
