@@ -28,7 +28,8 @@ def viewing(*arguments: str) -> Iterator[str]:
 
 @contextmanager
 def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page]:
-    """The opened page; at the end, nothing went wrong in it and nothing was asked of another machine."""
+    """The table of samples, or the view that the address names; at the end, nothing went wrong in it and nothing was
+    asked of another machine."""
     context = browser.new_context(viewport={"width": 1400, "height": 950})
     context.set_default_timeout(LONGEST_MS)
     expect.set_options(timeout=LONGEST_MS)
@@ -39,7 +40,7 @@ def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page
     page.on("pageerror", lambda error: trouble.append(str(error.stack)))
     page.on("request", lambda request: asked.append(request.url))
     page.on("dialog", lambda dialog: trouble.append(f"a dialog: {dialog.message}"))
-    page.goto(address)
+    page.goto(address if "#" in address else f"{address}#/samples")
     ready(page)
     yield page
     context.close()

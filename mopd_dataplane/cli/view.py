@@ -1,8 +1,10 @@
 """The command that opens a store in a browser, or writes what a browser would show to files."""
 
+from __future__ import annotations
+
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
@@ -10,6 +12,10 @@ from mopd_dataplane.cli.answers import PANEL, TokenizerFolder
 from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import InputError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.view.export import Exported
 
 EXPORTED = 200
 """Samples of an export, unless the command line says how many."""
@@ -22,7 +28,11 @@ def view(
     follow: Annotated[bool, Option("--follow", help="Follow a running job, with its unfinished samples.")] = False,
     export: Annotated[
         Path | None,
-        Option("--export", metavar="DIR", help="Write the page as files and end; with --sample, one HTML file."),
+        Option(
+            "--export",
+            metavar="DIR|FILE.html",
+            help="Write the page as files and end; to FILE.html, the first page or --sample as one file.",
+        ),
     ] = None,
     where: Annotated[str, Option("--where", metavar="SQL", help="Condition on the samples of an export.")] = "",
     order: Annotated[
@@ -43,8 +53,10 @@ def view(
     """Open rollouts in a browser: every sample, every token, every teacher.
 
     A server on this machine's loopback interface prints an address with a token; requests without it are refused. The
-    page filters a table of samples by histograms or SQL, shows all teachers over one text, the answers to a prompt side
-    by side, the history of a sample, and the curves and times of the run. It writes nothing but labels. Ctrl-C ends it.
+    first page shows what each teacher corrects in the student's answers, version by version; with --export FILE.html it
+    becomes one file to send around. The others filter a table of samples by histograms or SQL, show all teachers over
+    one text, the answers to a prompt side by side, the history of a sample, and the curves and times of the run. The
+    server writes nothing but labels. Ctrl-C ends it.
     """
     if export is None and (where or order or sample or limit is not None or as_json):
         raise InputError(
@@ -67,16 +79,7 @@ def view(
         return
     if len(opened) != 1:
         raise InputError(f"an export is of one store, {len(opened)} were given")
-
-    from mopd_dataplane.query.lineage import find_sample
-    from mopd_dataplane.view.export import export_folder, export_sample
-    from mopd_dataplane.view.shown import Shown
-
-    shown = Shown(opened[0], tokenizer=tokenizer)
-    if sample is not None:
-        done = export_sample(shown, export, find_sample(opened[0], sample)[0])
-    else:
-        done = export_folder(shown, export, where=where, order=order or NEWEST, limit=limit or EXPORTED)
+    done = _export(opened[0], export, tokenizer, sample=sample, where=where, order=order, limit=limit)
     if as_json:
         print_json(done)
     else:
@@ -84,9 +87,31 @@ def view(
         note(f"open {done.path} in a browser")
 
 
+def _export(
+    store: Store, path: Path, tokenizer: Path | None, *, sample: str | None, where: str, order: str, limit: int | None
+) -> Exported:
+    """Write one sample, the first page (a name that ends in .html) or a folder of samples."""
+    from mopd_dataplane.query.lineage import find_sample
+    from mopd_dataplane.view.export import export_folder, export_redpen, export_sample
+    from mopd_dataplane.view.shown import Shown
+
+    shown = Shown(store, tokenizer=tokenizer)
+    if sample is not None:
+        return export_sample(shown, path, find_sample(store, sample)[0])
+    if path.suffix.lower() != ".html":
+        return export_folder(shown, path, where=where, order=order or NEWEST, limit=limit or EXPORTED)
+    if where or order or limit is not None:
+        raise InputError(
+            f"{path} is the first page as one file, which --where, --order and --limit do not change; "
+            "leave them out, or name a folder without .html to export the samples that they choose"
+        )
+    return export_redpen(shown, path)
+
+
 def add_to(app: Typer) -> None:
     register(
         app, view, "mopd view runs/quickstart",
         'mopd view runs/quickstart --export share --where "reward < 1" --order -kl --limit 50',
+        "mopd view runs/quickstart --export red-pen.html",
         "mopd view runs/quickstart --export sample.html --sample 3fa9", panel=PANEL,
     )  # fmt: skip

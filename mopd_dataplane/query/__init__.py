@@ -6,6 +6,9 @@ pick.py           which sample to show when no uid is given
 lineage.py        what led to a sample or a step, and what used it
 report.py         the HTML page
 compare.py        two policies on the same held-out prompts
+corrections.py    tokens that teachers disliked, and what they would have written
+red_pen.py        the head of the page: what teachers correct, version by version
+heads.py          a teacher's logits from stored hidden states and its head
 sections.py       its sections
 run_sections.py   its sections on how the run went and what it was made with
 measures.py       its numbers, one SQL statement each

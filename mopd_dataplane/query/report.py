@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.base.file_urls import PathOrUrl, write_file
 from mopd_dataplane.query.measures import Measures, measure
+from mopd_dataplane.query.red_pen import red_pen
 from mopd_dataplane.query.run_sections import run_sections
 from mopd_dataplane.query.sections import cards, sections
 from mopd_dataplane.query.show import BINS, read_sample, strength
@@ -43,8 +44,9 @@ def write_report(
 ) -> PathOrUrl:
     """Write the report of a store to one HTML file, a path or a URL, and return where it is.
 
-    It has the measures and, to read beside them, for each domain the newest scored sample on which teacher and student
-    differ most, and of its held-out answers one that is right and one that is wrong.
+    It begins with what teachers correct in the student's answers. Then come the measures and, to read beside them, for
+    each domain the newest scored sample on which teacher and student differ most, and of its held-out answers one that
+    is right and one that is wrong.
 
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
     """
@@ -62,6 +64,7 @@ def write_report(
     environment.filters |= {"visible": visible, "strength": strength, "number": number}
     page = environment.get_template("report.html.j2").render(
         name=measures.name,
+        pen=red_pen(store, measures.snapshot, decoder),
         measures=measures,
         cards=cards(measures),
         sections=[*sections(measures), *run_sections(measures)],

@@ -6,14 +6,15 @@ No request leaves the page: data are scripts beside it, and a content-security p
 import base64
 import hashlib
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.errors import InputError, MopdError
-from mopd_dataplane.view import bundle, life, prompt, run_page, teachers_page
+from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
+from mopd_dataplane.view import bundle, life, prompt, redpen, run_page, teachers_page
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import Payload, describe, excerpts, read_payload, read_teachers, score_rows
@@ -24,6 +25,11 @@ MARK = "mopd-view.json"
 """In a folder that an export made; a later one replaces what is there."""
 CANDIDATE_TOKENS = 24
 """Tokens of a sample, the most surprising first, whose candidates travel along."""
+REDPEN_BYTES = 2_900_000
+"""Largest file of the first page."""
+REDPEN_ITERATIONS = 24
+LINE_SAMPLES = 3
+"""Samples of each line of the first page's lists that an export names."""
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -73,7 +79,7 @@ def export_folder(shown: Shown, folder: Path, *, where: str, order: str, limit: 
     written = 0
     for key, name in keys.items():
         written += _write(folder / name, f"mopdData({_script_json(key)}, {_script_json(data[key])});\n")
-    start = f"window.mopdFiles = {{keys: {_script_json(keys)}, data: {{}}}};\n"
+    start = f"window.mopdFiles = {{keys: {_script_json(keys)}, start: '#/samples', data: {{}}}};\n"
     written += _write(folder / "mopd.js", start + bundle.script())
     written += _write(folder / "mopd.css", bundle.style())
     page = PAGE.format(
@@ -98,7 +104,59 @@ def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
     row = index.row(uid)
     listed = {"columns": list(index.columns), "rows": [[row[name] for name in index.columns]]}
     data = {**_of_samples(shown, index, [uid]), "stores": [shown.describe() | {"follow": False}], "samples": listed}
-    start = f"#/sample/{uid}"
+    return _one_file(file, f"#/sample/{uid}", data, samples=1)
+
+
+def export_redpen(shown: Shown, file: Path) -> Exported:
+    """Write the first page, teachers correcting the student, as one HTML file of at most REDPEN_BYTES.
+
+    It has up to REDPEN_ITERATIONS iterations of the newest stage with scored answers, spread evenly, and the pages of
+    the samples that it shows, as many as fit: those of the first and the last iteration before the others.
+    Raises UnknownNameError when no teacher has scored an answer.
+    """
+    index = shown.index()
+    index.fill()
+    home = redpen.overview(shown)
+    if not home["iterations"]:
+        raise UnknownNameError(
+            f"no teacher has scored an answer of {shown.store.uri}; run the job's scoring, then export again"
+        )
+    spread = np.linspace(0, len(home["iterations"]) - 1, min(REDPEN_ITERATIONS, len(home["iterations"]))).round()
+    home["iterations"] = [home["iterations"][int(at)] for at in spread]
+    home["stages"] = [home["stage"]]
+    order = sorted(range(len(spread)), key=lambda at: (min(at, len(spread) - 1 - at), -at))
+    data: dict[str, Any] = {"stores": [shown.describe() | {"follow": False}], "home": home}
+    answered: list[list[str]] = []
+    listed: list[str] = []
+    for at in order:
+        iteration = home["iterations"][at]["iteration"]
+        answers = redpen.corrected_answers(shown, home["stage"], iteration)
+        words = [
+            teacher | {"lines": [line | {"uids": line["uids"][:LINE_SAMPLES]} for line in teacher["lines"]]}
+            for teacher in redpen.corrected_words(shown, home["stage"], iteration)
+        ]
+        data |= {f"corrections/{iteration}": answers, f"corrected/{iteration}": words}
+        answered.append([answer["uid"] for answer in answers])
+        listed += [uid for teacher in words for line in teacher["lines"] for uid in line["uids"]]
+    rows = index.rows_of(list(dict.fromkeys([*chain.from_iterable(answered), *listed])), whole=True)
+    data["samples"] = {
+        "columns": list(index.columns), "rows": [[row[name] for name in index.columns] for row in rows.values()],
+    }  # fmt: skip
+    data["excerpts"] = excerpts(shown.store, list(rows.values()), index.snapshot, shown.decoder)
+    left = REDPEN_BYTES - len((bundle.script() + bundle.style() + _script_json(data)).encode())
+    samples = 0
+    for uids in answered:
+        own = _of_samples(shown, index, uids)
+        left -= len(_script_json(own).encode())
+        if left < 0:
+            break
+        data |= own
+        samples += len(uids)
+    return _one_file(file, "#/home", data, samples=samples)
+
+
+def _one_file(file: Path, start: str, data: dict[str, Any], *, samples: int) -> Exported:
+    """Write the page with its data as one HTML file. start: address of the view that it opens with."""
     code = (
         f"window.mopdFiles = {{keys: {{}}, start: {_script_json(start)}, data: {_script_json(data)}}};\n"
         + bundle.script()
@@ -109,7 +167,7 @@ def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
         style=f"<style>{sheet}</style>", script=f"<script>{code}</script>",
     )  # fmt: skip
     publish_file(file, page.encode())
-    return Exported(str(file), 1, 1, len(page.encode()))
+    return Exported(str(file), samples, 1, len(page.encode()))
 
 
 def _shared(shown: Shown, index: Index, page: dict[str, Any]) -> dict[str, Any]:

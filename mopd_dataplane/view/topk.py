@@ -1,22 +1,15 @@
-"""Each teacher's likeliest tokens at one position, from `topk` or from hidden state times head.
-
-Reads a row of states and the head in numpy, block by block, so that no torch is loaded and memory stays small.
-"""
+"""Each teacher's likeliest tokens at one position, from `topk` or from hidden state times head."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mopd_kernels.layout import codec_named
-from numpy.typing import NDArray
 
 from mopd_dataplane.base.sql_text import literal
-from mopd_dataplane.errors import DamagedError, MopdError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, MopdError
+from mopd_dataplane.query.heads import head_logits, log_softmax, read_states
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.tables import signal_table
@@ -30,10 +23,6 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Candidates of one teacher."""
-HEAD_ROWS = 16_384
-"""Rows of a head multiplied at a time."""
-_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
 
 
 def candidates(
@@ -84,22 +73,12 @@ def freed(store: Store, teacher: str, uids: Iterable[str]) -> set[str]:
 def _from_states(
     store: Store, teacher: Teacher, row: int, ordinals: Sequence[int], snapshot: Snapshot
 ) -> Iterator[tuple[Any, Any]]:
-    where = store.signal_rows(teacher.name, "hidden", [row], snapshot)
-    codec, count, size = where["codec"][0].as_py(), where["rows"][0].as_py(), where["bytes"][0].as_py()
-    if store.root is None:
-        raise UnknownNameError(
-            "the teacher's head lies on an object store; copy the store to a folder to multiply by it"
-        )
-    width = size // max(1, count)
-    reader = store.hidden_reader(teacher.name, snapshot)
-    for ordinal in ordinals:
-        buffer = bytearray(width)
-        reader.read_into(where["payload_row"][0].as_py(), ordinal * width, memoryview(buffer))
-        state = decode_row(np.frombuffer(bytes(buffer), np.uint8), codec, teacher.hidden_size)
-        logits = head_logits(store.path(teacher.head_file), state)
-        logits -= logits.max()
-        logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum())
-        yield np.arange(len(logprobs)), logprobs.astype(np.float32)
+    states, stored = read_states(store, teacher, [(row, ordinal) for ordinal in ordinals], snapshot)
+    if not stored.all():
+        raise DamagedError(f"{teacher.name}: hidden states of row {row} were freed")
+    for state in states:
+        logprobs = log_softmax(head_logits(store.path(teacher.head_file), state))
+        yield np.arange(len(logprobs)), logprobs
 
 
 def ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, Any]:
@@ -124,81 +103,3 @@ def with_pieces(said: dict[str, Any], decoder: Decoder | Numbers) -> dict[str, A
     if "ids" not in said:
         return said
     return said | {"pieces": [visible(text) for text in decoder.texts([[token] for token in said["ids"]])]}
-
-
-def decode_row(encoded: NDArray[np.uint8], codec: str, width: int) -> NDArray[np.float32]:
-    """[D] float32 of one stored hidden state, as mopd_kernels decodes it. Raises ValueError for an unknown codec."""
-    form = codec_named(codec)
-    start = form.codes_offset(width)
-    scales, codes = encoded[: form.groups(width) * form.scale_bytes], encoded[start : start + form.codes_bytes(width)]
-    if codec == "fp32":
-        return codes.view("<f4").astype(np.float32)
-    if codec == "bf16":
-        return _bf16(codes.view("<u2"))
-    if codec == "mxfp4":
-        nibbles = np.stack((codes & 15, codes >> 4), 1).reshape(-1)[:width]
-        values = _FP4[nibbles & 7] * np.where(nibbles >= 8, -1.0, 1.0).astype(np.float32)
-        factor = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-    else:
-        values = codes.view(np.int8).astype(np.float32) if codec == "int8" else _e4m3(codes)
-        factor = scales.view("<f4")
-    values = (values * np.repeat(factor, form.group)[:width]).astype(np.float32)
-    return _turned(values, form.rotation(width))
-
-
-def _bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    exponent, fraction = (codes >> 3 & 15).astype(np.int32), (codes & 7).astype(np.float32) / 8
-    size = np.where(exponent == 0, np.ldexp(fraction, -6), np.ldexp(1 + fraction, exponent - 7))
-    return np.where(codes >= 128, -size, size).astype(np.float32)
-
-
-def _turned(row: NDArray[np.float32], span: int) -> NDArray[np.float32]:
-    """Each span times the orthonormal Hadamard matrix of its size, which is its own inverse."""
-    turned = row / np.float32(np.sqrt(span))
-    half = 1
-    while half < span:
-        pairs = turned.reshape(-1, 2, half)
-        turned = np.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), 1)
-        half *= 2
-    return turned.reshape(-1)
-
-
-def head_logits(path: Path, state: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[V] logits of one state from a head file (safetensors: `weight` [V, D], optional `bias`, softcap and scale).
-
-    Raises DamagedError when the file is not a head of this width.
-    """
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        about, weight = header.get("__metadata__", {}), header["weight"]
-        rows, width = weight["shape"]
-        matrix = _tensor(path, 8 + size, weight).reshape(rows, width)
-        bias = _tensor(path, 8 + size, header["bias"]) if "bias" in header else None
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise DamagedError(f"head file {path}: {error!r}; score again to rewrite it") from None
-    if width != len(state):
-        raise DamagedError(f"head file {path} is {width} wide, the stored states are {len(state)}")
-    logits = np.empty(rows, np.float32)
-    for start in range(0, rows, HEAD_ROWS):
-        logits[start : start + HEAD_ROWS] = _floats(matrix[start : start + HEAD_ROWS]) @ state
-    if bias is not None:
-        logits += _floats(bias)
-    logits *= float(about.get("logit_scale", 1.0))
-    softcap = float(about.get("logit_softcap", 0.0))
-    return (np.tanh(logits / softcap) * softcap).astype(np.float32) if softcap else logits
-
-
-def _tensor(path: Path, start: int, entry: dict[str, Any]) -> NDArray[Any]:
-    begin, end = entry["data_offsets"]
-    kind = np.dtype(_DTYPES[entry["dtype"]])
-    return np.memmap(path, kind, "r", offset=start + begin, shape=((end - begin) // kind.itemsize,))
-
-
-def _floats(values: NDArray[Any]) -> NDArray[np.float32]:
-    return _bf16(np.asarray(values)) if values.dtype == np.uint16 else np.asarray(values, np.float32)

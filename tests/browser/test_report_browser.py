@@ -40,8 +40,8 @@ def screenshot(chromium: str, page: Path, folder: Path, *options: str) -> np.nda
 
 def test_every_section_is_laid_out_without_complaint(chromium: str, page: Path, tmp_path: Path) -> None:
     done = visit(chromium, page, tmp_path, "--dump-dom")
-    assert done.stdout.count("<section") == 14
-    assert done.stdout.count("<svg") == 15
+    assert done.stdout.count("<section") == 15
+    assert done.stdout.count("<svg") == 16
     assert "CONSOLE" not in done.stderr, "a script, style or resource was refused"
 
 

@@ -122,8 +122,41 @@ def test_the_filter_is_sql_that_can_be_edited(page: Page, store: Store, refusals
     page.locator("#where").fill("nonsense(")
     page.locator("#where").press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("not an SQL expression")
+    expect(page.locator("#where")).to_have_value("nonsense(")
+    expect(page.locator("#where")).to_be_focused()
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type("reward = 1")
+    page.keyboard.press("Enter")
+    expect(page.locator("#matching")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("alert")).to_be_visible()
     page.go_back()
     expect(page.locator("#matching")).to_be_visible()
+
+
+def test_a_click_anywhere_in_a_row_opens_it_at_the_most_disliked_token(page: Page, store: Store) -> None:
+    page.goto(page.url.split("#")[0] + "#/samples?order=-kl")
+    ready(page)
+    row = page.locator("tbody tr").nth(1)
+    uid = row.get_attribute("data-uid") or ""
+    row.locator("[data-c=reward]").click()
+    expect(page.locator("h1 code")).to_have_text(uid[:10])
+    [sample] = store.sql(f"select sample_row, prompt_len, domain from samples join scores using (uid) "
+                         f"where uid = '{uid}' limit 1").to_pylist()  # fmt: skip
+    teachers = store.sql(f"select min(teacher) as teacher from scores where uid = '{uid}' and kind = 'logprob'")
+    teacher = teachers["teacher"][0].as_py()
+    payload = store.read_tokens([sample["sample_row"]]).to_pylist()[0]
+    signal = store.read_signal(teacher, "logprob", [sample["sample_row"]])[0]
+    ratio = np.where(payload["loss_mask"], signal - np.array(payload["logprobs"], np.float32), np.inf)
+    expect(page.locator(".strip .t.chosen")).to_have_id(f"t{int(ratio.argmin())}")
+
+
+def test_a_curve_of_the_run_leads_to_the_samples_of_its_iteration(page: Page, store: Store) -> None:
+    everything = matching(page)
+    page.goto(page.url.split("#")[0] + "#/run")
+    page.locator(".chart .u-over").first.click(position={"x": 2, "y": 40})
+    [first] = store.sql("select count(*) as n from samples where iteration = 0 and stage = 'student'").to_pylist()
+    expect(page.locator("#matching")).to_contain_text(f"{first['n']} of {everything}")
 
 
 def test_sorting_by_a_head_and_turning_to_a_sample_by_keys(page: Page) -> None:
@@ -168,6 +201,7 @@ def test_all_teachers_over_one_text(page: Page) -> None:
 
 def test_keys_walk_tokens_surprises_teachers_and_signals(page: Page) -> None:
     open_scored(page)
+    page.locator(".strip #t0").click()
     page.keyboard.press("l")
     page.keyboard.press("l")
     expect(page.locator(".card .where")).to_contain_text("position 2 of")

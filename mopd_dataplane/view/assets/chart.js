@@ -19,10 +19,11 @@ function withAlpha(hex, alpha) {
   return `rgba(${value >> 16}, ${(value >> 8) & 255}, ${value & 255}, ${alpha})`;
 }
 
-// lines: [{name, x: [], y: [], low?: [], high?: [], dots?: bool}]; options: title, unit, height, marks: [{x, title}], onpick(x)
+// lines: [{name, x: [], y: [], low?: [], high?: [], ink?(n): name of its colour}]; options: title, unit, height, marks: [{x, title}], onpick(x)
 export function chart(lines, options) {
   const drawn = lines.filter((line) => line.y.some((v) => v !== null && Number.isFinite(v)));
   const root = h("figure", { class: "chart" }, h("figcaption", {}, options.title, options.unit ? h("small", {}, ` ${options.unit}`) : null));
+  root.markAt = () => {};
   if (!drawn.length) { root.append(h("p", { class: "empty" }, options.empty || "Nothing recorded.")); return root; }
   const holder = h("div", { class: "plot", role: "img", "aria-label": described(drawn, options) });
   root.append(holder);
@@ -38,6 +39,11 @@ export function chart(lines, options) {
   root.cursorTo = (x) => {
     if (!plot) return;
     plot.setCursor({ left: plot.valToPos(x, "x"), top: plot.over.clientHeight / 2 }, false);
+  };
+  // Move the first mark.
+  root.markAt = (x) => {
+    options.marks[0].x = x;
+    if (plot) plot.redraw(false);
   };
   return root;
 }
@@ -60,7 +66,7 @@ function build(holder, lines, options, width) {
   };
   const series = [{ label: options.x || "step", value: (u, v) => (v === null || v === undefined ? "" : String(v)) }], columns = [xs], bands = [];
   lines.forEach((line, n) => {
-    const ink = colour(`--series-${(line.hue ?? n) % HUES}`);
+    const ink = colour(line.ink ? line.ink(n) : `--series-${(line.hue ?? n) % HUES}`);
     series.push({ label: short(visible(line.name), NAME), stroke: ink, width: 1.6, spanGaps: true, points: { show: xs.length < 60, size: 5 },
       dash: (line.hue ?? n) >= HUES ? [5, 3] : undefined, value: (u, v) => (v === null || v === undefined ? "" : number(v)) });
     columns.push(spread(line, line.y));

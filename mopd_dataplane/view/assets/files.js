@@ -75,6 +75,9 @@ async function chosen(params) {
 
 const ANSWERS = {
   stores: () => data("stores"),
+  home: () => data("home"),
+  corrections: (p) => data(`corrections/${p.iteration}`),
+  corrected: (p) => data(`corrected/${p.iteration}`),
   run: () => data("run"),
   teachers: () => data("teachers"),
   sample: (p) => data(`sample/${p.uid}`),

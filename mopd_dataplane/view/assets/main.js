@@ -6,6 +6,7 @@ import { comparePage } from "./compare.js";
 import { h, put, say, select } from "./dom.js";
 import { receive } from "./files.js";
 import { count, visible } from "./format.js";
+import { homePage } from "./home.js";
 import { lifePage } from "./life.js";
 import { livePanel } from "./live.js";
 import { promptPage } from "./prompt.js";
@@ -19,11 +20,11 @@ import { stepPage } from "./step.js";
 import { about, keyOf, parts, readStores } from "./stores.js";
 import { teachersPage } from "./teachers.js";
 
-const PAGES = { samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
-const TABS = [["samples", "Samples"], ["run", "Run"], ["teachers", "Teachers"], ["compare", "Compare"], ["sql", "SQL"]];
+const PAGES = { home: homePage, samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
+const TABS = [["home", "Red pen"], ["samples", "Samples"], ["run", "Run"], ["teachers", "Teachers"], ["compare", "Compare"], ["sql", "SQL"]];
 const EVERYWHERE = {
   "?": ["list the keys", () => showKeys()],
-  1: ["samples", () => tab("samples")], 2: ["run", () => tab("run")], 3: ["teachers", () => tab("teachers")],
+  0: ["red pen", () => tab("home")], 1: ["samples", () => tab("samples")], 2: ["run", () => tab("run")], 3: ["teachers", () => tab("teachers")],
   4: ["compare", () => tab("compare")], 5: ["SQL", () => tab("sql")], d: ["light or dark", () => theme(true)],
 };
 const FOLLOW_MS = 2000;
@@ -69,8 +70,8 @@ function snapshots(store, params) {
 }
 
 function top(view, params, store) {
-  const tabs = isStatic() ? TABS.filter(([key]) => ["samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : TABS;
-  put(document.getElementById("top"), h("a", { class: "brand", href: "#/samples" }, "mopd view"),
+  const tabs = isStatic() ? TABS.filter(([key]) => ["home", "samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : TABS;
+  put(document.getElementById("top"), h("a", { class: "brand", href: isStatic() ? window.mopdFiles.start : "#/home" }, "mopd view"),
     stores.length > 1 ? select("store", parts(params.store).place, stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
       : h("span", { class: "store", title: stores[0].uri }, stores[0].name),
     snapshots(store, params),
@@ -99,7 +100,7 @@ async function draw({ still = false } = {}) {
     store = await about(now.params.store);
     if (own !== drawing) return;
     heading(now, store);
-    found = await (PAGES[now.view] || samplesPage)(main, now, { store, stores, signal: stopping.signal });
+    found = await (PAGES[now.view] || homePage)(main, now, { store, stores, signal: stopping.signal });
   } catch (error) {
     if (own !== drawing || error.name === "AbortError") return;
     if (!store) heading(now, store);
@@ -144,7 +145,7 @@ async function begin() {
   if (isStatic()) window.mopdData = receive;
   put(main, h("p", { class: "empty" }, "reading the store…"));
   try { stores = await readStores(); } catch (error) { put(main, h("p", { class: "damage", role: "alert" }, error.message)); return; }
-  if (isStatic() && !location.hash && window.mopdFiles.start) history.replaceState(null, "", window.mopdFiles.start);
+  if (isStatic() && !location.hash) history.replaceState(null, "", window.mopdFiles.start);
   listen(draw);
   addEventListener("keydown", pressed);
   await draw();

@@ -5,7 +5,7 @@ import { chart } from "./chart.js";
 import { h, put, select, table } from "./dom.js";
 import { count, percent, seconds } from "./format.js";
 import { sources } from "./sources.js";
-import { adjust, address } from "./state.js";
+import { adjust, address, go } from "./state.js";
 
 function group(rows, key) {
   const out = new Map();
@@ -118,13 +118,14 @@ export async function runPage(main, { params }, { store }) {
   const last = run.rollouts.length ? run.rollouts[run.rollouts.length - 1].stage : stages[stages.length - 1];
   const stage = stages.includes(params.stage) ? params.stage : last;
   const rollouts = run.rollouts.filter((r) => r.stage === stage), steps = run.steps.filter((s) => s.stage === stage);
-  const first = { x: "iteration" };
+  const first = { x: "iteration", onpick: (x) => go("samples", "", {
+    store: params.store, f: JSON.stringify([{ c: "stage", in: [stage] }, { c: "iteration", ge: x, lt: x + 1 }]), order: "-kl" }) };
   const waits = steps.map((s) => (s.step_time_s ? s.data_wait_s / s.step_time_s : null));
   put(main, h("h1", {}, store.name), h("p", { class: "where" }, `${store.uri} · snapshot ${store.digest} · ${count(store.samples)} samples`),
     h("div", { class: "row controls" }, stages.length ? select("stage", stage, stages, (s) => adjust({ stage: s })) : null,
       steps.length ? h("a", { href: address("step", stage, { store: params.store, n: steps[0].step }) }, "packs of a step") : null,
       isStatic() ? null : h("a", { href: link("trace", { store: params.store || 0 }), download: "trace.json" }, "Chrome trace (opens in Perfetto)")),
-    h("h2", {}, "Rollouts"),
+    h("h2", {}, "Rollouts"), h("p", { class: "where" }, "Click a curve for the samples of an iteration."),
     h("div", { class: "charts" },
       chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),

@@ -9,7 +9,7 @@ import { clock, count, number, shown, signed } from "./format.js";
 import { labelPanel } from "./labels.js";
 import { question } from "./question.js";
 import { contextOf } from "./samples.js";
-import { tracksOf, nextSurprise, signalsOf, unpack } from "./signals.js";
+import { tracksOf, mostDisliked, nextSurprise, signalsOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
 import { adjust, address, redraw, whereOf, whole } from "./state.js";
 import { Strip } from "./strip.js";
@@ -93,7 +93,7 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   let teacher = scorers.find((t) => t.name === params.teacher) || scorers[0] || null;
   let signals = signalsOf(data, teacher);
   let signal = signals.find((s) => s.key === params.s) || signals[0];
-  let at = Math.min(data.length - 1, Math.max(0, whole(params.t)));
+  let at = params.t ? Math.min(data.length - 1, whole(params.t)) : mostDisliked(data, teacher);
   const aside = h("aside", { class: "card", "aria-label": "Token", "aria-live": "polite" });
   const controls = h("div", { class: "row controls" }), plot = h("div", {});
   const strip = new Strip({ data, signal, tracks, selected: at, onselect: (i) => choose(i) });

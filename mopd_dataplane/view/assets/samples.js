@@ -35,6 +35,7 @@ async function showLabels(place, params) {
   }));
 }
 
+// sql: gives the statement of the table; null where there is no table.
 function filterBar(store, params, sql) {
   const where = whereOf(params), { snapshot } = parts(params.store);
   const box = h("textarea", {
@@ -61,7 +62,7 @@ function filterBar(store, params, sql) {
     h("div", { class: "row" }, h("label", { class: "prefix", for: "where" }, "where"), box,
       where ? h("button", { class: "quiet", onclick: () => adjust({ w: "", f: "", page: "", at: "" }) }, "clear") : null),
     h("div", { class: "row chips" }, chips, chips.length ? h("span", { class: "bar-rule" }) : null, flags, labels),
-    isStatic() ? null : h("details", {}, h("summary", {}, "SQL and curl of this table"),
+    isStatic() || !sql ? null : h("details", {}, h("summary", {}, "SQL and curl of this table"),
       h("pre", { class: "sql" }, sql()),
       h("div", { class: "row" }, copier(sql, "copy SQL"),
         copier(() => `mopd query ${quote(store.uri)} ${store.tags.includes(snapshot) ? `--snapshot ${snapshot} ` : ""}${quote(sql())}`, "copy as mopd query"),
@@ -100,7 +101,14 @@ export async function samplesPage(main, { params }, { store, signal }) {
   const columns = chosenColumns(store, params), where = whereOf(params);
   const page = whole(params.page);
   const asked = { store: params.store || 0, where, order: params.order || "", f: params.f || "[]" };
-  const found = await ask("samples", { ...asked, limit: PAGE, offset: page * PAGE }, { signal });
+  let found;
+  try { found = await ask("samples", { ...asked, limit: PAGE, offset: page * PAGE }, { signal }); } catch (error) {
+    if (error.name === "AbortError" || !where) throw error;
+    put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, null),
+      h("p", { class: "damage", role: "alert" }, error.message), h("p", { class: "empty" }, "Mend the filter above, or clear it."));
+    document.getElementById("where").focus();
+    return { keys: { f: ["edit the filter", () => document.getElementById("where").focus()], c: ["clear the filter", () => adjust({ w: "", f: "", page: "", at: "" })] } };
+  }
   const rows = found.rows.map((row) => Object.fromEntries(found.columns.map((c, i) => [c, row[i]])));
   const body = h("tbody", {});
   const grid = h("table", { class: "rollouts", "aria-label": "Samples" }, head(store, params, columns, null), body);
@@ -114,6 +122,10 @@ export async function samplesPage(main, { params }, { store, signal }) {
     const group = name === "group_id" ? { group: row.group_id, stage: row.stage } : {};
     return h("a", { href: address("prompt", row.prompt_id, { store: params.store, ...group }) }, short(text, 28));
   };
+  body.addEventListener("click", (e) => {
+    const row = e.target.closest("tr");
+    if (row && !e.target.closest("a, button") && getSelection().isCollapsed) location.hash = open(Number(row.dataset.i));
+  });
   body.append(...rows.map((row, i) => h("tr", { "data-i": i, "data-uid": row.uid }, columns.map((name, n) =>
     h(n === 0 ? "th" : "td", { scope: n === 0 ? "row" : null, class: kinds[name] === "word" ? "word" : "", "data-c": name }, cellOf(row, i, name)),
   ).toSpliced(TEXT_AT, 0, h("td", { class: "word text" }), h("td", { class: "word text" })))));

@@ -88,6 +88,14 @@ export function tracksOf(data) {
   return tracks;
 }
 
+// The token to which a teacher gives the least against the student; the first one where that is not known.
+export function mostDisliked(data, teacher) {
+  const ratios = teacher && ratio(data, teacher);
+  let worst = 0;
+  if (ratios) ratios.forEach((v, i) => { if (v < (Number.isNaN(ratios[worst]) ? 0 : ratios[worst])) worst = i; });
+  return worst;
+}
+
 // The next trained token, in a direction, at which a signal is among the strongest.
 export function nextSurprise(values, from, step) {
   const sizes = Array.from(values, (v) => (Number.isNaN(v) ? -1 : Math.abs(v)));

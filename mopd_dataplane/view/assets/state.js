@@ -14,7 +14,7 @@ export function whole(text) {
 export function read() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [view, ...rest] = path.split("/").map(decoded);
-  return { view: view || "samples", id: rest.join("/"), params: Object.fromEntries(new URLSearchParams(query || "")) };
+  return { view: view || "home", id: rest.join("/"), params: Object.fromEntries(new URLSearchParams(query || "")) };
 }
 
 export function address(view, id = "", params = {}) {

@@ -33,7 +33,7 @@ def page(demo_store: Store, measures: Measures, tmp_path_factory: pytest.TempPat
 class Outline(HTMLParser):
     """Tags, ids and attributes of a page; complains about tags that do not close."""
 
-    VOID = frozenset({"meta", "path", "use", "rect", "br"})
+    VOID = frozenset({"meta", "input", "path", "use", "rect", "br"})
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -15,11 +15,11 @@ from safetensors.numpy import save_file
 
 from mopd_dataplane import Store
 from mopd_dataplane.errors import DamagedError, InputError
+from mopd_dataplane.query.heads import decode_row, head_logits
 from mopd_dataplane.view import bundle
 from mopd_dataplane.view.export import export_folder, export_sample
 from mopd_dataplane.view.prompt import difference
 from mopd_dataplane.view.shown import Shown
-from mopd_dataplane.view.topk import decode_row, head_logits
 
 
 @pytest.mark.filterwarnings("ignore::mopd_kernels.codecs.LossyCodecWarning")
