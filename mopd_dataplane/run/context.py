@@ -27,6 +27,7 @@ from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
+from mopd_dataplane.store.maintain.whole import require_whole
 from mopd_dataplane.store.read.decode import Decoder
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     store is made when the place is empty.
 
     Raises JobFileError when the job cannot run, UnknownNameError when there is no store to go on with, MismatchError
-    when the store was made by a job with another seed or student, or other settings of a domain or stage that has run.
+    when the store was made by a job with another seed or student, or other settings of a domain or stage that has run,
+    DamagedError when a table of it, or a file of one, is not there; then nothing was written.
     """
     prompts: dict[str, list[Prompt]] = {}
     if make:
@@ -138,7 +140,10 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     store = Store.create(job.store, single_writer=job.single_writer)
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
-    store.write_json(JOB, _check_same_job(run))
+    remembered = _check_same_job(run)
+    require_whole({name: store._table(name) for name in store.names()})
+    if remembered != store.read_json(JOB):
+        store.write_json(JOB, remembered)
     calls = (store.read_json(PROVENANCE) or {}).get("runs", [])
     this = provenance(job)
     if this not in calls:
