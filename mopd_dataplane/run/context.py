@@ -33,7 +33,7 @@ from mopd_dataplane.store.read.decode import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mopd_dataplane.run.ray.cluster import RayFleet
+    from mopd_dataplane.run.tasks import Fleet
 
 Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"
@@ -50,7 +50,7 @@ class Run:
     store: Store
     policies: Policies
     progress: Progress
-    fleet: RayFleet | None = None
+    fleet: Fleet | None = None
     """The workers that roll out and score, if that is not this process."""
 
     @cached_property
@@ -141,7 +141,7 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     remembered = _check_same_job(run)
-    require_whole({name: store._table(name) for name in store.names()})
+    require_whole({name: store.table_handle(name) for name in store.names()})
     if remembered != store.read_json(JOB):
         store.write_json(JOB, remembered)
     calls = (store.read_json(PROVENANCE) or {}).get("runs", [])

@@ -9,7 +9,7 @@ import pytest
 
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 
@@ -49,8 +49,9 @@ def test_a_job_of_a_newer_version_is_named_and_kept(tmp_path: Path) -> None:
 
 def test_a_damaged_store_is_left_as_it_is(tmp_path: Path) -> None:
     run = open_run(job(tmp_path / "store"), Progress(None))
-    run.store.add_event("e", "base", "stage_time", 0, 1.0, {})
-    [file] = (tmp_path / "store" / "events" / "data").iterdir()
+    answer = {"policy": "base", "policy_version": 0, "prompt_id": "p", "domain": "sums", "response": "7"}
+    run.store.add_evals([answer | {"response_len": 1, "finish_reason": "stop"}])
+    [file] = (tmp_path / "store" / "evals" / "data").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
