@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _NEVER = (0, 0, 0)
 """Inode, change time and size of a mark that was not looked at yet."""
 LOCK_S = 10.0
 """Longest wait of a committer for the one before it."""
+_COMMITS = ".lock"
+"""Ending of the lock files of committers."""
 LOGS_LOCK = "wal"
 """Name of the lock that is no table's: copies and deletions hold it while they lock the token logs of a local store, so
 that neither takes the other for a rollout."""
@@ -139,10 +142,18 @@ class StoreLocation:
             self.admit_writer()
             yield False
             return
-        path = self.root / "locks" / f"{name.replace('/', '.')}.lock"
+        descriptor = self.lock_file(f"{name.replace('/', '.')}{_COMMITS}")
+        try:
+            yield try_lock(descriptor, LOCK_S)
+        finally:
+            os.close(descriptor)
+
+    def lock_file(self, name: str) -> int:
+        """Open a lock file of a local store; returns its descriptor. Raises ResourceError if it is read-only."""
+        path = self.local("locks") / name
         try:
             path.parent.mkdir(exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
@@ -150,15 +161,15 @@ class StoreLocation:
                 f"{self.uri} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for "
                 "writing"
             ) from error
-        try:
-            yield try_lock(descriptor, LOCK_S)
-        finally:
-            os.close(descriptor)
+
+    def clock_offset(self) -> timedelta:
+        """How far the clock of this machine is ahead of that of the object store; zero for a folder."""
+        return self.files.clock_offset() if self.files is not None else timedelta()
 
     def wait_for_committers(self) -> None:
         """Wait until every committer that holds the lock of a table, made or not, has let go of it, or is overdue."""
         for lock in self.children("locks") if self.root is not None else ():
-            if (name := lock.removesuffix(".lock")) != LOGS_LOCK:
+            if lock.endswith(_COMMITS) and (name := lock.removesuffix(_COMMITS)) != LOGS_LOCK:
                 with self.committing(name):
                     pass
 
