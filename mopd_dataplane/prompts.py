@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.extras import require
@@ -15,7 +17,7 @@ from mopd_dataplane.errors import InputError, PromptError, ResourceError, Unknow
 from mopd_dataplane.interchange.row_files import rows_in
 from mopd_dataplane.interchange.rows import conversation_text, read_messages
 from mopd_dataplane.job.sections import Domain
-from mopd_dataplane.models.chat_template import Messages, answer_tokens
+from mopd_dataplane.models.chat_template import Messages, answer_tokens, render_messages
 from mopd_dataplane.records import Prompt
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _RATIO, _FREE_BYTES = 100, 64 << 20
 """A file may unpack to this many times its size and this much more."""
+_FORM = re.compile(r"[^{}\d]{0,4}\d{0,3}[^{}\d]{0,2}\d{0,3}[^{}\d]?")
+"""Format specifications of a placeholder: without other placeholders, and not wider than 999 characters."""
 _SUFFIXES = (".jsonl", ".parquet")
 _ASKED = ("text", "prompt", "question", "messages")
 """Columns that may hold what is asked."""
@@ -71,7 +75,7 @@ def render(
 
     text: or chat messages. template: text with `{prompt}` and optionally `{context}`, or `chat` for the tokenizer's
     chat template, where the context becomes the system message, or stands in front of the one there is.
-    Raises PromptError for messages under another template than `chat`.
+    Raises PromptError for messages under another template than `chat`, and for a chat template that fails.
     """
     if template == "chat":
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
@@ -79,8 +83,11 @@ def render(
             messages[0] = {**messages[0], "content": f"{context}\n\n{messages[0]['content']}"}
         elif context:
             messages.insert(0, {"role": "system", "content": context})
-        ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return list(ids)
+        try:
+            rendered = render_messages(tokenizer, messages, add_generation_prompt=True)
+        except InputError as error:
+            raise PromptError(f"prompt {text!r:.80}: {error}") from None
+        return list(tokenizer.encode(rendered, add_special_tokens=False))
     if not isinstance(text, str):
         raise PromptError(f'a prompt of {len(text)} messages needs the chat template: set prompt_template = "chat"')
     filled = template.replace("{context}", context).replace("{prompt}", text)
@@ -262,8 +269,11 @@ def _supply(domain: Domain) -> int:
 
 def _fill(key: str, template: str, fields: dict[str, Any]) -> str:
     try:
+        for _, name, form, _ in Formatter().parse(template):
+            if form and (not _FORM.fullmatch(form)):
+                raise ValueError(f"{{{name}:{form}}} is no form of a number or text; widths have at most 3 digits")
         return template.format_map(fields)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         names_text = ", ".join(f"{{{field}}}" for field in fields)
         raise PromptError(
             f"{key} {template!r:.80}: {error!r}; placeholders are {names_text}; write {{{{ for a brace"

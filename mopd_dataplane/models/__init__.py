@@ -9,6 +9,7 @@ hf.py               Hugging Face models and tokenizers: loading, saving, digests
 hub.py              models by their Hugging Face name
 initial_weights.py  the model a job starts from, made once
 layer_types.py      which tokens each type of layer sees, and what it keeps
+render_limits.py    bounds on the time and memory of rendering a chat template
 router_replay.py    which experts each token was sent to: recorded while decoding, replayed in training
 self_check.py       sampler, teacher and trainer against transformers' plain pass
 tiny.py             tiny random models with the architecture and tokenizer of another model, or of a model family

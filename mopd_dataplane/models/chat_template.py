@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.models.render_limits import RenderLimitError, bounded_rendering, check_rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,19 +166,22 @@ def render_messages(
     if not tokenizer.chat_template:
         raise InputError("the rows hold messages, and the tokenizer has no chat template; give one that has")
     try:
-        text = tokenizer.apply_chat_template(
-            [_with_thought(message) for message in messages],
-            tools=list(options.tools) or None,  # type: ignore[arg-type]  # whatever JSON the row holds
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **options.variables,
-        )
+        with bounded_rendering():
+            text = tokenizer.apply_chat_template(
+                [_with_thought(message) for message in messages],
+                tools=list(options.tools) or None,  # type: ignore[arg-type]  # whatever JSON the row holds
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **options.variables,
+            )
+    except RenderLimitError:
+        raise
     except Exception as error:  # a template is a program of somebody else's, and raises whatever it likes
         raise InputError(
             f"the chat template fails on this conversation ({type(error).__name__}: {error!s:.200}); "
             "change the messages, or give a tokenizer whose template writes them"
         ) from None
-    return str(text)
+    return check_rendered(str(text))
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, options: ChatOptions) -> _Turn:

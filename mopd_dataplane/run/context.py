@@ -29,6 +29,7 @@ from mopd_dataplane.run.stage_rows import STAGE_DONE, is_done
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
+from mopd_dataplane.store.maintain.whole import require_whole
 from mopd_dataplane.store.read.decode import Decoder
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def open_run(job: Job, progress: Progress, *, make: bool = True, accept: Accept 
     accept: decides on changes of a stage that has begun, from a description of them. Raises JobFileError when the job
     cannot run, UnknownNameError when there is no store to go on with, MismatchError for a key that may not change, and
     for changes that are not accepted.
+    DamagedError when a table of it, or a file of one, is not there; then nothing was written.
     """
     prompts: dict[str, list[Prompt]] = {}
     if make:
@@ -153,8 +155,11 @@ def open_run(job: Job, progress: Progress, *, make: bool = True, accept: Accept 
     store = Store.create(job.store, single_writer=job.single_writer)
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
+    require_whole({name: store.table_handle(name) for name in store.names()})
     run = replace(run, changes=remember_job(run, _remembered(run), accept))
-    store.write_json(JOB, job.model_dump(mode="json"))
+    current = job.model_dump(mode="json")
+    if current != store.read_json(JOB):
+        store.write_json(JOB, current)
     calls = (store.read_json(PROVENANCE) or {}).get("runs", [])
     this = provenance(job, changes=run.changes)
     if this not in calls:

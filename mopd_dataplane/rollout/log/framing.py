@@ -100,6 +100,8 @@ def pack_record(salt: int, lsn: int, synced_lsn: int, epoch: int, kind: int, bod
 
 def read_segment(path: Path, *, limit: int | None = None) -> Segment:
     """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is not what was written."""
+    if not path.is_file():  # a device or a pipe would never end
+        raise DamagedError(f"{path} is no regular file; a segment of a token log is one: put it back from a copy")
     data = path.read_bytes()[:limit]
     header = _read_header(path, data)
     salt = header.salt

@@ -1,6 +1,7 @@
 """Upkeep: compaction, the audit, deletion, copies and upgrades.
 
 free_hidden.py       freeing hidden states
+whole.py             whether every table and file is there, before a command that writes
 compaction.py        counts, compaction, clean-up
 verify.py            the audit
 verify_report.py     findings of an audit, and its progress

@@ -14,6 +14,7 @@ from mopd_dataplane.store.commit.table import ATTEMPTS, Table
 from mopd_dataplane.store.format.dataset_format import blob_columns
 from mopd_dataplane.store.format.lance_errors import is_missing, is_overtaken, writing
 from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain.whole import file_sizes, require_whole
 from mopd_dataplane.store.read.snapshot import tags_of
 from mopd_dataplane.store.read.tags import tagged
 
@@ -42,12 +43,6 @@ def describe(location: StoreLocation, tables: Mapping[str, Table]) -> dict[str, 
     return {"uri": location.uri, **mark, "tables": report, "snapshots": tags_of(location)}
 
 
-def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
-    """Bytes of every file of a dataset, whichever version names it."""
-    batches = [batch.select(["path", "size_bytes"]).to_pylist() for batch in dataset.all_files()]
-    return {row["path"]: row["size_bytes"] for batch in batches for row in batch}
-
-
 def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
     """Bytes of each data file with its sidecars; sizes: as file_sizes."""
     totals: Counter[str] = Counter()
@@ -65,7 +60,9 @@ def compact(location: StoreLocation, tables: Mapping[str, Table], *, now: bool =
     the readers of an object store cannot be known). Returns, per table, files_merged, versions_dropped, bytes_freed,
     bytes (left on disk), and kept: why data stays that the newest version does not need, and its bytes. Files of hidden
     states are not merged: that would rewrite every byte of them for nothing.
+    Raises DamagedError, before anything is changed, when a table is not as it was committed.
     """
+    require_whole(tables, rows=True)
     return {name: dict(_tidy(location, table, now)) for name, table in tables.items()}
 
 

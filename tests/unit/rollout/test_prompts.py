@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from chat_templates import CHAT_FAMILIES, chat_tokenizer
 
 from mopd_dataplane.errors import PromptError
 from mopd_dataplane.job.sections import Domain
@@ -121,18 +122,26 @@ def test_messages_are_a_prompt_and_the_assistants_last_is_the_answer(tmp_path: P
     assert [p.asked for p in load_prompts("sums", Domain(source=str(single), train=2))] == ["1+0", "1+1"]
 
 
-class _Joins:
-    """A tokenizer whose chat template names the roles."""
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[str]:
-        return [f"{message['role']}>{message['content']}" for message in messages]
-
-
 def test_messages_go_through_the_chat_template_and_a_context_before_the_system_message() -> None:
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
-    render_chat = partial(render, asked, _Joins(), template="chat")  # type: ignore[arg-type]
-    assert render_chat() == ["system>Add.", "user>1+1"]
-    assert render_chat(context="It is 2.") == ["system>It is 2.\n\nAdd.", "user>1+1"]
+    tokenizer = chat_tokenizer(sorted(CHAT_FAMILIES)[0])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}>{{ m.content }};{% endfor %}"
+    render_chat = partial(render, asked, tokenizer, template="chat")
+    assert tokenizer.decode(render_chat()) == "system>Add.;user>1+1;"
+    assert tokenizer.decode(render_chat(context="It is 2.")) == "system>It is 2.\n\nAdd.;user>1+1;"
     assert asked[0]["content"] == "Add."
     with pytest.raises(PromptError, match="2 messages needs the chat template"):
-        render(asked, _Joins())  # type: ignore[arg-type]
+        render(asked, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{text:99999999999}", "{text:{answer}}", "{text.__class__.nothing}", "{text[x][y]}", "{text!z}", "{", "{}"],
+)
+def test_a_template_that_cannot_be_filled_or_is_a_bomb_is_refused(tmp_path: Path, template: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"text": "2+2?", "answer": "9999999999"}) + "\n")
+    with pytest.raises(PromptError, match=r"template .*; placeholders are \{text\}"):
+        load_prompts("sums", Domain(source=str(file), template=template, train=1, eval=0))
+    fitting = Domain(source=str(file), template="{text:>9}", train=1, eval=0)
+    assert [prompt.text for prompt in load_prompts("sums", fitting)] == ["     2+2?"]

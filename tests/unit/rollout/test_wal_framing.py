@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +174,12 @@ def test_rows_of_another_shape_are_no_record(shape: tuple[int, ...]) -> None:
     silent = np.zeros(3, np.float32)
     with pytest.raises(MismatchError, match="are no rows of a token log"):
         log_records.Tokens(0, 0, np.zeros(shape, np.int32), silent, silent.astype(np.uint8)).encode()
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
+def test_a_segment_that_is_no_file_is_refused_unread(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "0.wal"
+    make = {"device": lambda: path.symlink_to("/dev/zero"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}
+    make[kind]()
+    with pytest.raises(DamagedError, match="is no regular file"):
+        read_segment(path)

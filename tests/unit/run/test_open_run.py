@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mopd_dataplane.base.sealed_json import seal, unseal
-from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
@@ -45,3 +45,17 @@ def test_a_job_of_a_newer_version_is_named_and_kept(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"job\.json holds a job that this version cannot read \(warp: "):
         open_run(job(tmp_path / "store"), Progress(None))
     assert file.read_bytes() == before
+
+
+def test_a_damaged_store_is_left_as_it_is(tmp_path: Path) -> None:
+    run = open_run(job(tmp_path / "store"), Progress(None))
+    answer = {"policy": "base", "policy_version": 0, "prompt_id": "p", "domain": "sums", "response": "7"}
+    run.store.add_evals([answer | {"response_len": 1, "finish_reason": "stop"}])
+    [file] = (tmp_path / "store" / "evals" / "data").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    with pytest.raises(DamagedError, match=r"bytes, .* were written; nothing was changed"):
+        open_run(job(tmp_path / "store", name="other"), Progress(None))
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before}
+    assert after == before
