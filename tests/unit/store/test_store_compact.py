@@ -119,9 +119,9 @@ def test_a_version_that_another_clean_up_drops_meanwhile_keeps_nothing(
     explain, dropped = compaction._reasons, []
 
     def after_another(place: Any, dataset: Any, held: Any, *rest: Any, **named: Any) -> Any:
-        if held.readers:
+        if held:
             reader.communicate("\n")
-            dropped.append(drop_versions(dataset, versions=list(held.readers))[0])
+            dropped.append(drop_versions(dataset, versions=list(held))[0])
         return explain(place, dataset, held, *rest, **named)
 
     monkeypatch.setattr(compaction, "_reasons", after_another)
