@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,18 @@ class StoreLocation:
     def sha256(self, name: str) -> str:
         """sha256 of a file, hex."""
         return file_digest(self.local(name)) if self.files is None else self.files.sha256(name)
+
+    def identities(self) -> Iterator[tuple[str, str]]:
+        """(name, what tells it from another file of that name) of every file of the store."""
+        if self.files is not None:
+            yield from self.files.identities()
+            return
+        for folder, _, names in os.walk(self.local("")):
+            for name in names:
+                path = os.path.join(folder, name)
+                with suppress(FileNotFoundError):
+                    stat = os.stat(path)
+                    yield os.path.relpath(path, self.uri), f"{stat.st_size} {stat.st_mtime_ns}"
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder of the store, sorted; empty when there is no such folder."""
