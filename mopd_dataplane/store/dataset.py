@@ -22,7 +22,7 @@ from mopd_dataplane.store.commit.samples import CommitReceipt, commit_others
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format import lance_errors
 from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, to_rows
-from mopd_dataplane.store.format.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
+from mopd_dataplane.store.format.dataset_format import MARK, UNFINISHED, check_teacher, is_table, read_mark, write_mark
 from mopd_dataplane.store.format.row_ids import in_row_order
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
@@ -113,6 +113,11 @@ class Store:
             existing._location.admit_writer()
             return existing
         location = StoreLocation(uri, storage_options)
+        if any(location.has(name) for name in UNFINISHED):
+            raise InputError(
+                f"{location.uri} is half a copy; continue it with the command that began it, or delete it, or give "
+                "another place for the store"
+            )
         if location.root is not None:
             location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         location.single_writer = single_writer

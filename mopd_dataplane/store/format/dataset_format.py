@@ -22,6 +22,8 @@ TABLE_KEY = b"mopd:table"
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
 PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
 MARK = "store.json"
+UNFINISHED = ("copy.json", "upgrade.json")
+"""Files that name the source of a store that a copy, or an upgrade, has not completed."""
 FREED = "freed"
 """Codec of a row of hidden states that are gone; see retire.py."""
 TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")

@@ -16,11 +16,11 @@ from typing import Any
 from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.format.dataset_format import MARK
+from mopd_dataplane.store.format.dataset_format import MARK, UNFINISHED
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.open_versions import holders
 
-PROGRESS = "copy.json"
+PROGRESS = UNFINISHED[0]
 """File that names the source of an unfinished copy, and the state of it; removed when the copy is complete."""
 _OWN = ("locks", "acknowledged")
 """Folders of a store that a copy makes anew."""
