@@ -111,7 +111,7 @@ def _take_cut(source: Store, scratch: Path) -> Cut:
             tables = pin_tables(source)
         except FileNotFoundError:  # the job ended a segment of its log
             continue
-        metrics = {stage: _complete_lines(source, stage) for stage in source._location.children(_CHECKPOINTS)}
+        metrics = {stage: _complete_lines(source, stage) for stage in source.location.children(_CHECKPOINTS)}
         if _moving(source) == before:
             state = state_of(files, tables.newest)
             return Cut(state, finished, logs, metrics, before[0], before[1], tables)
@@ -120,7 +120,7 @@ def _take_cut(source: Store, scratch: Path) -> Cut:
 
 def _moving(source: Store) -> tuple[dict[str, str], list[str], list[str]]:
     """Newest checkpoint of each stage, recorded folders, and segments of the token logs."""
-    location = source._location
+    location = source.location
     stages = location.children(_CHECKPOINTS) if source.files is None else []
     newest = {stage: newest_checkpoint(source.path(f"{_CHECKPOINTS}/{stage}")) for stage in stages}
     folders = [name for parent in (_CHECKPOINTS, *WEIGHTS) for name in folder_names(source, parent)]
@@ -130,7 +130,7 @@ def _moving(source: Store) -> tuple[dict[str, str], list[str], list[str]]:
 
 def _complete_lines(source: Store, stage: str) -> bytes:
     """Metrics of a stage, without a line that is being written."""
-    content = source._location.read(f"{_CHECKPOINTS}/{stage}/{METRICS}") or b""
+    content = source.location.read(f"{_CHECKPOINTS}/{stage}/{METRICS}") or b""
     return content[: content.rfind(b"\n") + 1]
 
 
@@ -183,7 +183,7 @@ def _leave_out(
     deletions: Collection[Deletion],
 ) -> None:
     """Copy the records of deletions, and carry out in the copy those that were not finished when the copy began."""
-    for name in source._location.children(DELETIONS):
+    for name in source.location.children(DELETIONS):
         if name.endswith(".json") and not location.has(f"{DELETIONS}/{name}"):
             copy_file(source, location, f"{DELETIONS}/{name}")
     unfinished = [deletion for deletion in deletions if deletion.name not in finished]

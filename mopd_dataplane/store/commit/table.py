@@ -31,14 +31,14 @@ from mopd_dataplane.store.commit.fragments import is_crowded, merge_small
 from mopd_dataplane.store.commit.in_flight import writing_files
 from mopd_dataplane.store.commit.keys import KeyDirectory
 from mopd_dataplane.store.format.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
-from mopd_dataplane.store.format.lance_errors import is_overtaken, is_panic, writing
+from mopd_dataplane.store.format.lance_errors import environment_failure, is_overtaken, is_panic, writing
 from mopd_dataplane.store.format.manifests import crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.store.format.row_ids import ids_of_files
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.open_versions import Gone, hold
 from mopd_dataplane.store.read.row_reader import take_rows
-from mopd_dataplane.store.remote.network import answering, network_failure
+from mopd_dataplane.store.remote.network import answering
 
 ATTEMPTS = 64
 BACKOFF_S = 0.005
@@ -137,6 +137,8 @@ class Table:
         try:
             crc = crc_of_manifest(self._folder, version)
         except OSError as error:
+            if failure := environment_failure(self.uri, error):
+                raise failure from None
             return "" if isinstance(error, FileNotFoundError) else f"manifest of version {version}: {error.strerror}"
         if recorded_crc is None or crc == recorded_crc:
             return ""
@@ -181,12 +183,13 @@ class Table:
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
         options = self._location.storage_options or None
+        self._location.require_same()
         try:
             return lance.dataset(self.uri, version=version, session=self._location.session, storage_options=options)
         except BaseException as error:
             if not isinstance(error, ValueError | OSError) and not is_panic(error):
                 raise
-            if failure := network_failure(self.uri, error):
+            if failure := environment_failure(self.uri, error):
                 raise failure from None
             if "was not found" in str(error) and version is None:
                 raise UnknownNameError(f"no dataset {self.name!r} in {self._location.uri}") from error

@@ -61,7 +61,7 @@ def copy_job(source: Store, location: StoreLocation) -> None:
         value = source.read_json(name)
         if value is not None:
             location.write_json(name, {**value, "store": location.uri} if "store" in value else value)
-    for name in source._location.children(KEPT):
+    for name in source.location.children(KEPT):
         copy_file(source, location, f"{KEPT}/{name}")
 
 
@@ -83,9 +83,9 @@ def copy_heads(source: Store, location: StoreLocation) -> None:
 
 def copy_file(source: Store, location: StoreLocation, name: str) -> None:
     """Copy one file, unless the target has it with the same sha256 or the source does not have it."""
-    if not name or not source._location.has(name):
+    if not name or not source.location.has(name):
         return
-    if location.has(name) and location.sha256(name) == source._location.sha256(name):
+    if location.has(name) and location.sha256(name) == source.location.sha256(name):
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         file = Path(scratch) / "file" if source.files is not None else source.path(name)
@@ -101,8 +101,8 @@ def folder_names(source: Store, parent: str) -> list[str]:
     """Recorded folders below a parent, "policies": of each stage, and of none."""
     if source.files is not None:
         return ArtifactStore(source.files).below(parent)
-    inside = [parent, *(f"{parent}/{stage}" for stage in source._location.children(parent))]
-    names = [f"{folder}/{name}" for folder in inside for name in source._location.children(folder)]
+    inside = [parent, *(f"{parent}/{stage}" for stage in source.location.children(parent))]
+    names = [f"{folder}/{name}" for folder in inside for name in source.location.children(folder)]
     return [name for name in names if source.path(f"{name}/{CHECKSUMS}").is_file() and "/." not in name]
 
 

@@ -16,8 +16,7 @@ from typing import Any
 from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.format.dataset_format import MARK, UNFINISHED
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
 from mopd_dataplane.store.read.open_versions import holders
 
 PROGRESS = UNFINISHED[0]
@@ -103,7 +102,7 @@ def begin_copy(source: Store, location: StoreLocation, where: str, state: str) -
 def other_files(source: Store, tables: Collection[str]) -> list[tuple[str, str]]:
     """(name, size and time, or ETag on an object store) of every file of a store that belongs to no table."""
     apart = {*tables, *_OWN}
-    return sorted(entry for entry in source._location.identities() if not _is_below(entry[0], apart))
+    return sorted(entry for entry in source.location.identities() if not _is_below(entry[0], apart))
 
 
 def state_of(files: Sequence[tuple[str, str]], versions: Mapping[str, int]) -> str:

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import lance
 
@@ -27,10 +28,22 @@ def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
 
 def set_tag(dataset: lance.LanceDataset, tag: str, version: int) -> None:
     """Set a tag to a version, or move it there."""
+    tags = _with_tags_inside(dataset).tags
     if tag in tagged(dataset):
-        dataset.tags.update(tag, version)
+        tags.update(tag, version)
     else:
-        dataset.tags.create(tag, version)
+        tags.create(tag, version)
+
+
+def _with_tags_inside(dataset: lance.LanceDataset) -> lance.LanceDataset:
+    """The dataset, opened so that its tags are written in its own folder.
+
+    Lance, given a path with characters that a URL escapes, makes the folder of the tags at the escaped path: an empty
+    folder beside the store, or an error where the parent cannot be written. The path as a URL goes another way.
+    """
+    if "://" in dataset.uri:
+        return dataset
+    return lance.dataset(f"file-object-store://{quote(dataset.uri)}", version=dataset.version)
 
 
 def drop_tag(dataset: lance.LanceDataset, tag: str) -> None:

@@ -146,7 +146,7 @@ def test_a_commit_that_lost_a_file_fails_and_says_so(
 
 
 def test_a_version_that_lost_a_synced_file_is_not_acknowledged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = store._table("samples")
+    samples = store.table_handle("samples")
     acknowledged = samples.acknowledged()
     real = samples.barrier.sync_version
 
@@ -163,7 +163,7 @@ def test_a_version_that_lost_a_synced_file_is_not_acknowledged(store: Store, mon
 
 def test_a_clock_that_leaps_drops_no_version_before_a_later_one_is_acknowledged(store: Store) -> None:
     """A power cut may take the newest version, which was not acknowledged: the one before must still be there."""
-    labels = store._table("labels")
+    labels = store.table_handle("labels")
     store.add_labels([build.label(build.sample(0), "acknowledged")])
     acknowledged = labels.acknowledged()
     committed = labels.insert(to_rows(TABLES["labels"], [build.label(build.sample(1), "in flight")])).dataset.version
