@@ -87,8 +87,8 @@ def test_a_whole_copy_is_begun_anew_when_its_source_has_changed(source: Store, t
     copy = go_on(source, target, "")
     assert content(copy) == content(source)
     assert copy.verify().findings == []
-    held = [file for file in target.rglob("*") if file.is_file() and "deletions" not in file.parts]
-    assert [file for file in held if GONE.uid.encode() in file.read_bytes()] == []
+    files = [file for file in target.rglob("*") if file.is_file() and "deletions" not in file.parts]
+    assert [file for file in files if GONE.uid.encode() in file.read_bytes()] == []
     fresh = go_on(source, tmp_path / "fresh", "")
     assert files_of(copy) == files_of(fresh)
 

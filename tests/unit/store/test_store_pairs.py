@@ -41,18 +41,18 @@ PAIRS = [
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    made = Store.create(tmp_path / "store")
+    created = Store.create(tmp_path / "store")
     names = [sample.prompt_id for sample in SAMPLES]
-    made.add_prompts(Prompt(prompt_id=name, domain="math", text=name, answer="1") for name in names)
+    created.add_prompts(Prompt(prompt_id=name, domain="math", text=name, answer="1") for name in names)
     for sample in SAMPLES:
-        made.commit_samples([sample])
-    made.snapshot(tag="pinned")
-    return made
+        created.commit_samples([sample])
+    created.snapshot(tag="pinned")
+    return created
 
 
 def start(store: Store, name: str, folder: Path) -> subprocess.Popen[str]:
-    places = {"STORE": store.uri, "TARGET": str(folder / "target"), "OTHER": str(folder / "other")}
-    words = [places.get(word, word) for word in COMMANDS[name]]
+    folders = {"STORE": store.uri, "TARGET": str(folder / "target"), "OTHER": str(folder / "other")}
+    words = [folders.get(word, word) for word in COMMANDS[name]]
     command = [sys.executable, "-m", "mopd_dataplane", "store", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -83,12 +83,12 @@ def test_two_commands_at_once(store: Store, tmp_path: Path, first: str, second: 
 
 def check_target(target: Path, done: list[str], copies: tuple[str, ...], every: set[str], deleted: set[str]) -> None:
     """A target has what one of the serial orders gives: the copy before a deletion, or after it."""
-    made = [name for name in done if name in copies]
-    assert (target / "store.json").exists() == bool(made)
-    for name in made:
+    copied = [name for name in done if name in copies]
+    assert (target / "store.json").exists() == bool(copied)
+    for name in copied:
         chosen = {sample.uid for sample in SAMPLES if sample.domain == "math"} if name == "copy --where" else every
         assert uids(target) in (chosen, chosen - deleted)
-    assert len(made) < 2, "two copies into one target are not both done"
+    assert len(copied) < 2, "two copies into one target are not both done"
 
 
 def test_two_upgrades_into_one_target(tmp_path: Path) -> None:
