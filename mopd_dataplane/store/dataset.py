@@ -24,7 +24,7 @@ from mopd_dataplane.store.format import lance_errors
 from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, step_record, to_rows
 from mopd_dataplane.store.format.dataset_format import check_teacher, read_mark, signal_tables, write_mark
 from mopd_dataplane.store.format.row_ids import in_row_order
-from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
 from mopd_dataplane.store.maintain.delete_samples import remove_since
 from mopd_dataplane.store.maintain.deletion_records import Deletions
@@ -124,11 +124,6 @@ class Store:
             existing.location.admit_writer()
             return existing
         location = StoreLocation(uri, storage_options)
-        if any(location.has(name) for name in UNFINISHED):
-            raise InputError(
-                f"{location.uri} is half a copy; continue it with the command that began it, or delete it, or give "
-                "another place for the store"
-            )
         location.make(single_writer=single_writer)
         store = cls(location)
         for name in TABLES:

@@ -95,7 +95,13 @@ class StoreLocation:
         self._mark_seen = seen
 
     def make(self, *, single_writer: bool) -> None:
-        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does."""
+        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does, and
+        InputError for the unfinished target of a copy."""
+        if any(self.has(name) for name in UNFINISHED):
+            raise InputError(
+                f"{self.uri} is half a copy; continue it with the command that began it, or delete it, or give another "
+                "place for the store"
+            )
         if self.root is not None:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.single_writer = single_writer
