@@ -138,10 +138,10 @@ def copy(
     """Copy a store, or samples of it with everything that refers to them, into a folder or onto an object store.
 
     A whole store is copied as it is, with snapshots, plans, checkpoints and the token log: an interrupted job continues
-    in the copy. With --where, tokens, signals, rewards and labels are copied with their samples, and prompts without a
-    copied sample are left out; rows get new ids, so plans, snapshots, checkpoints and the token log, which name rows,
-    are left out too. Every checksum is compared before the copy opens as a store. After a kill, the same command
-    continues.
+    in the copy. A job may run meanwhile. With --where, tokens, signals, rewards and labels are copied with their
+    samples, and prompts without a copied sample are left out; rows get new ids, so plans, snapshots, checkpoints and
+    the token log, which name rows, are left out too. Every checksum is compared before the copy opens as a store. After
+    a kill, the same command continues.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.run.whole_copy import copy_whole

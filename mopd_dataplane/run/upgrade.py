@@ -22,6 +22,7 @@ from mopd_dataplane.run.whole_copy import copy_log_folder
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import write_mark
 from mopd_dataplane.store.location import MARK, StoreLocation
+from mopd_dataplane.store.maintain.copy_target import one_writer
 from mopd_dataplane.store.maintain.upgrade import PROGRESS, link_file, open_source, upgrade_tables
 from mopd_dataplane.store.maintain.verify import verify
 
@@ -44,6 +45,12 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
     root = _folder(target)
     if root == old or root.is_relative_to(old) or old.is_relative_to(root):
         raise InputError(f"{target} and {source} overlap; give a folder of its own")
+    open_source(old)
+    with one_writer(location):
+        yield from _upgrade(old, location, root)
+
+
+def _upgrade(old: Path, location: StoreLocation, root: Path) -> Iterator[str]:
     versions = _begin(old, location, root)
     yield from upgrade_tables(old, location, versions)
     for name, work in _FILES.items():
@@ -54,7 +61,7 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
     if not report.ok:
         said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
         raise DamagedError(
-            f"{source} is damaged, so its copy is no store yet: {said}; verify the source with the version that wrote "
+            f"{old} is damaged, so its copy is no store yet: {said}; verify the source with the version that wrote "
             "it, repair it, delete the copy, and upgrade again"
         )
     old_mark = json.loads((old / MARK).read_text())

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ INDEX_CACHE_BYTES = 64 << 20
 COMMITS_CACHED = 128
 _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 """Control characters, which Lance refuses in a path, and bytes that are no UTF-8."""
+UNFINISHED = ("copy.json", "upgrade.json")
+"""Files that name the source of a store that a copy, or an upgrade, has not completed."""
 MARK = "store.json"
 """Marks a folder as a store; the last file of one that is made."""
 _NEVER = (0, 0, 0)
@@ -93,7 +95,13 @@ class StoreLocation:
         self._mark_seen = seen
 
     def make(self, *, single_writer: bool) -> None:
-        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does."""
+        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does, and
+        InputError for the unfinished target of a copy."""
+        if any(self.has(name) for name in UNFINISHED):
+            raise InputError(
+                f"{self.uri} is half a copy; continue it with the command that began it, or delete it, or give another "
+                "place for the store"
+            )
         if self.root is not None:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.single_writer = single_writer
@@ -223,6 +231,18 @@ class StoreLocation:
     def sha256(self, name: str) -> str:
         """sha256 of a file, hex."""
         return file_digest(self.local(name)) if self.files is None else self.files.sha256(name)
+
+    def identities(self) -> Iterator[tuple[str, str]]:
+        """(name, what tells it from another file of that name) of every file of the store."""
+        if self.files is not None:
+            yield from self.files.identities()
+            return
+        for folder, _, names in os.walk(self.local("")):
+            for name in names:
+                path = os.path.join(folder, name)
+                with suppress(FileNotFoundError):
+                    stat = os.stat(path)
+                    yield os.path.relpath(path, self.local("")), f"{stat.st_size} {stat.st_mtime_ns}"
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder of the store, sorted; empty when there is no such folder."""

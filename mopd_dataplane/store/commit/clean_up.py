@@ -10,7 +10,6 @@ import gc
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import lance
@@ -61,12 +60,12 @@ def clean_up(
         offset = location.clock_offset()
         if abs(offset) > CLOCK_TOLERANCE:
             return CleanedUp(hindrance=f"the clock of this machine is {abs(offset)} off that of the object store")
-        old = _old_versions(location, dataset, acknowledged, older_than, needed)
+        old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
         return CleanedUp(len(old), drop_versions(dataset, old))
     with no_commit_in_flight(location, table, COMMITS_S if wait else 0.0) as committers:
         if committers:
             return CleanedUp(hindrance=f"a commit is in flight: {', '.join(committers)}")
-        old = _old_versions(location, dataset, acknowledged, older_than, needed)
+        old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
         if not readers_keep:
             return CleanedUp(len(old), drop_versions(dataset, old))
         gc.collect()  # a handle that nothing refers to any more holds its version no longer
@@ -77,13 +76,14 @@ def clean_up(
 
 def _old_versions(
     location: StoreLocation,
+    table: str,
     dataset: lance.LanceDataset,
     acknowledged: int,
     older_than: timedelta | None,
     needed: Collection[int],
 ) -> list[int]:
     if older_than is None and location.root is not None:
-        versions = names_of_versions(Path(dataset.uri))
+        versions = names_of_versions(location.root / table)
     else:
         until = datetime.max if older_than is None else datetime.now() - older_than
         entries: list[dict[str, Any]] = dataset.versions()  # type: ignore[assignment]

@@ -31,7 +31,15 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.store.format.row_checksums import wrong_rows
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.maintain.copy_files import begin_copy, copy_job, copy_weights, finish_copy
+from mopd_dataplane.store.maintain.copy_files import copy_job, copy_weights, finish_copy
+from mopd_dataplane.store.maintain.copy_target import (
+    Ownership,
+    begin_copy,
+    one_writer,
+    other_files,
+    refuse_overlap,
+    state_of,
+)
 from mopd_dataplane.store.maintain.delete_samples import remove
 from mopd_dataplane.store.maintain.deletion_records import Deletion
 from mopd_dataplane.store.read.row_reader import (
@@ -58,9 +66,17 @@ def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
     MismatchError for an unfinished copy of something else, DamagedError naming what is damaged in the source.
     """
     location = StoreLocation(target)
+    refuse_overlap(source, location)
     at = source.snapshot()
     rows = fitting_samples(source, where, at)
-    begin_copy(source, location, where)
+    with one_writer(location):
+        yield from _copy_rows(source, location, where, at, rows)
+
+
+def _copy_rows(
+    source: Store, location: StoreLocation, where: str, at: Snapshot, rows: NDArray[np.int64]
+) -> Iterator[str]:
+    owner = begin_copy(source, location, where, state_of(other_files(source, at.versions), at.versions))
     for name in TABLES:
         Table(location, name).create()
     copy = _Copy(source, location, at)
@@ -73,12 +89,14 @@ def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
     copy_weights(source, location)
     copy_job(source, location)
     yield "files"
-    finish_copy(source, location, [*TABLES, *copy.tables], partial(_leave_out, location))
+    finish_copy(source, location, owner, [*TABLES, *copy.tables], partial(_leave_out, location, owner))
     yield "verified"
 
 
-def _leave_out(location: StoreLocation, deletions: Collection[Deletion]) -> None:
+def _leave_out(location: StoreLocation, owner: Ownership, deletions: Collection[Deletion]) -> None:
     """Remove from an unfinished copy, also from its disk where no one else reads it, what deletions name."""
+    if deletions:
+        owner.forbid_continuation()
     copy = Store(location)
     removed = [part for deletion in deletions for part in remove(copy, deletion)]
     if removed:

@@ -6,6 +6,7 @@ checkpoints and the token log, which name rows and versions, stay valid. Other v
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import lance
 
@@ -21,19 +22,48 @@ from mopd_dataplane.store.maintain.copy_files import copy_file
 from mopd_dataplane.store.read import snapshot as snapshots
 
 
-def copy_tables(source: Store, location: StoreLocation) -> Iterator[str]:
+@dataclass(frozen=True)
+class PinnedTables:
+    """Versions of every table of a store, open, so that clean-up leaves their files alone while they are copied."""
+
+    datasets: dict[str, dict[int, lance.LanceDataset]]
+    """Handles by table and version."""
+    newest: dict[str, int]
+    pins: dict[str, dict[str, int]]
+    """Versions of each table by the tag of the snapshot that pins them."""
+
+
+def pin_tables(source: Store) -> PinnedTables:
+    """Open the newest version of every table, and those that snapshots pin. Raises DamagedError for a manifest that is
+    not the one that was acknowledged, or pinned."""
+    snapshot, handles = snapshots.take_snapshot(
+        source.location, {name: source.table_handle(name) for name in table_names(source)}
+    )
+    datasets = {name: {opened.version: opened} for name, opened in zip(snapshot.versions, handles, strict=True)}
+    pins = {}
+    for tag, versions in _pins(source).items():
+        try:
+            for name, version in versions.items():
+                if version not in datasets[name]:
+                    datasets[name][version] = source.table_handle(name).open(version)
+        except DamagedError:
+            if tag in snapshots.tags_of(source.location):
+                raise
+            continue  # a deletion has released it since
+        pins[tag] = versions
+    return PinnedTables(datasets, dict(snapshot.versions), pins)
+
+
+def copy_tables(source: Store, location: StoreLocation, pinned: PinnedTables) -> Iterator[str]:
     """Copy every table and snapshot, durable at the end; names each that is done. Raises DamagedError for a manifest
-    that is not the one that was acknowledged, or pinned."""
-    pins = _pins(source)
-    at = source.snapshot().versions
-    at |= {name: source.table_handle(name).open().version for name in _queues(source)}
-    for name, newest in at.items():
-        versions = sorted({newest, *(pin[name] for pin in pins.values() if name in pin)})
+    that is not the one that was acknowledged."""
+    for name, newest in pinned.newest.items():
+        versions = sorted({newest, *(pin[name] for pin in pinned.pins.values() if name in pin)})
         old = source.table_handle(name)
         if problem := old.manifest_damage():  # its copy would be acknowledged
             raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
-            _copy_version(source, location, name, old.open(version))
+            _copy_version(source, location, name, pinned.datasets[name][version])
             fault_point("whole_copy.version")
         table = Table(location, name)
         for version in versions:
@@ -42,11 +72,11 @@ def copy_tables(source: Store, location: StoreLocation) -> Iterator[str]:
                 table.barrier.sync_version(opened)
         table.make_durable(table.open())
         yield f"{name}: {table.open().count_rows():,}"
-    tables = {name: Table(location, name) for name in at}
-    for tag, pin in pins.items():
+    tables = {name: Table(location, name) for name in pinned.newest}
+    for tag, pin in pinned.pins.items():
         snapshots.pin(location, tables, tag, Snapshot(uri=location.uri, versions=pin))
     fault_point("whole_copy.pinned")
-    yield f"snapshots: {len(pins):,}"
+    yield f"snapshots: {len(pinned.pins):,}"
 
 
 def table_names(source: Store) -> list[str]:
@@ -77,14 +107,12 @@ def _pins(source: Store) -> dict[str, dict[str, int]]:
 
 def _copy_version(source: Store, location: StoreLocation, name: str, dataset: lance.LanceDataset) -> None:
     """The files of one version of a table, its manifest last."""
-    files = set(location.children(f"{name}/data"))
     for fragment in dataset.get_fragments():
         for data_file in fragment.data_files():
             stem = data_file.path.removesuffix(".lance")
             for beside in source.location.children(f"{name}/data/{stem}"):
                 copy_file(source, location, f"{name}/data/{stem}/{beside}")
-            if data_file.path not in files:
-                copy_file(source, location, f"{name}/data/{data_file.path}")
+            copy_file(source, location, f"{name}/data/{data_file.path}")
         deletions = fragment.metadata.deletion_file
         if deletions is not None:
             copy_file(source, location, f"{name}/{deletions.path(fragment.fragment_id)}")

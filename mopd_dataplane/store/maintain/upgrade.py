@@ -28,12 +28,12 @@ from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import blob_columns
 from mopd_dataplane.store.format.lance_errors import reading, writing
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
-from mopd_dataplane.store.location import MARK, StoreLocation
+from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.tables import TABLES, TableSpec
 
 OLD_FORMAT = 1
-PROGRESS = "upgrade.json"
+PROGRESS = UNFINISHED[1]
 """File that names the source of an unfinished target; removed when the target is complete."""
 _NAMES = {new: old for old, new in FORMAT_1_NAMES.items()} | {"topk_source": "support"}
 """Column of format 2 -> its name in format 1, in the tables where it was called so."""

@@ -52,6 +52,12 @@ class ArtifactStore:
         """Whether a folder is published."""
         return self._files.has(f"{name}.json")
 
+    def digests(self, name: str) -> dict[str, str]:
+        """sha256 of each file of a published folder; empty when there is none."""
+        content = self._files.read(f"{name}.json")
+        listing = {} if content is None else unseal(content, f"{self._files.uri}/{name}.json")["files"]
+        return {relative: record["sha256"] for relative, record in listing.items()}
+
     def publish(self, name: str, folder: Path) -> None:
         """Upload a finished folder; durable on return. Nothing happens when the name is taken."""
         if self.has(name):

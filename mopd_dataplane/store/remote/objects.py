@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -119,6 +120,12 @@ class ObjectFiles:
         """Names of all files under a folder, at any depth."""
         with self._answering(name):
             return sorted(entry["path"] for page in self._store.list(f"{name}/") for entry in page)
+
+    def identities(self) -> Iterator[tuple[str, str]]:
+        """(name, ETag and size) of every file."""
+        with self._answering(""):
+            for page in self._store.list():
+                yield from ((entry["path"], f"{entry['e_tag']} {entry['size']}") for entry in page)
 
     def honours_preconditions(self) -> bool:
         """Whether a second PUT with If-None-Match: * is refused: what exactly-once commits rest on."""

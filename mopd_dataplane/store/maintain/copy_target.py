@@ -1,0 +1,127 @@
+"""The target of a copy or an upgrade: one process writes it, and what it has is of the source as it is now.
+
+A target that is being made has a file that names its source (PROGRESS). One that a killed call left is continued if the
+source has not changed since, and made anew if it has: a copy never mixes two states of its source.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mopd_dataplane.base.files import try_lock
+from mopd_dataplane.errors import InputError, MismatchError, ResourceError
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
+from mopd_dataplane.store.read.open_versions import holders
+
+PROGRESS = UNFINISHED[0]
+"""File that names the source of an unfinished copy, and the state of it; removed when the copy is complete."""
+_OWN = ("locks", "acknowledged")
+"""Folders of a store that a copy makes anew."""
+
+
+def refuse_overlap(source: Store, location: StoreLocation) -> None:
+    """Raise InputError when one of the places lies inside the other."""
+    here, there = (str(at.uri if at.root is None else at.root.resolve()) for at in (source, location))
+    if f"{here}/".startswith(f"{there}/") or f"{there}/".startswith(f"{here}/"):
+        raise InputError(f"{location.uri} and {source.uri} overlap; give a place of its own")
+
+
+@contextmanager
+def one_writer(location: StoreLocation) -> Iterator[None]:
+    """Make the folder of a target, and lock it until the block ends. An object store has no locks: see Ownership.
+
+    Raises ResourceError naming the process that writes it.
+    """
+    if location.root is None:
+        yield
+        return
+    location.check_new()
+    location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(location.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not try_lock(descriptor):
+            raise ResourceError(
+                f"{location.uri} is being written by {', '.join(holders(descriptor))}; wait for it to end, or give "
+                "another place for the copy"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Ownership:
+    """Proof that this call is the last one that began to write a target; on an object store a later call takes over."""
+
+    def __init__(self, location: StoreLocation, record: Mapping[str, Any]) -> None:
+        self._location = location
+        self._record = {**record, "writer": uuid.uuid4().hex}
+        location.write_json(PROGRESS, self._record)
+
+    def check(self) -> None:
+        """Raise ResourceError when another call has taken over."""
+        if self._location.read_json(PROGRESS) != self._record:
+            raise ResourceError(
+                f"another process has taken over the copy {self._location.uri}; wait for it to end, or give another "
+                "place for the copy"
+            )
+
+    def forbid_continuation(self) -> None:
+        """Let the next call begin anew if this one is killed."""
+        self._record["state"] = ""
+        self._location.write_json(PROGRESS, self._record)
+
+
+def begin_copy(source: Store, location: StoreLocation, where: str, state: str) -> Ownership:
+    """Make a place ready for the copy of a store, or for the rest of one.
+
+    where: the predicate of the samples that fit; empty for the whole store. state: of the source; see state_of.
+    Raises InputError for a place that cannot be used, MismatchError for half a copy of something else.
+    """
+    record = {"source": source.uuid, "where": where}
+    begun = location.read_json(PROGRESS)
+    if begun is None:
+        if location.has(MARK) or (location.root is not None and any(location.root.iterdir())):
+            raise InputError(f"{location.uri} is not empty; give a place where nothing is")
+        location.admit_writer()
+    elif {name: begun[name] for name in record} != record:
+        raise MismatchError(
+            f"{location.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
+            "another place"
+        )
+    elif begun.get("state") != state:
+        _clear(location)
+    return Ownership(location, {**record, "state": state})
+
+
+def other_files(source: Store, tables: Collection[str]) -> list[tuple[str, str]]:
+    """(name, size and time, or ETag on an object store) of every file of a store that belongs to no table."""
+    apart = {*tables, *_OWN}
+    return sorted(entry for entry in source.location.identities() if not _is_below(entry[0], apart))
+
+
+def state_of(files: Sequence[tuple[str, str]], versions: Mapping[str, int]) -> str:
+    """Digest of a store's state: files beside the tables, as other_files says, and versions of the tables."""
+    return hashlib.sha256(json.dumps([*files, *sorted(versions.items())]).encode()).hexdigest()
+
+
+def _is_below(name: str, folders: set[str]) -> bool:
+    parts = name.split("/")
+    return any("/".join(parts[:depth]) in folders for depth in range(1, len(parts)))
+
+
+def _clear(location: StoreLocation) -> None:
+    """Delete all of an unfinished target but the file that says what it is."""
+    if location.files is not None:
+        location.files.remove([name for name, _ in location.files.identities() if name != PROGRESS])
+        return
+    for path in location.local("").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != PROGRESS:
+            path.unlink()
