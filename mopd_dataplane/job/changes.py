@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mopd_dataplane.job.job import Job, Stage, section_in
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.load import section_in
 from mopd_dataplane.job.parse import parts_of
 from mopd_dataplane.job.section import ChangeClass, Section
 

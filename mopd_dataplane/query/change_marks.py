@@ -34,7 +34,8 @@ def change_rows(store: Store, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Rows of CHANGE_ROWS; none for a store whose job never changed."""
     if CHANGES.name not in snapshot.versions:
         return []
-    return store.sql(CHANGE_ROWS, snapshot=snapshot).to_pylist()
+    rows: list[dict[str, Any]] = store.sql(CHANGE_ROWS, snapshot=snapshot).to_pylist()
+    return rows
 
 
 def change_marks(rows: Sequence[dict[str, Any]], stages: Sequence[str], axis: str) -> list[Mark]:

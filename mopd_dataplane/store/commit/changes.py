@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_changes(store: Store, changes: Sequence[Change]) -> None:
     """Record changes, durable on return; the table is made with the first."""
-    table = store._table(CHANGES.name)
+    table = store.table_handle(CHANGES.name)
     if changes and not table.exists():
         table.create()
     store._insert(CHANGES.name, [asdict(change) for change in changes])
