@@ -10,8 +10,10 @@ import pytest
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.query.change_marks import change_marks
+from mopd_dataplane.query.compare import compare_policies
 from mopd_dataplane.query.measures import measure
 from mopd_dataplane.query.report import write_report
+from mopd_dataplane.query.sections import comparison_grid
 from mopd_dataplane.records import Change
 from mopd_dataplane.store.commit.changes import add_changes, read_changes
 from mopd_dataplane.view.run_page import run_page
@@ -75,6 +77,15 @@ def test_the_page_of_the_run_has_them(changed_store: Store) -> None:
     changes = run_page(changed_store, shown.index())["changes"]
     assert [(row["iteration"], row["text"]) for row in changes[:1]] == [(2, "train.learning_rate: 0.001 → 0.0002")]
     assert changes[0]["step"] is not None
+
+
+def test_a_comparison_names_the_changes_that_a_policy_was_trained_by(changed_store: Store) -> None:
+    comparison = compare_policies(f"{changed_store.uri}#student@1", f"{changed_store.uri}#student@4")
+    rate = "student from iteration 2: train.learning_rate: 0.001 → 0.0002"
+    assert comparison.changes == {"a": [], "b": [rate, "student from iteration 3: iterations: 3 → 9"]}
+    caption = comparison_grid(comparison).caption
+    assert f"The job of B changed: {rate}" in caption
+    assert "The job of A" not in caption
 
 
 def test_a_store_without_the_table_is_whole_and_gets_it_with_the_first_change(
