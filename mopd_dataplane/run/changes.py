@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.changes import Difference, concerns, differences, put
 from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.job import Job, Stage
-from mopd_dataplane.job.schedules import learning_rate
+from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.section import ChangeClass
 from mopd_dataplane.records import Change
 from mopd_dataplane.run.stage_rows import is_done, stage_samples
@@ -28,7 +28,10 @@ from mopd_dataplane.run.token_log_copy import has_unfinished
 from mopd_dataplane.store.commit.changes import add_changes, read_changes
 
 if TYPE_CHECKING:
-    from mopd_dataplane.run.context import Run
+    from mopd_dataplane.run.policies import Policies
+    from mopd_dataplane.run.progress import Progress
+    from mopd_dataplane.run.work_folder import Work
+    from mopd_dataplane.store.dataset import Store
 
 Accept = Callable[[str], bool]
 """Asked with a description of the changes that need to be accepted; returns whether they are."""
@@ -41,6 +44,25 @@ NOT_FINITE = "not_finite"
 FROM_HERE_OPTION = "--from-here"
 """Option of `mopd run` that accepts changes."""
 LONGEST_VALUE = 80
+
+
+class OpenedRun(Protocol):
+    """A run whose job is compared with the one that its store remembers."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def policies(self) -> Policies: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def work(self) -> Work: ...
 
 
 def command_line() -> str:
@@ -98,7 +120,7 @@ class _Pending:
     """Those that have to be accepted."""
 
 
-def remember_job(run: Run, remembered: Job | None, accept: Accept) -> tuple[Change, ...]:
+def remember_job(run: OpenedRun, remembered: Job | None, accept: Accept) -> tuple[Change, ...]:
     """Compare the run's job with the one that the store remembers, record what changed, and remember the new job.
 
     Returns all recorded changes. Raises MismatchError, with nothing written, for a fixed key that differs, and for
@@ -124,7 +146,7 @@ def remember_job(run: Run, remembered: Job | None, accept: Accept) -> tuple[Chan
     return tuple(recorded)
 
 
-def refuse_unrecorded(run: Run, remembered: Job) -> tuple[Change, ...]:
+def refuse_unrecorded(run: OpenedRun, remembered: Job) -> tuple[Change, ...]:
     """Recorded changes of a store that another process writes. Raises UnrecordedChange."""
     recorded = read_changes(run.store)
     pending = _pending(run, remembered, recorded)
@@ -136,7 +158,7 @@ def refuse_unrecorded(run: Run, remembered: Job) -> tuple[Change, ...]:
     return tuple(recorded)
 
 
-def _pending(run: Run, remembered: Job, recorded: Sequence[Change]) -> _Pending:
+def _pending(run: OpenedRun, remembered: Job, recorded: Sequence[Change]) -> _Pending:
     """Raises MismatchError for a fixed key that differs, and for a change that its stage cannot take."""
     found = differences(remembered, run.job)
     for difference in found:
@@ -159,7 +181,7 @@ def _pending(run: Run, remembered: Job, recorded: Sequence[Change]) -> _Pending:
     return pending
 
 
-def _add(run: Run, before: Stage, stage: Stage, change: Change, pending: _Pending) -> None:
+def _add(run: OpenedRun, before: Stage, stage: Stage, change: Change, pending: _Pending) -> None:
     """Add a change of a stage to those that are pending, and to the questions where it needs to be accepted."""
     finished = is_done(run.store, stage)
     if change.change_class == ChangeClass.FREE:
@@ -181,7 +203,7 @@ def _add(run: Run, before: Stage, stage: Stage, change: Change, pending: _Pendin
         pending.questions.append(change)
 
 
-def _refuse_extension(run: Run, stage: Stage) -> None:
+def _refuse_extension(run: OpenedRun, stage: Stage) -> None:
     """Raise MismatchError when stages that have begun stand on the last policy of a stage."""
     for other in run.job.stages:
         teachers = [run.job.teachers[name].stage for name in run.job.scorers_of(other)]
@@ -193,14 +215,14 @@ def _refuse_extension(run: Run, stage: Stage) -> None:
             )
 
 
-def has_begun(run: Run, stage: Stage) -> bool:
+def has_begun(run: OpenedRun, stage: Stage) -> bool:
     """Whether a stage has trained, a part of its first window at least."""
     if run.policies.has_begun(stage) or run.work.published(f"checkpoints/{stage.name}"):
         return True
     return _has_failed(run, stage, 0)
 
 
-def _change_of(run: Run, stage: Stage, difference: Difference, ordinal: int) -> Change:
+def _change_of(run: OpenedRun, stage: Stage, difference: Difference, ordinal: int) -> Change:
     is_free = difference.change_class == ChangeClass.FREE
     return Change(
         ordinal=ordinal,
@@ -220,7 +242,7 @@ def _is_recorded(change: Change, recorded: Sequence[Change]) -> bool:
     return bool(same) and replace(same[-1], ordinal=change.ordinal, command=change.command) == change
 
 
-def _boundary(run: Run, stage: Stage, difference: Difference) -> int:
+def _boundary(run: OpenedRun, stage: Stage, difference: Difference) -> int:
     """The first iteration of a stage that has not begun to read a key.
 
     A window whose training met a number that is not finite counts as not planned: it is planned and trained again.
@@ -233,19 +255,19 @@ def _boundary(run: Run, stage: Stage, difference: Difference) -> int:
     return window + (is_planned or _is_sampled(run, stage, window))
 
 
-def _has_failed(run: Run, stage: Stage, window: int) -> bool:
+def _has_failed(run: OpenedRun, stage: Stage, window: int) -> bool:
     filter_text = f"kind = '{NOT_FINITE}' AND stage = '{stage.name}' AND iteration = {window}"
     return len(run.store.table("events", ["event_id"], filter=filter_text)) > 0
 
 
-def _is_sampled(run: Run, stage: Stage, window: int) -> bool:
+def _is_sampled(run: OpenedRun, stage: Stage, window: int) -> bool:
     """Whether an iteration has samples, finished or not."""
     if stage.data != "rollout":
         return False
     return len(stage_samples(run.store, stage, window, ["stage"])[0]) > 0 or has_unfinished(run.work, stage.name)
 
 
-def _check_jobs(run: Run, changes: Sequence[Change]) -> None:
+def _check_jobs(run: OpenedRun, changes: Sequence[Change]) -> None:
     """Raise JobFileError when some window would go by a job that contradicts itself."""
     for stage in run.job.stages:
         window = run.policies.latest(stage)
@@ -255,7 +277,7 @@ def _check_jobs(run: Run, changes: Sequence[Change]) -> None:
             window = until
 
 
-def _fixed(run: Run, difference: Difference) -> MismatchError:
+def _fixed(run: OpenedRun, difference: Difference) -> MismatchError:
     before, after = difference.before, difference.after
     return MismatchError(
         f"store {run.store.uri} was made with {difference.key} = {before!r}, the job now says {after!r}; this key is "
@@ -263,7 +285,7 @@ def _fixed(run: Run, difference: Difference) -> MismatchError:
     )
 
 
-def _question(run: Run, remembered: Job, change: Change) -> str:
+def _question(run: OpenedRun, remembered: Job, change: Change) -> str:
     """A change with its first iteration, and what it does to a learning rate that ends."""
     stage = run.job.stage(change.stage)
     left = stage.iterations - change.iteration
@@ -274,7 +296,7 @@ def _question(run: Run, remembered: Job, change: Change) -> str:
     return line
 
 
-def _shape(run: Run, before: Stage, stage: Stage, iteration: int) -> str:
+def _shape(run: OpenedRun, before: Stage, stage: Stage, iteration: int) -> str:
     """The learning rate before and after a change under a schedule that ends; empty where steps are not known."""
     first = run.store.plan(stage.name, 0)
     if first is None:

@@ -13,7 +13,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.job.schedules import learning_rate
+from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of

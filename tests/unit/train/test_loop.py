@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import DamagedError, EngineError, InputError, UnknownNameError
+from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
-from mopd_dataplane.job.schedules import learning_rate
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train import heads as heads_module
