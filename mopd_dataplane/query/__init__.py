@@ -14,6 +14,7 @@ run_sections.py   its sections on how the run went and what it was made with
 measures.py       its numbers, one SQL statement each
 exactness.py      self-checks of the models, and trainer against sampler
 run_curves.py     curves over iterations and steps, which the viewer draws too
+change_marks.py   changes of the job in the middle of a run, as rows and as lines in the curves
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG

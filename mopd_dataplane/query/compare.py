@@ -12,6 +12,7 @@ from mopd_dataplane.base.files import publish_figure
 from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.query.answers import Answers, Values, held_out
 from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, share
+from mopd_dataplane.store.commit.changes import read_changes
 from mopd_dataplane.store.dataset import Store
 
 Columns = dict[str, tuple[Values, Values]]
@@ -53,6 +54,8 @@ class Comparison:
     rows: list[ComparedDomain]
     left_out: int
     """Prompts that only one of the two answered, or that read differently."""
+    changes: dict[str, list[str]]
+    """`a` and `b` -> changes of the job that the policy was trained by, from which iteration on."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class _Policy:
     answers: Answers
     texts: dict[str, tuple[str, str]]
     """Prompt id -> its text and reference answer."""
+    changes: list[str]
+    """Changes of the job that its training went by."""
 
 
 def compare_policies(a: str, b: str) -> Comparison:
@@ -98,7 +103,10 @@ def compare_policies(a: str, b: str) -> Comparison:
     rows = [_row(domain, right, paid, [domain]) for domain in domains]
     if len(domains) > 1:
         rows.append(_row("mean", right, paid, domains))
-    return Comparison(a=first.label, b=second.label, split=first.split, rows=rows, left_out=total - 2 * shared)
+    return Comparison(
+        a=first.label, b=second.label, split=first.split, rows=rows, left_out=total - 2 * shared,
+        changes={"a": first.changes, "b": second.changes},
+    )  # fmt: skip
 
 
 def plot_comparison(comparison: Comparison, out: Path) -> None:
@@ -175,4 +183,10 @@ def _read(name: str) -> _Policy:
             f"{', '.join(map(str, versions))}"
         )
     texts = {prompt.prompt_id: (prompt.text, prompt.answer) for prompt in store.prompts(split=answers.split)}
-    return _Policy(f"{uri}#{stage}@{version_name}", answers.split, answers.policies[stage, int(version_name)], texts)
+    number = int(version_name)
+    changes = [
+        change.line
+        for change in read_changes(store)
+        if change.stage == stage and change.change_class != "free" and change.iteration < number
+    ]
+    return _Policy(f"{uri}#{stage}@{number}", answers.split, answers.policies[stage, number], texts, changes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.answers import HeldOut, Values, held_out, paired
+from mopd_dataplane.query.change_marks import change_rows
 from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
@@ -128,6 +129,8 @@ class Measures:
     sampler_gaps: Rows = _answer(SAMPLER_GAPS)
     job: dict[str, Any]
     """Settings of the job, empty where none made the store."""
+    changes: Rows
+    """Keys of the job that changed in the middle of a stage (query/change_marks.py)."""
     made_with: dict[str, Any]
     """provenance.json: commit, versions, machine and date of each call."""
 
@@ -144,6 +147,7 @@ class Measures:
             "accuracy_by_version": self.accuracy_by_version,
             **{name: getattr(self, name) for name in QUERIES},
             "recovery": recovery(self),
+            "changes": self.changes,
         }
 
 
@@ -171,6 +175,7 @@ def measure(store: Store) -> Measures:
     return Measures(
         name=name, uri=store.uri, snapshot=snapshot, rows=rows, starts=starts, held_out=held_out_answers,
         accuracy=newest(by_version), accuracy_by_version=from_the_start(by_version, starts), job=job,
+        changes=change_rows(store, snapshot),
         made_with=store.read_json("provenance.json") or {}, **answers,
     )  # fmt: skip
 

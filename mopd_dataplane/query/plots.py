@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mopd_dataplane.query.change_marks import Mark
 from mopd_dataplane.query.text import one_line
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ INK, MUTED, GRID = "#010101", "#020202", "#030303"
 """Placeholders, which leave as CSS variables."""
 SERIES = tuple(f"#0400{index:02x}" for index in range(8))
 DASHES = ("-", "--", ":")
+MARK_CHARACTERS = 44
+"""Longest label of a vertical line."""
 MOST_SERIES = len(SERIES) * len(DASHES)
 _VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"} | {
     colour: f"var(--series-{index})" for index, colour in enumerate(SERIES)
@@ -59,8 +62,11 @@ class Line:
     """Ends of an interval about each y, drawn as a band; empty: none."""
 
 
-def line_plot(key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False) -> Plot:
-    """Lines over whole-numbered x. share: y is a share, shown in percent. `key` makes ids unique on the page."""
+def line_plot(
+    key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False, marks: Sequence[Mark] = ()
+) -> Plot:
+    """Lines over whole-numbered x. share: y is a share, shown in percent. marks: dotted vertical lines with a label
+    each. `key` makes ids unique on the page."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes, figure = _axes()
@@ -72,6 +78,13 @@ def line_plot(key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, shar
             axes.fill_between(line.x, _floats(line.low), _floats(line.high), color=colour, alpha=0.18, linewidth=0)
         if line.level is not None:
             axes.axhline(line.level, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+    for mark in marks:
+        axes.axvline(mark.x, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
+        label = one_line(mark.label, limit=MARK_CHARACTERS)
+        axes.annotate(
+            label, (mark.x, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
+            rotation=90, va="top", fontsize=7, color=MUTED,
+        )  # fmt: skip
     if share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylim(0, 1.03)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mopd_dataplane.query.change_marks import change_marks, changed
 from mopd_dataplane.query.exactness import nat, part_name, verdict, worst_gaps
 from mopd_dataplane.query.measures import Measures, Rows
 from mopd_dataplane.query.plots import Line, grouped
@@ -46,9 +47,9 @@ def rollouts(measures: Measures) -> Section:
             if lines:
                 shown = f"{stage}: {caption[0].lower()}{caption[1:]}"
                 axes = {"x": "iteration", "y": unit}
-                plots.append(
-                    curves(f"run{len(plots)}", shown, f"{stage}: {caption}", lines, **axes, share=name == "truncated")
-                )
+                key, alt = f"run{len(plots)}", f"{stage}: {caption}"
+                marks = change_marks(measures.changes, [stage], "iteration")
+                plots.append(curves(key, shown, alt, lines, **axes, share=name == "truncated", marks=marks))
     return Section(plots=plots)
 
 
@@ -59,7 +60,8 @@ def training(measures: Measures) -> Section:
         lines = lines_of(measures.steps, "stage", "step", name)
         lines = [line for line in lines if any(value is not None for value in line.y)]
         if lines:
-            plots.append(curves(f"trained{len(plots)}", caption, caption, lines, x="step", y=unit))
+            marks = change_marks(measures.changes, [line.name for line in lines], "step")
+            plots.append(curves(f"trained{len(plots)}", caption, caption, lines, x="step", y=unit, marks=marks))
     return Section(plots=plots)
 
 
@@ -103,6 +105,19 @@ def _cells(rows: Sequence[Sequence[str]]) -> list[list[Cell]]:
     return [[Cell(text=text) for text in row] for row in rows]
 
 
+def changes(measures: Measures) -> Section:
+    """Every key of the job that changed after its stage had begun."""
+    if not measures.changes:
+        return Section()
+    head = ["stage", "from iteration", "change", "class", "when", "command"]
+    rows = [
+        [row["stage"], str(row["iteration"]), changed(row), row["change_class"],
+         row["created_at"].isoformat(sep=" ", timespec="seconds"), row["command"]]
+        for row in measures.changes
+    ]  # fmt: skip
+    return Section(grids=[Grid(head=head, rows=_cells(rows), words=6)])
+
+
 def made_with(measures: Measures) -> Section:
     """Commit, versions, machine and date of every call that differed from those before."""
     runs = measures.made_with.get("runs", [])
@@ -121,6 +136,7 @@ def settings(measures: Measures) -> Section:
 PARTS: Parts = (
     ("rollouts", "Rollouts over iterations", rollouts, "No stage has sampled twice."),
     ("training", "Training", training, "No training step is recorded."),
+    ("changes", "Changes of the job", changes, "The job is the one that the run began with."),
     ("exactness", "Exactness", exactness, "No self-check is recorded."),
     ("made-with", "Made with", made_with, "The store does not say what it was made with."),
     ("settings", "Settings of the job", settings, "No job made this store."),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mopd_dataplane.query.change_marks import Mark, change_marks
 from mopd_dataplane.query.compare import Comparison
 from mopd_dataplane.query.measures import Measures, Rows, recovery, teacher_policies
 from mopd_dataplane.query.plots import Line, Plot, bars, grouped, histogram, line_plot
@@ -217,6 +218,9 @@ def comparison_grid(comparison: Comparison) -> Grid:
     )
     if comparison.left_out:
         caption += f" Left out: {count(comparison.left_out)} answers to prompts that the two do not share."
+    for name, changes in comparison.changes.items():
+        if changes:
+            caption += f" The job of {name.upper()} changed: {'; '.join(changes)}."
     return Grid(head=head, rows=body, caption=caption)
 
 
@@ -237,30 +241,36 @@ def learning(measures: Measures) -> Section:
         dashed = " Dashed: the domain's teacher." if any(line.level is not None for line in lines) else ""
         alt, caption = f"Held-out accuracy of {policy} by version.", f"{policy}: held-out accuracy.{dashed}"
         axes = {"x": "policy version", "y": "held-out accuracy"}
-        plots.append(curves(f"acc{len(plots)}", caption, alt, lines, **axes, share=True))
+        marks = change_marks(measures.changes, [policy], "policy version")
+        plots.append(curves(f"acc{len(plots)}", caption, alt, lines, **axes, share=True, marks=marks))
     return Section(plots=plots)
 
 
 def divergence(measures: Measures) -> Section:
     """Reverse KL: per teacher over iterations, per stage over steps, held out over versions."""
-    charts: list[tuple[str, str, str, list[Line]]] = []
+    charts: list[tuple[str, str, str, list[Line], list[str]]] = []
     for stage, rows in grouped(measures.teacher_kl, "stage").items():
         lines = lines_of(rows, "teacher", "iteration", "reverse_kl")
         if max(len(line.x) for line in lines) > 1:
             caption = f"{stage}: reverse KL to each teacher on its own rollouts."
-            charts.append((caption, f"Reverse KL of {stage} to each teacher by iteration.", "iteration", lines))
+            charts.append(
+                (caption, f"Reverse KL of {stage} to each teacher by iteration.", "iteration", lines, [stage])
+            )
     for policy, rows in _over_versions(measures.heldout_kl).items():
         lines = lines_of(rows, "domain", "policy_version", "reverse_kl")
         caption = f"{policy}: reverse KL to the routed teacher on held-out prompts."
-        charts.append((caption, f"Held-out reverse KL of {policy} by version.", "policy version", lines))
+        charts.append((caption, f"Held-out reverse KL of {policy} by version.", "policy version", lines, [policy]))
     steps = [row for row in measures.steps if row["reverse_kl"] is not None]
     if steps:
         caption = "Reverse KL of the training batches."
         lines = lines_of(steps, "stage", "step", "reverse_kl")
-        charts.append((caption, "Reverse KL of the training batches by step.", "step", lines))
+        trained = [line.name for line in lines]
+        charts.append((caption, "Reverse KL of the training batches by step.", "step", lines, trained))
     plots = [
-        curves(f"kl{index}", caption, alt, lines, x=x, y="nat per token")
-        for index, (caption, alt, x, lines) in enumerate(charts)
+        curves(
+            f"kl{index}", caption, alt, lines, x=x, y="nat per token", marks=change_marks(measures.changes, stages, x)
+        )
+        for index, (caption, alt, x, lines, stages) in enumerate(charts)
     ]
     return Section(plots=plots)
 
@@ -412,11 +422,20 @@ def lines_of(rows: Rows, by: str, x: str, y: str) -> list[Line]:
 
 
 def curves(
-    key: str, caption: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False
+    key: str,
+    caption: str,
+    alt: str,
+    lines: Sequence[Line],
+    *,
+    x: str,
+    y: str,
+    share: bool = False,
+    marks: Sequence[Mark] = (),
 ) -> tuple[str, Plot]:
-    """Caption and plot of some lines, which the alternative text describes by their ends."""
-    said = f"{alt} {_ends(lines, percent if share else number)}"
-    return caption, line_plot(key, said, lines, x=x, y=y, share=share)
+    """Caption and plot of some lines and of changes of the job, which the alternative text describes by their ends."""
+    ends = f"{alt} {_ends(lines, percent if share else number)}"
+    told = "".join(f" The job changed at {x} {mark.x:g}: {mark.label}." for mark in marks)
+    return caption, line_plot(key, ends + told, lines, x=x, y=y, share=share, marks=marks)
 
 
 def _ends(lines: Iterable[Line], show: Callable[[float | None], str]) -> str:

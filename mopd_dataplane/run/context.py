@@ -169,26 +169,26 @@ def open_run(job: Job, progress: Progress, *, make: bool = True, accept: Accept 
 
 
 def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -> None:
-    """Write the prompts of every domain that the store has none of: those already loaded, else those of its source.
-    Deleted ones stay away."""
+    """Write the prompts that the store lacks: those already loaded, else those of the domain's source. Deleted ones
+    stay away. Raises MismatchError where the source has other prompts under the names of those that are stored."""
     for name, domain in job.domains.items():
         if domain.source == "store":
             continue
         count = domain.train + domain.eval + domain.tune
         own = f"domain = '{name}' AND split != 'import'"
         stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
-        if stored == count or (stored and _lacks_deleted_only(store, name, count - stored)):
+        if stored >= count or (stored and _lacks_deleted_only(store, name, count - stored)):
             continue
-        if stored == 0:
-            prompts = loaded[name] if name in loaded else load_prompts(name, domain)
-            deleted = store.deletions.prompts()
-            store.add_prompts(prompt for prompt in prompts if prompt_hash(prompt.prompt_id) not in deleted)
-        else:
+        if stored and domain.tune:
             raise PromptError(
                 f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
-                f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; prompts are fixed once a store "
-                "exists: use another store"
+                f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; tuning prompts follow the training "
+                "prompts in the source, so more of these would be drawn from those: add a new domain, or use another "
+                "store"
             )
+        prompts = loaded[name] if name in loaded else load_prompts(name, domain)
+        deleted = store.deletions.prompts()
+        store.add_prompts(prompt for prompt in prompts if prompt_hash(prompt.prompt_id) not in deleted)
 
 
 def _lacks_deleted_only(store: Store, domain: str, missing: int) -> bool:

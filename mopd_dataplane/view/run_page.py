@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mopd_dataplane.base.sql_text import literal
+from mopd_dataplane.query.change_marks import change_rows, changed
 from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.run_curves import half_width, rollout_curves, step_curves, with_intervals
@@ -54,6 +55,7 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
     return {
         "rollouts": rollouts, "scored": scored, "measured": measured, "steps": steps, "evals": evals,
         "times": _times(store, index),
+        "changes": _changes(store, index),
         "self_checks": store.sql(SELF_CHECKS, snapshot=index.snapshot).to_pylist(),
         "sampler_gaps": store.sql(SAMPLER_GAPS, snapshot=index.snapshot).to_pylist(),
         "sql": [
@@ -89,6 +91,12 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
     if half is not None:
         row |= {"low": row["reward"] - half, "high": row["reward"] + half}
     return row
+
+
+def _changes(store: Store, index: Index) -> list[dict[str, Any]]:
+    """Changes of the job, with the first step behind each, and in words as `text`."""
+    rows = change_rows(store, index.snapshot)
+    return [{**row, "created_at": row["created_at"].isoformat(), "text": changed(row)} for row in rows]
 
 
 def _times(store: Store, index: Index) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine, HasSelfCheck
 from mopd_dataplane.rollout.engines.hf import MixedTeacher
@@ -168,11 +168,25 @@ def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
 
 def prompt_slots_of(run: Run, stage: Stage, iteration: int) -> list[Prompt | None]:
     """Prompts of one iteration, in admission order, None in place of each that was deleted."""
-    prompts = prompt_slots(run.store, "train", run.job.domains_of(stage))
+    prompts = training_slots(run, stage)
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     count = stage.rollout.prompts_per_iteration
     return iteration_prompts(prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name)
+
+
+def training_slots(run: Run, stage: Stage) -> list[Prompt | None]:
+    """Training prompts of a stage in the order they were added, None in place of each that was deleted; without those
+    that were added to a domain for later iterations."""
+    slots = prompt_slots(run.store, "train", run.job.domains_of(stage))
+    return [prompt for prompt in slots if prompt is None or not _is_later(prompt, run.job)]
+
+
+def _is_later(prompt: Prompt, job: Job) -> bool:
+    """Whether a prompt's ordinal is outside of the training prompts that a job asks of its domain."""
+    domain = job.domains[prompt.domain]
+    ordinal = prompt.prompt_id.removeprefix(f"{prompt.domain}-train-")
+    return domain.source != "store" and ordinal.isdigit() and int(ordinal) >= domain.train
 
 
 def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:
@@ -218,7 +232,7 @@ def _facts(done: RolloutReport) -> dict[str, str]:
 def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
     """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is, what
     was deleted stays away."""
-    slots = prompts if prompts is not None else prompt_slots(run.store, "train", run.job.domains_of(stage))
+    slots = prompts if prompts is not None else training_slots(run, stage)
     deleted = run.store.deletions.uids()
     samples = [one for one in _reference_samples(run, stage, slots, iteration) if one.uid not in deleted]
     with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):

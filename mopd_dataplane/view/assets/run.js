@@ -102,14 +102,30 @@ function settings(value, open = 0) {
 }
 
 // Held-out answers of a policy with several versions: the share that is entirely right, where that is known, and the mean reward.
-function heldOut(evals) {
+function heldOut(evals, changes) {
   const policies = [...group(evals, (r) => r.policy)].filter(([, rows]) => new Set(rows.map((r) => r.policy_version)).size > 1);
   const lines = (rows, value, low, high) => [...group(rows.filter((r) => r[value] !== null), (r) => r.domain)].map(([name, own]) => ({
     name, x: own.map((r) => r.policy_version), y: own.map((r) => r[value]), low: own.map((r) => r[low]), high: own.map((r) => r[high]) }));
   return policies.flatMap(([policy, rows]) => [
     rows.some((r) => r.accuracy !== null) ? chart(lines(rows, "accuracy", "accuracy_low", "accuracy_high"),
-      { title: `Held-out accuracy of ${policy}`, unit: "share entirely right, 95 % intervals", x: "version" }) : null,
-    chart(lines(rows, "reward", "low", "high"), { title: `Held-out mean reward of ${policy}`, unit: "95 % intervals", x: "version" })]);
+      { title: `Held-out accuracy of ${policy}`, unit: "share entirely right, 95 % intervals", x: "version", marks: marksOf(changes, policy, "iteration", 0.5) }) : null,
+    chart(lines(rows, "reward", "low", "high"), { title: `Held-out mean reward of ${policy}`, unit: "95 % intervals", x: "version", marks: marksOf(changes, policy, "iteration", 0.5) })]);
+}
+
+// Vertical lines where a stage goes by other values of what is computed: before the first iteration or step with them.
+function marksOf(changes, stage, axis, offset) {
+  const at = new Map();
+  for (const change of changes) {
+    if (change.stage !== stage || change.change_class === "free" || change[axis] === null) continue;
+    at.set(change[axis] + offset, [...(at.get(change[axis] + offset) || []), change.text]);
+  }
+  return [...at].map(([x, texts]) => ({ x, title: texts.join(" · ") }));
+}
+
+function changesTable(changes) {
+  if (!changes.length) return h("p", { class: "empty" }, "The job is the one that the run began with.");
+  return table([{ title: "stage", word: true, show: (c) => c.stage }, { title: "from iteration", show: (c) => count(c.iteration) }, { title: "change", word: true, show: (c) => c.text },
+    { title: "class", word: true, show: (c) => c.change_class }, { title: "when", word: true, show: (c) => c.created_at }, { title: "command", word: true, show: (c) => c.command }], changes);
 }
 
 export async function runPage(main, { params }, { store }) {
@@ -118,7 +134,8 @@ export async function runPage(main, { params }, { store }) {
   const last = run.rollouts.length ? run.rollouts[run.rollouts.length - 1].stage : stages[stages.length - 1];
   const stage = stages.includes(params.stage) ? params.stage : last;
   const rollouts = run.rollouts.filter((r) => r.stage === stage), steps = run.steps.filter((s) => s.stage === stage);
-  const first = { x: "iteration", onpick: (x) => go("samples", "", {
+  const ofSteps = { marks: marksOf(run.changes, stage, "step", -0.5) };
+  const first = { x: "iteration", marks: marksOf(run.changes, stage, "iteration", -0.5), onpick: (x) => go("samples", "", {
     store: params.store, f: JSON.stringify([{ c: "stage", in: [stage] }, { c: "iteration", ge: x, lt: x + 1 }]), order: "-kl" }) };
   const waits = steps.map((s) => (s.step_time_s ? s.data_wait_s / s.step_time_s : null));
   put(main, h("h1", {}, store.name), h("p", { class: "where" }, `${store.uri} · snapshot ${store.digest} · ${count(store.samples)} samples`),
@@ -136,15 +153,16 @@ export async function runPage(main, { params }, { store }) {
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
       chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),
       chart(byDomain(rollouts, "surprise"), { title: "Sampler surprise", unit: "nat/token, −mean log p", ...first }),
-      heldOut(run.evals)),
+      heldOut(run.evals, run.changes)),
     h("h2", {}, "Training"),
     steps.length ? h("div", { class: "charts" },
-      chart(stepLines(steps, "loss"), { title: "Loss" }), chart(stepLines(steps, "reverse_kl"), { title: "Reverse KL", unit: "nat/token" }),
-      chart(stepLines(steps, "grad_norm"), { title: "Gradient norm", unit: "before clipping" }), chart(stepLines(steps, "learning_rate"), { title: "Learning rate" }),
-      chart(stepLines(steps, "staleness_mean"), { title: "Staleness", unit: "versions, mean" }), chart(stepLines(steps, "tokens_per_s"), { title: "Throughput", unit: "tokens/s" }),
-      chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s" }),
-      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step" }), extras(steps), kept(run.measured.filter((r) => r.stage === stage)))
+      chart(stepLines(steps, "loss"), { title: "Loss", ...ofSteps }), chart(stepLines(steps, "reverse_kl"), { title: "Reverse KL", unit: "nat/token", ...ofSteps }),
+      chart(stepLines(steps, "grad_norm"), { title: "Gradient norm", unit: "before clipping", ...ofSteps }), chart(stepLines(steps, "learning_rate"), { title: "Learning rate", ...ofSteps }),
+      chart(stepLines(steps, "staleness_mean"), { title: "Staleness", unit: "versions, mean", ...ofSteps }), chart(stepLines(steps, "tokens_per_s"), { title: "Throughput", unit: "tokens/s", ...ofSteps }),
+      chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s", ...ofSteps }),
+      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step", ...ofSteps }), extras(steps), kept(run.measured.filter((r) => r.stage === stage)))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
+    h("h2", {}, "Changes of the job"), changesTable(run.changes),
     h("h2", {}, "Exactness"), exactness(run.self_checks, run.sampler_gaps),
     h("h2", {}, "Time"), timeline(run.times, run.steps),
     h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with, 4) : h("p", { class: "empty" }, "The store does not say what it was made with."),

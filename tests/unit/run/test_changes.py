@@ -11,7 +11,8 @@ import pytest
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.changes import differences, put
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.job.read import STAGE_TABLES
 from mopd_dataplane.job.reference import Key, tables
 from mopd_dataplane.job.section import ChangeClass

@@ -12,6 +12,7 @@ from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.steps.rollout import training_slots
 
 TINY = {
     "model_type": "qwen3",
@@ -23,11 +24,13 @@ TINY = {
 }
 
 
+STAGE = {"name": "base", "data": "reference", "plan": {"batch_samples": 2}}
+
+
 def job(store: Path, **changed: Any) -> Any:
     domain = {"source": "reasoning-gym", "dataset": "chain_sum", "train": 4, "eval": 2}
-    stage = {"name": "base", "data": "reference", "plan": {"batch_samples": 2}}
     raw = {"name": "small", "store": str(store), "student": {"config": TINY}, "domains": {"sums": domain}}
-    return check_job({**raw, "stages": [stage], **changed}, where="job.toml")
+    return check_job({**raw, "stages": [STAGE], **changed}, where="job.toml")
 
 
 def test_the_same_job_opens_again_and_another_seed_does_not(tmp_path: Path) -> None:
@@ -35,6 +38,29 @@ def test_the_same_job_opens_again_and_another_seed_does_not(tmp_path: Path) -> N
     open_run(job(tmp_path / "store"), Progress(None))
     with pytest.raises(MismatchError, match=r"made with seed = 0, the job now says 3; .* another store"):
         open_run(job(tmp_path / "store", seed=3), Progress(None))
+
+
+def test_a_domain_gets_more_prompts_for_later_windows(tmp_path: Path) -> None:
+    raw = {"source": "reasoning-gym", "dataset": "chain_sum", "train": 4, "eval": 2}
+    before = open_run(job(tmp_path / "store"), Progress(None))
+    names = [prompt.prompt_id for prompt in training_slots(before, before.job.stage("base"))]
+    (tmp_path / "store" / "policies" / "base" / "v1").mkdir(parents=True)
+    more = job(tmp_path / "store", domains={"sums": {**raw, "train": 6}}, stages=[{**STAGE, "iterations": 2}])
+    with pytest.raises(MismatchError, match=r"domains\.sums\.train: 4 → 6 \(from iteration 1 on\)"):
+        open_run(more, Progress(None))
+    run = open_run(more, Progress(None), accept=lambda description: True)
+    pools = [training_slots(*run.at(run.job.stage("base"), window)) for window in (0, 1)]
+    assert [prompt.prompt_id for prompt in pools[0]] == names
+    assert [prompt.prompt_id for prompt in pools[1]] == [*names, "sums-train-4", "sums-train-5"]
+    assert len(run.store.prompts(split="eval")) == 2
+
+
+def test_other_prompts_under_the_same_names_are_refused(tmp_path: Path) -> None:
+    open_run(job(tmp_path / "store"), Progress(None))
+    raw = {"source": "reasoning-gym", "dataset": "chain_sum", "train": 4, "eval": 2}
+    for key, value in (("seed", 5), ("eval", 3), ("dataset", "spell_backward")):
+        with pytest.raises(MismatchError, match=rf"made with domains\.sums\.{key} = .* add others as a new domain"):
+            open_run(job(tmp_path / "store", domains={"sums": {**raw, key: value}}), Progress(None))
 
 
 def test_a_job_of_a_newer_version_is_named_and_kept(tmp_path: Path) -> None:
