@@ -10,7 +10,7 @@ import numpy as np
 from pictures import curves_picture
 from results import JOBS, Result, Right, line, mean, module, over_seeds, paired, recovery, results, right
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 
 
 def alternatives() -> str:

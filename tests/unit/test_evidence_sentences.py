@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from right_answers import Answers, gain, listed, nearest, p, right, tenths, whole
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.prompts import load_prompts
 
 ROOT = Path(__file__).parents[2]

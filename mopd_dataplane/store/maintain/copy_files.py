@@ -84,7 +84,7 @@ def copy_job(source: Store, location: StoreLocation) -> None:
         value = source.read_json(name)
         if value is not None:
             location.write_json(name, {**value, "store": location.uri} if "store" in value else value)
-    for name in source._location.children(KEPT):
+    for name in source.location.children(KEPT):
         copy_file(source, location, f"{KEPT}/{name}")
 
 
@@ -99,7 +99,7 @@ def copy_weights(source: Store, location: StoreLocation) -> None:
 
 def copy_file(source: Store, location: StoreLocation, name: str) -> None:
     """Copy one file that is never rewritten, unless the target has it or the source does not."""
-    if not name or location.has(name) or not source._location.has(name):
+    if not name or location.has(name) or not source.location.has(name):
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         file = Path(scratch) / "file" if source.files is not None else source.path(name)
@@ -116,8 +116,8 @@ def copy_folders(source: Store, location: StoreLocation, parent: str) -> None:
     if source.files is not None:
         names = ArtifactStore(source.files).below(parent)
     else:
-        inside = [parent, *(f"{parent}/{stage}" for stage in source._location.children(parent))]
-        names = [f"{folder}/{name}" for folder in inside for name in source._location.children(folder)]
+        inside = [parent, *(f"{parent}/{stage}" for stage in source.location.children(parent))]
+        names = [f"{folder}/{name}" for folder in inside for name in source.location.children(folder)]
         names = [name for name in names if source.path(f"{name}/{CHECKSUMS}").is_file()]
     for name in names:
         _copy_folder(source, location, name)

@@ -13,7 +13,7 @@ from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 MOST_TEACHERS = 12
 """Teachers that get a column of their own; `kl` and `teachers` count all."""
@@ -112,7 +112,7 @@ def described(schema: pa.Schema) -> dict[str, Column]:
     return {field.name: column_of(field.name, field.type) for field in schema if field.name not in HIDDEN}
 
 
-def optional_sources(store: Store, snapshot: Snapshot | None) -> Iterator[str]:
+def optional_sources(store: OpenStore, snapshot: Snapshot | None) -> Iterator[str]:
     """The optional sources (SPREAD, STATS, REPETITION) that a snapshot has, or the newest versions have."""
     if SPREAD in store.dataset("scores", snapshot).schema.names:
         yield SPREAD

@@ -24,7 +24,7 @@ from mopd_dataplane.tables import TABLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 TABLE = "rollouts"
 """Name of the table in SQL."""
@@ -37,7 +37,7 @@ class Conditions:
     Example: Conditions(store, snapshot, {"hard": "kl > 1"}).rows("hard and reward > 0").
     """
 
-    def __init__(self, store: Store, snapshot: Snapshot, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, store: OpenStore, snapshot: Snapshot, names: Mapping[str, str] | None = None) -> None:
         """names: conditions that a job gave names to."""
         teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
         vocabularies = dict(zip(*(teachers[name].to_pylist() for name in ("name", "vocab_size")), strict=True))
@@ -83,7 +83,7 @@ class Conditions:
             return evaluate(connection, texts, [*known, *self._names], subject).drop_columns("sample_row")
 
 
-def job_questions(store: Store) -> dict[str, str]:
+def job_questions(store: OpenStore) -> dict[str, str]:
     """The names that the job of a store gave to conditions; empty for a store that no job made."""
     return dict((store.read_json("job.json") or {}).get("questions", {}))
 

@@ -12,7 +12,8 @@ import pytest
 from mopd_dataplane import Store, plan_stage
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.conditions import condition_problems
 
@@ -108,9 +109,7 @@ def test_questions_count_in_the_digest_and_an_absent_condition_does_not(tmp_path
 
 def test_a_condition_that_leaves_nothing_is_refused_with_what_it_took(tmp_path: Path) -> None:
     fill(tmp_path / "s")
-    with pytest.raises(
-        InputError, match=r"nothing to train on: 240 samples, of which where reward > 5 240.*where"
-    ):
+    with pytest.raises(InputError, match=r"nothing to train on: 240 samples, of which where reward > 5 240.*where"):
         planned(tmp_path / "s", {"where": "reward > 5"})
     assert len(planned(tmp_path / "s", {"where": "reward > 0.1"}).sample_rows)
 

@@ -331,7 +331,7 @@ def test_verify_checks_head_digests(store: Store) -> None:
 
 def test_verify_counts_what_interrupted_commits_left(store: Store) -> None:
     store.commit_samples([build.sample(0)])
-    store._table("tokens").append(token_rows([build.sample(1)]))
+    store.table_handle("tokens").append(token_rows([build.sample(1)]))
     report = store.verify()
     assert report.ok
     assert report.orphans == {"tokens": 1}
