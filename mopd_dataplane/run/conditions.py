@@ -14,25 +14,39 @@ from mopd_dataplane.store.rollouts.conditions import Conditions, check_kind, emp
 from mopd_dataplane.store.rollouts.expressions import STEP, check_timeless, conjuncts, expand, used_names
 
 SUBJECT = "plan.where"
+NO_SPREAD = "no_spread"
+"""Reason of a group whose rewards are all equal."""
 
 
 def with_conditions(
     store: Store, job: Job, stage: Stage, columns: Columns, snapshot: Snapshot, first_step: int
 ) -> Columns:
-    """The samples of a window, each with the first condition of plan.where that it does not meet.
+    """The samples of a window, each with the first condition that it does not meet, its weight and its order.
 
-    first_step: optimizer step of the stage at which the window begins, `step` in a condition. Raises QueryError.
+    first_step: optimizer step of the stage at which the window begins, `step` in an expression. Raises QueryError.
     """
-    if not stage.plan.where:
+    plan = stage.plan
+    if not any(expressions_of(stage)) and plan.groups == "all":
         return columns
-    names = plan_names(job, first_step)
-    texts = conjuncts(stage.plan.where, SUBJECT)
-    rollouts = Conditions(store, snapshot, names)
+    rollouts = Conditions(store, snapshot, plan_names(job, first_step))
     positions = np.searchsorted(rollouts.sample_rows, columns.sample_rows)
-    failed = np.zeros(len(columns), np.int16)
-    for number, mask in enumerate(rollouts.masks(texts, SUBJECT), start=1):
-        failed[(failed == 0) & ~mask[positions]] = number
-    return replace(columns, failed=failed, conditions=tuple(texts))
+    if reasons := conditions_of(stage):
+        failed = np.zeros(len(columns), np.int16)
+        for number, mask in enumerate(rollouts.masks([*reasons.values()], SUBJECT), start=1):
+            failed[(failed == 0) & ~mask[positions]] = number
+        columns = replace(columns, failed=failed, conditions=tuple(reasons))
+    if plan.weight:
+        columns = replace(columns, weights=rollouts.numbers(plan.weight, "plan.weight")[positions])
+    if plan.order:
+        columns = replace(columns, order_values=rollouts.numbers(plan.order, "plan.order")[positions])
+    return columns
+
+
+def conditions_of(stage: Stage) -> dict[str, str]:
+    """Reason for which a sample is left out -> the condition that it does not meet, in the order they are applied."""
+    texts = conjuncts(stage.plan.where, SUBJECT) if stage.plan.where else []
+    reasons = {f"where {text}": text for text in texts}
+    return reasons | ({NO_SPREAD: "group_spread > 0"} if stage.plan.groups == "spread" else {})
 
 
 def questions_of(job: Job, stage: Stage) -> dict[str, str]:
@@ -45,8 +59,9 @@ def questions_of(job: Job, stage: Stage) -> dict[str, str]:
 
 def expressions_of(stage: Stage) -> Iterator[tuple[str, str]]:
     """(key, expression) of every expression in a stage's [plan]."""
-    if stage.plan.where:
-        yield "where", stage.plan.where
+    for key in ("where", "weight", "order"):
+        if text := getattr(stage.plan, key):
+            yield key, text
 
 
 def plan_names(job: Job, first_step: int) -> dict[str, str]:
@@ -75,6 +90,6 @@ def condition_problems(job: Job) -> Iterator[tuple[str, str]]:
             subject = f"plan.{key}"
             try:
                 check_timeless(expand(text, job.questions, subject), subject)
-                check_kind(text, rollouts, plan_names(job, 0), subject)
+                check_kind(text, rollouts, plan_names(job, 0), subject, is_condition=key == "where")
             except QueryError as error:
                 yield f"stages.{stage.name}.plan.{key}", str(error).removeprefix(f"{subject}: ")
