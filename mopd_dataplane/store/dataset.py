@@ -21,10 +21,10 @@ from mopd_dataplane.store.commit import signals
 from mopd_dataplane.store.commit.samples import CommitReceipt, commit_others
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format import lance_errors
-from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, to_rows
-from mopd_dataplane.store.format.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
+from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, step_record, to_rows
+from mopd_dataplane.store.format.dataset_format import check_teacher, read_mark, signal_tables, write_mark
 from mopd_dataplane.store.format.row_ids import in_row_order
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
 from mopd_dataplane.store.maintain.delete_samples import remove_since
 from mopd_dataplane.store.maintain.deletion_records import Deletions
@@ -65,6 +65,17 @@ class Store:
         self.cache: RangeCache | None = None
         """Keeps hidden states of an object store on this node; the loader sets one."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a place to open again, so that a DataLoader may send a store to workers that it spawns."""
+        return self._reopened, (self.uri, self.location.storage_options, self.uuid)
+
+    @classmethod
+    def _reopened(cls, uri: str, storage_options: dict[str, str], uuid: str) -> Store:
+        """The store of a pickle. Raises MismatchError where another one lies now, and what `open` raises."""
+        store = cls.open(uri, storage_options)
+        store.location.expect(uuid)
+        return store
+
     def __repr__(self) -> str:
         if self.root is None:
             return f"Store({self.uri!r})"
@@ -97,6 +108,7 @@ class Store:
             location.check_new()
             return None
         location.single_writer = bool(mark.get("single_writer"))
+        location.expect(str(mark.get("uuid", "")))
         return cls(location)
 
     @classmethod
@@ -112,14 +124,11 @@ class Store:
             existing.location.admit_writer()
             return existing
         location = StoreLocation(uri, storage_options)
-        if location.root is not None:
-            location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        location.single_writer = single_writer
-        location.admit_writer()
+        location.make(single_writer=single_writer)
         store = cls(location)
         for name in TABLES:
             store.table_handle(name).create()
-        write_mark(location, **({"single_writer": True} if single_writer else {}))
+        location.expect(write_mark(location, **({"single_writer": True} if single_writer else {})))
         return store
 
     @property
@@ -143,13 +152,8 @@ class Store:
 
     def names(self) -> list[str]:
         """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. None is opened."""
-        names = [
-            signal_table(teacher, kind)
-            for teacher in self.location.children("signals")
-            for kind in self.location.children(f"signals/{teacher}")
-            if is_table(signal_table(teacher, kind))
-        ]
-        return [*(name for name in TABLES if name not in LATER or self.table_handle(name).was_made()), *names]
+        fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).was_made())
+        return [*fixed, *signal_tables(self.location)]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
         """The Lance dataset of a table, at the snapshot's version or the newest."""
@@ -290,8 +294,8 @@ class Store:
 
     def teachers(self) -> dict[str, Teacher]:
         """Teachers by name."""
-        rows = self.table("teachers").drop_columns(["created_at", "row_crc"]).to_pylist()
-        return {row["name"]: Teacher(**row) for row in rows}
+        rows = self.table("teachers").drop_columns(["created_at", "row_crc"])
+        return {row["name"]: Teacher(**row) for row in rows.to_pylist()}
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
         """Make one teacher's signals visible and durable; those the store has already are left alone.
@@ -301,9 +305,7 @@ class Store:
         """
         teachers = self.teachers()
         if teacher not in teachers:
-            raise UnknownNameError(
-                f"no teacher {teacher!r} in the store: {nearest(teacher, teachers)}; add_teacher first"
-            )
+            raise UnknownNameError(f"no teacher {teacher!r}: {nearest(teacher, teachers)}; add it with add_teacher")
         payload = self.table_handle(signal_table(teacher, kind))
         with self._committing(payload.name):
             deleted = self.deletions.uids()
@@ -378,11 +380,7 @@ class Store:
 
     def add_steps(self, steps: Iterable[StepMetrics]) -> int:
         """Add optimizer steps; a step recorded before is left alone."""
-        records = [asdict(step) for step in steps]
-        for record in records:
-            record["extra"] = json.dumps(record["extra"], sort_keys=True)
-            record["reverse_kl"] = None if np.isnan(record["reverse_kl"]) else record["reverse_kl"]
-        return self._insert("steps", records)
+        return self._insert("steps", map(step_record, steps))
 
     def add_evals(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `evals`, dicts by column name; returns how many are new."""

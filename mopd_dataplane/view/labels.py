@@ -67,9 +67,12 @@ def write(
 
 
 def standing(store: Store, uid: str | None = None) -> list[dict[str, Any]]:
-    """Labels that a sample bears now, or all do: the newest row of each (sample, label), unless it takes it back."""
+    """Labels that a sample bears now, or all do: the last row of each (sample, label), unless it takes it back.
+
+    The last row is the one committed last: clocks may be set back, and differ between machines.
+    """
     keys = None if uid is None else f"uid = {literal(uid)}"
-    rows = store.table("labels", filter=keys).sort_by("created_at").to_pylist()
+    rows = store.table("labels", filter=keys).to_pylist()
     newest = {(row["uid"], row["label"]): row for row in rows}
     standing_rows = [row for row in newest.values() if not row["removed"]]
     return [

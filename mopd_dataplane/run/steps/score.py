@@ -117,9 +117,8 @@ def check_precision(run: Run, stage: Stage) -> None:
         now = quantisation_of(run.job.teachers[member].quantisation for member in run.job.members_of(teacher))
         if teacher in teachers and teachers[teacher].quantisation != now:
             raise MismatchError(
-                f"the store has signals of teacher {teacher!r} with quantisation "
-                f"{teachers[teacher].quantisation!r}, the "
-                f"job now says {now!r}; go back to that, or give the new teacher another name"
+                f"the store has signals of teacher {teacher!r} with quantisation {teachers[teacher].quantisation!r}, "
+                f"the job now says {now!r}; go back to that, or give the new teacher another name"
             )
 
 

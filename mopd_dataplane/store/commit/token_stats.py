@@ -117,8 +117,13 @@ def _rows(store: Store, stats: Sequence[TokenStats]) -> pa.Table:
     for one, uid, count in zip(stats, samples["uid"].to_pylist(), tokens, strict=True):
         for name, values in one.values.items():
             require_known(name, PER_TOKEN_STATS, "no statistic", MismatchError)
-            if len(values) != count:
-                raise MismatchError(f"{name} of sample {uid} has {len(values)} values, it has {count} loss tokens")
+            if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiu":
+                raise MismatchError(f"{name} of sample {uid} is {values!r:.40}; a numpy array of numbers is needed")
+            if values.shape != (count,):
+                shape = list(values.shape)
+                raise MismatchError(
+                    f"{name} of sample {uid} has shape {shape}; a value for each of {count} loss tokens"
+                )
     now = datetime.now(UTC)
     columns: dict[str, Any] = {
         "uid": samples["uid"],

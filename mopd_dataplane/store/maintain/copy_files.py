@@ -15,8 +15,8 @@ from mopd_dataplane.base.files import duplicate_file, make_folder
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.format.dataset_format import MARK, write_mark
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.format.dataset_format import write_mark
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletion
 from mopd_dataplane.store.maintain.verify import verify
 from mopd_dataplane.store.maintain.verify_files import JOB_FILES
