@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,46 @@ def test_groups_whose_rewards_are_all_equal_teach_nothing(tmp_path: Path) -> Non
     plan = planned(tmp_path / "s", {"groups": "spread"})
     assert {groups[uid] for uid in uids(tmp_path / "s", plan)} == rewards.keys() - flat
     assert plan.stats["dropped_no_spread"] == sum(name in flat for name in groups.values())
+
+
+def test_an_explained_plan_says_what_each_condition_takes(tmp_path: Path) -> None:
+    store = fill(tmp_path / "s")
+    job = job_of(tmp_path / "s", {"where": "reward > 0 and response_len < 60"})
+    told = plan_stage(job, job.stage("student"), explain=True)
+    rewards = {row["uid"]: row["reward"] for row in store.table("rewards").to_pylist()}
+    samples = store.table("samples").to_pylist()
+    long = [row["response_len"] >= 60 for row in samples]
+    wrong = [rewards[row["uid"]] == 0 for row in samples]
+    assert told["conditions"] == {
+        "where reward > 0": {"alone": sum(wrong), "in_order": sum(wrong)},
+        "where response_len < 60": {
+            "alone": sum(long),
+            "in_order": sum(a and not b for a, b in zip(long, wrong, strict=True)),
+        },
+    }
+    assert set(told["histograms"]) == {"response_len", "reward", "kl"}
+    for bars in told["histograms"].values():
+        assert sum(before for before, _ in bars.values()) == COUNT
+        assert sum(after for _, after in bars.values()) == told["samples"]
+        assert all(after <= before for before, after in bars.values())
+    assert next(after for _, after in told["histograms"]["reward"].values()) == 0
+
+
+def test_the_questions_that_the_page_opens_with_can_be_trained_on(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text().partition("How samples become")[0]
+    blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)]
+    assert len(blocks) == 5
+    for number, block in enumerate(blocks):
+        folder = tmp_path / str(number)
+        store = fill(folder)
+        heard = store.samples(["uid", "response_len"]).to_pylist()[:100]
+        store.commit_signals("speller", "logprob", [
+            Signal(uid=one["uid"], sample_row=row, kind="logprob", logprob=np.zeros(one["response_len"], np.float32),
+                   mean_reverse_kl=0.0)
+            for row, one in enumerate(heard)
+        ])  # fmt: skip
+        assert not list(condition_problems(job_of(folder, block["plan"])))
+        assert 0 < len(planned(folder, block["plan"]).sample_rows) < COUNT, block
 
 
 def test_questions_count_in_the_digest_and_an_absent_condition_does_not(tmp_path: Path) -> None:
