@@ -92,7 +92,8 @@ def export(
         list[str] | None, Option("--teacher", metavar="NAME", help="Teacher whose signals are included; repeatable.")
     ] = None,
     where: Annotated[
-        str | None, Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
+        str | None,
+        Option("--where", metavar="SQL", help="Only samples that meet this condition, as reward > 0."),
     ] = None,
 ) -> None:
     """Export samples with tokens, log-probs, prompts, rewards and teachers' signals, in a form that another tool reads.

@@ -132,7 +132,7 @@ def copy(
     source: StoreUri,
     target: Annotated[str, Argument(metavar="DST", help="Folder or URI of the copy; nothing may be there yet.")],
     where: Annotated[
-        str, Option("--where", help="Only samples that match this predicate over samples, \"domain = 'math'\".")
+        str, Option("--where", help="Only samples that meet this condition, \"domain = 'math' and reward > 0\".")
     ] = "",
 ) -> None:
     """Copy a store, or samples of it with everything that refers to them, into a folder or onto an object store.
@@ -158,9 +158,7 @@ def copy(
 
 def delete(
     store: StoreUri,
-    where: Annotated[
-        str, Option("--where", help="Samples to delete: a predicate over samples, \"prompt_id = 'p17'\".")
-    ],
+    where: Annotated[str, Option("--where", help="Samples to delete: a condition, \"prompt_id = 'p17'\".")],
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be deleted; change nothing.")] = False,
     yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,

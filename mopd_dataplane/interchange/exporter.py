@@ -27,7 +27,7 @@ from mopd_dataplane.interchange.signal_entries import SignalsOut
 from mopd_dataplane.interchange.teachers_in import head_beside
 from mopd_dataplane.records import Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.read.row_reader import fitting_rows
+from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 
 KINDS = ("parquet", "jsonl", "arrow", "datasets")
 _ROWS = 512
@@ -65,7 +65,7 @@ def export_samples(
     out: a path or a URL; it appears when it is complete. kind: one of KINDS; by default what the name of `out` says.
     form: what a row is, one of export_forms.FORMS. signals: kinds of signals that rows carry; hidden states bring the
     heads of their teachers, in the folder `<out>.heads`. teachers: whose; by default every teacher's.
-    where: a Lance predicate over `samples`, such as "domain = 'math'".
+    where: a condition over the table of rollouts, such as "domain = 'math' and reward > 0".
     Raises InputError when the place is taken, the form has no such kind or the kind needs a package that is missing,
     UnknownNameError when no sample fits or there is no such teacher.
     """
@@ -94,14 +94,8 @@ def export_samples(
 
 def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
     """[n] rows of `samples` that fit, in row order."""
-    parts = list(store.scan_samples(["uid"], snapshot))
-    rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
-    if where is None:
-        return rows
-    selected = fitting_rows(store.dataset("samples", snapshot), "samples", where, ["uid"])["uid"]
-    uids = pa.chunked_array([batch["uid"] for _, batch in parts], pa.string())
-    chosen: np.ndarray = rows[pa.compute.is_in(uids, value_set=selected.combine_chunks()).to_numpy()]
-    return chosen
+    rollouts = Conditions(store, snapshot, job_questions(store))
+    return rollouts.sample_rows if where is None else rollouts.rows(where)
 
 
 def _batches(

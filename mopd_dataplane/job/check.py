@@ -114,10 +114,23 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
 
 
 def _check_choices(stage: Stage, at: str) -> None:
-    if stage.concurrent and stage.plan.where:
+    plan = stage.plan
+    choices = {"where": plan.where, "groups": plan.groups != "all", "limit": plan.limit, "weight": plan.weight,
+               "order": plan.order}  # fmt: skip
+    for key in (key for key, value in choices.items() if value and stage.concurrent):
         raise JobFileError(
-            f"{at}.plan.where: a concurrent stage plans samples in the order in which they were begun, before the "
-            "others of their domain are there to compare them with; set concurrent = false, or leave where out"
+            f"{at}.plan.{key}: a concurrent stage plans samples in the order in which they were begun, before the "
+            f"others of their domain are there to compare them with; set concurrent = false, or leave {key} out"
+        )
+    if plan.weight and not plan.limit:
+        raise JobFileError(
+            f"{at}.plan.weight = {plan.weight!r:.200} says how likely a sample is drawn, but not how many are; set "
+            "plan.limit to that number"
+        )
+    if plan.order and not plan.strict_batches:
+        raise JobFileError(
+            f"{at}.plan.order: with plan.strict_batches = false packs are shuffled, not samples; set strict_batches = "
+            "true, or leave order out"
         )
 
 

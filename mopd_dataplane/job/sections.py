@@ -320,6 +320,14 @@ class Plan(Section):
     """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
     where: str = ""
     """Condition on the samples that are trained on, in SQL over the table of rollouts: `"reward > 0 and kl < 2"`."""
+    groups: Literal["all", "spread"] = "all"
+    """`spread` leaves out groups whose rewards are all equal."""
+    limit: int = Field(default=0, ge=0)
+    """Most samples that a window takes; 0 takes all."""
+    weight: str = ""
+    """Expression, 0 or more, in proportion to which the samples of `limit` are drawn; default: all alike."""
+    order: str = ""
+    """Expression by which samples are trained on, small values first; default: in random order."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"

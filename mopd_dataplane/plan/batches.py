@@ -16,7 +16,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import order_by_due, plan_mixture, thin_and_order
 from mopd_dataplane.plan.packing import Packs, gather_groups, pack
-from mopd_dataplane.plan.shuffle import Ints, permutation, philox_key, stable_order
+from mopd_dataplane.plan.shuffle import Floats, Ints, permutation, philox_key, stable_order
 
 
 @dataclass(slots=True)
@@ -59,6 +59,16 @@ class Units:
             return order, np.arange(len(order) + 1)
         return gather_groups(self.members, self.starts, order)
 
+    def sizes(self) -> Ints:
+        """[units] samples of each unit."""
+        return np.ones(len(self.domains), np.int64) if self.starts is None else np.diff(self.starts)
+
+    def means(self, values: Floats) -> Floats:
+        """[units] mean over the samples of each unit."""
+        if self.members is None or self.starts is None:
+            return values
+        return np.asarray(np.add.reduceat(values[self.members], self.starts[:-1]) / self.sizes())
+
     def tokens(self, lengths: NDArray[np.int32]) -> Ints:
         """[units] tokens of each unit."""
         if self.members is None or self.starts is None:
@@ -82,9 +92,12 @@ def plan_epoch(
     that stay outside, by reason. Raises InputError when the settings cannot be met by these samples.
     """
     key, pack_key = philox_key(seed, *name, "order"), philox_key(seed, *name, "packs")
+    order = permutation(len(units.domains), key)
+    if settings.order:
+        order = order[np.argsort(units.means(chosen.order_values)[order], kind="stable")]
     if not settings.mixture:
         if settings.strict_batches:
-            return _batches_then_packs(chosen, units, permutation(len(units.domains), key), settings, left_out)
+            return _batches_then_packs(chosen, units, order, settings, left_out)
         packs = pack(chosen.total_len, settings.pack_tokens, chosen.teachers + np.int16(1), key)
         return _packs_then_batches(packs, packs.strata - 1, permutation(len(packs), pack_key), settings, left_out)
     mixture = plan_mixture(
@@ -92,7 +105,7 @@ def plan_epoch(
         first_step=first_step, step_units=settings.batch_samples * len(units.domains) / len(chosen),
         step_tokens=settings.batch_tokens,
     )  # fmt: skip
-    order = thin_and_order(mixture, units.domains, permutation(len(units.domains), key), key + 1)
+    order = thin_and_order(mixture, units.domains, order, key + 1)
     left_out["mixture"] += len(chosen) - len(units.samples(order)[0])
     if settings.strict_batches:
         return _batches_then_packs(chosen, units, order, settings, left_out)

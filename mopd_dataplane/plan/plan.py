@@ -18,11 +18,12 @@ from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.draw import draw, importance_of
 from mopd_dataplane.plan.select import select
-from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, philox_key, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 
-CHOICES = ("where",)
+CHOICES = ("where", "groups", "limit", "weight", "order")
 """Keys of [plan] that say which samples are taken."""
 WEIGHT_BITS = 24
 """Packs of a step and teacher are ordered by work in as many steps up to the heaviest pack."""
@@ -72,6 +73,8 @@ def build_window(
     """
     _check(settings, teachers, columns, training.group_size)
     chosen, dropped = select(columns, settings, group_size=training.group_size, policy_version=training.policy_version)
+    drawn = draw(chosen, settings, training.group_size, philox_key(seed, "draw", stage, window))
+    chosen, dropped = drawn.columns, dropped | drawn.dropped
     units = Units.of(chosen, training.group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
     left_out = {"mixture": 0, "last_batch": 0}
@@ -86,11 +89,14 @@ def build_window(
         steps += len(layout.step_starts) - 1
     del layout
     rows = np.concatenate([part.rows for part in epochs]) if training.epochs > 1 else epochs[0].rows
+    more: dict[str, Any] = {"questions": dict(questions)} if questions else {}
+    if drawn.importance is not None:
+        more["importance"] = importance_of(rows, chosen.sample_rows, drawn.importance)
     plan = PlanWindow(
         stage=stage,
         window=window,
         seed=seed,
-        settings=recorded_settings(settings, training, steps) | ({"questions": dict(questions)} if questions else {}),
+        settings=recorded_settings(settings, training, steps) | more,
         snapshot=snapshot,
         sample_rows=rows,
         pack_starts=_join_starts([part.pack_starts for part in epochs]),

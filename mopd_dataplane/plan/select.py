@@ -71,20 +71,8 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
 
 
 def unmet_conditions(columns: Columns) -> dict[str, Mask]:
-    """Samples that do not meet a condition of plan.where: a mask [n] for each condition, under its reason."""
-    return {
-        condition_reason(condition): columns.failed == number
-        for number, condition in enumerate(columns.conditions, start=1)
-    }
-
-
-def condition_reason(condition: str) -> str:
-    """The reason under which samples are counted that do not meet a condition.
-
-    >>> condition_reason("reward > 0")
-    'where reward > 0'
-    """
-    return f"where {condition}"
+    """Samples that do not meet a condition of [plan]: a mask [n] for each reason of `columns.conditions`."""
+    return {reason: columns.failed == number for number, reason in enumerate(columns.conditions, start=1)}
 
 
 def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict[str, Ints]:

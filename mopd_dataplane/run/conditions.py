@@ -2,37 +2,90 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_dataplane.errors import QueryError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.records import Snapshot
+from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.rollouts.conditions import Conditions, check_kind, empty_rollouts
 from mopd_dataplane.store.rollouts.expressions import STEP, check_timeless, conjuncts, expand, used_names
 
 SUBJECT = "plan.where"
+HISTOGRAMS = ("response_len", "reward", "kl")
+"""Columns that an explained plan shows before and after its conditions."""
+BARS = 8
+NO_SPREAD = "no_spread"
+"""Reason of a group whose rewards are all equal."""
 
 
 def with_conditions(
     store: Store, job: Job, stage: Stage, columns: Columns, snapshot: Snapshot, first_step: int
 ) -> Columns:
-    """The samples of a window, each with the first condition of plan.where that it does not meet.
+    """The samples of a window, each with the first condition that it does not meet, its weight and its order.
 
-    first_step: optimizer step of the stage at which the window begins, `step` in a condition. Raises QueryError.
+    first_step: optimizer step of the stage at which the window begins, `step` in an expression. Raises QueryError.
     """
-    if not stage.plan.where:
+    plan = stage.plan
+    if not any(expressions_of(stage)) and plan.groups == "all":
         return columns
-    names = plan_names(job, first_step)
-    texts = conjuncts(stage.plan.where, SUBJECT)
-    rollouts = Conditions(store, snapshot, names)
+    rollouts = Conditions(store, snapshot, plan_names(job, first_step))
     positions = np.searchsorted(rollouts.sample_rows, columns.sample_rows)
-    failed = np.zeros(len(columns), np.int16)
-    for number, mask in enumerate(rollouts.masks(texts, SUBJECT), start=1):
-        failed[(failed == 0) & ~mask[positions]] = number
-    return replace(columns, failed=failed, conditions=tuple(texts))
+    if reasons := conditions_of(stage):
+        failed = np.zeros(len(columns), np.int16)
+        for number, mask in enumerate(rollouts.masks([*reasons.values()], SUBJECT), start=1):
+            failed[(failed == 0) & ~mask[positions]] = number
+        columns = replace(columns, failed=failed, conditions=tuple(reasons))
+    if plan.weight:
+        columns = replace(columns, weights=rollouts.numbers(plan.weight, "plan.weight")[positions])
+    if plan.order:
+        columns = replace(columns, order_values=rollouts.numbers(plan.order, "plan.order")[positions])
+    return columns
+
+
+def conditions_of(stage: Stage) -> dict[str, str]:
+    """Reason for which a sample is left out -> the condition that it does not meet, in the order they are applied."""
+    texts = conjuncts(stage.plan.where, SUBJECT) if stage.plan.where else []
+    reasons = {f"where {text}": text for text in texts}
+    return reasons | ({NO_SPREAD: "group_spread > 0"} if stage.plan.groups == "spread" else {})
+
+
+def explain_conditions(
+    store: Store, job: Job, stage: Stage, plan: PlanWindow, rows: NDArray[np.int64], first_step: int
+) -> dict[str, Any]:
+    """What each condition takes of the samples in `rows`, and the histograms of columns before and after.
+
+    `conditions`: for each reason the samples that do not meet it `alone`, and `in_order` those that the plan counts
+    under it. `histograms`: for each column, bar -> [samples before, samples that are trained on].
+    """
+    reasons = conditions_of(stage)
+    rollouts = Conditions(store, plan.snapshot, plan_names(job, first_step))
+    before = np.searchsorted(rollouts.sample_rows, rows)
+    after = np.searchsorted(rollouts.sample_rows, np.unique(plan.sample_rows))
+    masks = zip(reasons, rollouts.masks([*reasons.values()], SUBJECT), strict=True)
+    lost = {
+        reason: {"alone": int((~mask[before]).sum()), "in_order": int(plan.stats.get(f"dropped_{reason}", 0))}
+        for reason, mask in masks
+    }
+    values = {name: rollouts.numbers(name, name) for name in HISTOGRAMS}
+    return {
+        "conditions": lost,
+        "histograms": {name: _histogram(column[before], column[after]) for name, column in values.items()},
+    }
+
+
+def _histogram(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, list[int]]:
+    """Bar -> [count before, count after]; samples without a value are in no bar."""
+    present, kept = before[np.isfinite(before)], after[np.isfinite(after)]
+    if not len(present):
+        return {}
+    edges = np.histogram_bin_edges(present, BARS)
+    counts = zip(np.histogram(present, edges)[0].tolist(), np.histogram(kept, edges)[0].tolist(), strict=True)
+    return {f"{low:.4g} to {high:.4g}": list(pair) for low, high, pair in zip(edges, edges[1:], counts, strict=False)}
 
 
 def questions_of(job: Job, stage: Stage) -> dict[str, str]:
@@ -45,8 +98,9 @@ def questions_of(job: Job, stage: Stage) -> dict[str, str]:
 
 def expressions_of(stage: Stage) -> Iterator[tuple[str, str]]:
     """(key, expression) of every expression in a stage's [plan]."""
-    if stage.plan.where:
-        yield "where", stage.plan.where
+    for key in ("where", "weight", "order"):
+        if text := getattr(stage.plan, key):
+            yield key, text
 
 
 def plan_names(job: Job, first_step: int) -> dict[str, str]:
@@ -75,6 +129,6 @@ def condition_problems(job: Job) -> Iterator[tuple[str, str]]:
             subject = f"plan.{key}"
             try:
                 check_timeless(expand(text, job.questions, subject), subject)
-                check_kind(text, rollouts, plan_names(job, 0), subject)
+                check_kind(text, rollouts, plan_names(job, 0), subject, is_condition=key == "where")
             except QueryError as error:
                 yield f"stages.{stage.name}.plan.{key}", str(error).removeprefix(f"{subject}: ")

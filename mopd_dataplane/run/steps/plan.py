@@ -22,7 +22,7 @@ from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLU
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.changes import in_force
-from mopd_dataplane.run.conditions import questions_of, with_conditions
+from mopd_dataplane.run.conditions import explain_conditions, questions_of, with_conditions
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
@@ -253,7 +253,12 @@ def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explai
     run, stage = run.at(stage, window)
     plan = plan_window(run, stage, window, iteration=stage.iteration_of(window))
     summary = {"stage": stage.name, "window": window, "digest": plan.digest, **plan.stats}
-    return {**summary, **explain_plan(run, stage, plan)} if explain else summary
+    if not explain:
+        return summary
+    rows, _ = stage_samples(run.store, stage, stage.iteration_of(window), ["uid"], plan.snapshot)
+    first_step = training_of(run, stage, window).first_step
+    chosen = explain_conditions(run.store, run.job, stage, plan, rows, first_step)
+    return {**summary, **explain_plan(run, stage, plan), **chosen}
 
 
 def explain_plan(run: Run, stage: Stage, plan: PlanWindow) -> dict[str, Any]:

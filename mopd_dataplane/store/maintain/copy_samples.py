@@ -43,13 +43,13 @@ from mopd_dataplane.store.maintain.copy_target import (
 from mopd_dataplane.store.maintain.delete_samples import remove
 from mopd_dataplane.store.maintain.deletion_records import Deletion
 from mopd_dataplane.store.read.row_reader import (
-    fitting_rows,
     read_signal,
     signal_crcs,
     take_payload,
     take_rows,
     token_crcs,
 )
+from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 from mopd_dataplane.tables import ROW_CRC, TABLES
 
 ROWS, BYTES = 4096, 64 << 20
@@ -60,9 +60,9 @@ _WHOLE, _OF_PROMPTS = ("teachers", "steps", "events", "changes"), ("prompts", "e
 
 
 def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
-    """Copy the samples that match a predicate over `samples`; yields the name of each part that is done.
+    """Copy the samples that meet a condition over the table of rollouts; yields the name of each part that is done.
 
-    Raises InputError for an invalid predicate or a place that cannot be used, UnknownNameError when no sample matches,
+    Raises InputError for an invalid condition or a place that cannot be used, UnknownNameError when no sample matches,
     MismatchError for an unfinished copy of something else, DamagedError naming what is damaged in the source.
     """
     location = StoreLocation(target)
@@ -104,11 +104,11 @@ def _leave_out(location: StoreLocation, owner: Ownership, deletions: Collection[
 
 
 def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
-    """[n] row ids of the samples that match a predicate. Raises InputError, UnknownNameError when there is none."""
-    rows = fitting_rows(source.dataset("samples", at), "samples", where, [])["_rowid"].to_numpy()
+    """[n] row ids of the samples that meet a condition. Raises QueryError, UnknownNameError when there is none."""
+    rows = Conditions(source, at, job_questions(source)).rows(where)
     if not len(rows):
         raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
-    return np.sort(rows).astype(np.int64)
+    return rows
 
 
 class _Copy:

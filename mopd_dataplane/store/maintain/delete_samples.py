@@ -39,6 +39,7 @@ from mopd_dataplane.store.maintain.remove_rows import remove_rows
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.store.read.row_reader import check_crcs, fitting_rows, header_columns, scored_rows, take_rows
 from mopd_dataplane.store.read.tags import tagged
+from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.open_store import OpenStore
@@ -71,19 +72,20 @@ class Chosen:
 
 
 def choose(store: OpenStore, where: str) -> Chosen:
-    """Samples that match a predicate, and prompts all of whose samples do; if none matches, prompts without samples.
+    """Samples that meet a condition, and prompts all of whose samples do; if none does, prompts without samples.
 
-    Raises InputError for an invalid predicate.
+    where: over the table of rollouts; for prompts without samples, over `prompts`. Raises QueryError for no condition.
     """
     samples = store.dataset("samples")
-    rows = fitting_rows(samples, "samples", where, ["uid", "prompt_id"])
+    sample_rows = Conditions(store, None, job_questions(store)).rows(where)
+    rows = take_rows(samples, sample_rows, ["uid", "prompt_id"])
     every = samples.to_table(columns=["prompt_id"])["prompt_id"]
     if rows.num_rows:
         count = dict(zip(*(pc.value_counts(every).field(part).to_pylist() for part in (0, 1)), strict=True))
         mine = pc.value_counts(rows["prompt_id"].combine_chunks())
         pairs = zip(mine.field(0).to_pylist(), mine.field(1).to_pylist(), strict=True)
         prompts = [name for name, some in pairs if count[name] == some]
-        return Chosen(rows["uid"].to_pylist(), rows["_rowid"].to_numpy().astype(np.int64), sorted(prompts))
+        return Chosen(rows["uid"].to_pylist(), sample_rows, sorted(prompts))
     try:
         prompt_ids = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
     except InputError:  # it speaks of what only samples have

@@ -25,7 +25,7 @@ def rollouts_view(store: OpenStore, snapshot: Snapshot | None = None, query: str
     questions = job_questions(store)
     used = {name: expand(name, questions, "the query") for name in questions if name.lower() in query.lower()}
     sql = definition(teachers, has=frozenset(optional_sources(store, snapshot)))
-    hidden = " exclude (row_crc)" if store.has_column("samples", "row_crc", snapshot) else ""
+    hidden = " exclude (row_crc)" if "row_crc" in store.dataset("samples", snapshot).schema.names else ""
     named = "".join(f', ({text}\n) as "{name}"' for name, text in used.items())
     sql = f"select *{hidden}{named} from ({sql})"
     tables = store.names() if snapshot is None else snapshot.versions

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 from mopd_dataplane import Store, plan_stage
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError
-from mopd_dataplane.job.job import Job, check_job
-from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
+from mopd_dataplane.records import PlanWindow, Signal
 from mopd_dataplane.run.conditions import condition_problems
 
 COUNT = 240
@@ -35,8 +38,24 @@ def job_of(folder: Path, plan: dict[str, Any], questions: dict[str, str] | None 
 
 
 def fill(folder: Path, *, batch: int = 512, seed: int = 0) -> Store:
-    lengths = lengths_of(COUNT, mean_log=4, longest=256, seed=seed)
-    return make_store(folder, lengths, signals=("logprob",), group_size=4, rewards=True, batch=batch)
+    """Samples in groups of four with rewards 0 and 1 and a divergence; both follow from the uid, however many samples a
+    commit has."""
+    store = make_store(folder, lengths_of(COUNT, mean_log=4, longest=256, seed=seed), group_size=4, batch=batch)
+    samples = store.samples(["uid", "response_len"]).to_pylist()
+    store.add_rewards([
+        {"uid": one["uid"], "sample_row": row, "verifier": "bit", "verifier_version": "1", "reward": _digit(one) % 2.0}
+        for row, one in enumerate(samples)
+    ])  # fmt: skip
+    store.commit_signals("adder", "logprob", [
+        Signal(uid=one["uid"], sample_row=row, kind="logprob", logprob=np.zeros(one["response_len"], np.float32),
+               mean_reverse_kl=_digit(one) / 1000)
+        for row, one in enumerate(samples)
+    ])  # fmt: skip
+    return store
+
+
+def _digit(sample: dict[str, Any]) -> int:
+    return int(sample["uid"][:3], 16)
 
 
 def planned(folder: Path, plan: dict[str, Any], questions: dict[str, str] | None = None) -> PlanWindow:
@@ -78,13 +97,82 @@ def test_a_plan_takes_what_plain_sql_takes(tmp_path: Path, seed: int) -> None:
 
 def test_a_store_that_was_killed_and_continued_gives_the_same_plan(tmp_path: Path) -> None:
     """Other commits, so other row numbers: what a condition leaves is shuffled and packed alike."""
-    plan = {"where": "reward > 0.2 and group_spread > 0.3 and kl is not null or response_len < 40"}
+    plan = {"where": "reward > 0.2 and group_spread > 0.3 and kl > 0.7 or response_len < 40"}
     whole, resumed = fill(tmp_path / "whole"), tmp_path / "resumed"
     fill(resumed, batch=100)
     assert whole.dataset("samples").version != Store.open(resumed).dataset("samples").version
     first, second = planned(tmp_path / "whole", plan), planned(resumed, plan)
     assert uids(tmp_path / "whole", first) == uids(resumed, second)
     assert first.stats == second.stats
+
+
+def test_a_weighted_draw_follows_from_snapshot_seed_and_settings(tmp_path: Path) -> None:
+    plan = {"weight": "kl + step", "limit": 60, "order": "response_len - iteration", "where": "kl < 3.5"}
+    fill(tmp_path / "whole")
+    fill(tmp_path / "resumed", batch=100)
+    first, second = planned(tmp_path / "whole", plan), planned(tmp_path / "resumed", plan)
+    assert len(first.sample_rows) == 60
+    assert uids(tmp_path / "whole", first) == uids(tmp_path / "resumed", second)
+    assert first.settings["importance"] == second.settings["importance"]
+    lengths = (
+        Store.open(tmp_path / "whole").take_samples(first.sample_rows, ["response_len"])["response_len"].to_numpy()
+    )
+    longest = [lengths[first.pack_starts[step] : first.pack_starts[end]].max()
+               for step, end in zip(first.step_starts[:-1], first.step_starts[1:], strict=True)]  # fmt: skip
+    assert longest == sorted(longest), "short ones first"
+
+
+def test_groups_whose_rewards_are_all_equal_teach_nothing(tmp_path: Path) -> None:
+    store = fill(tmp_path / "s")
+    groups = {row["uid"]: row["group_id"] for row in store.table("samples", ["uid", "group_id"]).to_pylist()}
+    rewards: dict[str, set[float]] = {}
+    for row in store.table("rewards").to_pylist():
+        rewards.setdefault(groups[row["uid"]], set()).add(row["reward"])
+    flat = {name for name, values in rewards.items() if len(values) == 1}
+    assert 0 < len(flat) < len(rewards)
+    plan = planned(tmp_path / "s", {"groups": "spread"})
+    assert {groups[uid] for uid in uids(tmp_path / "s", plan)} == rewards.keys() - flat
+    assert plan.stats["dropped_no_spread"] == sum(name in flat for name in groups.values())
+
+
+def test_an_explained_plan_says_what_each_condition_takes(tmp_path: Path) -> None:
+    store = fill(tmp_path / "s")
+    job = job_of(tmp_path / "s", {"where": "reward > 0 and response_len < 60"})
+    told = plan_stage(job, job.stage("student"), explain=True)
+    rewards = {row["uid"]: row["reward"] for row in store.table("rewards").to_pylist()}
+    samples = store.table("samples").to_pylist()
+    long = [row["response_len"] >= 60 for row in samples]
+    wrong = [rewards[row["uid"]] == 0 for row in samples]
+    assert told["conditions"] == {
+        "where reward > 0": {"alone": sum(wrong), "in_order": sum(wrong)},
+        "where response_len < 60": {
+            "alone": sum(long),
+            "in_order": sum(a and not b for a, b in zip(long, wrong, strict=True)),
+        },
+    }
+    assert set(told["histograms"]) == {"response_len", "reward", "kl"}
+    for bars in told["histograms"].values():
+        assert sum(before for before, _ in bars.values()) == COUNT
+        assert sum(after for _, after in bars.values()) == told["samples"]
+        assert all(after <= before for before, after in bars.values())
+    assert next(after for _, after in told["histograms"]["reward"].values()) == 0
+
+
+def test_the_questions_that_the_page_opens_with_can_be_trained_on(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text().partition("How samples become")[0]
+    blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)]
+    assert len(blocks) == 5
+    for number, block in enumerate(blocks):
+        folder = tmp_path / str(number)
+        store = fill(folder)
+        heard = store.samples(["uid", "response_len"]).to_pylist()[:100]
+        store.commit_signals("speller", "logprob", [
+            Signal(uid=one["uid"], sample_row=row, kind="logprob", logprob=np.zeros(one["response_len"], np.float32),
+                   mean_reverse_kl=0.0)
+            for row, one in enumerate(heard)
+        ])  # fmt: skip
+        assert not list(condition_problems(job_of(folder, block["plan"])))
+        assert 0 < len(planned(folder, block["plan"]).sample_rows) < COUNT, block
 
 
 def test_questions_count_in_the_digest_and_an_absent_condition_does_not(tmp_path: Path) -> None:
@@ -121,7 +209,7 @@ def test_a_condition_of_a_stage_that_has_begun_may_not_change(tmp_path: Path) ->
     policy.mkdir(parents=True)
     for changed in (job_of(tmp_path / "s", {"where": "reward > 0.5"}),
                     job_of(tmp_path / "s", {"where": "hard"}, {"hard": "reward > 0.6"})):  # fmt: skip
-        with pytest.raises(MismatchError, match=r"stages.student.plan.where|questions.hard"):
+        with pytest.raises(MismatchError, match=r"student: (plan.where|questions): .*hard"):
             plan_stage(changed, changed.stage("student"))
 
 

@@ -265,7 +265,7 @@ def test_on_an_object_store(s3: str) -> None:
 
 def test_a_predicate_that_lacks_a_word_deletes_nothing(filled: Store) -> None:
     for wrong in ("stage = 'student' iteration = 0", "stage = 'student'; and iteration = 0"):
-        with pytest.raises(InputError, match="goes on where a predicate ends"):
+        with pytest.raises(InputError, match="--where is not an SQL expression"):
             preview(filled, wrong)
 
 

@@ -1,0 +1,93 @@
+"""Which of the selected samples a window takes: as many as `plan.limit`, drawn in proportion to `plan.weight`.
+
+Drawing without replacement by exponential keys: unit i gets the key E_i / w_i with E_i exponential, and the smallest
+keys are taken (Efraimidis and Spirakis 2006). Given the smallest key t that is not taken, unit i is taken with
+probability 1 - exp(-w_i t), so one over it is an unbiased weight of its share in a sum (Cohen and Kaplan 2007).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
+from mopd_dataplane.plan.batches import Units
+from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.shuffle import Floats, Ints, uniforms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The samples that a window takes."""
+
+    columns: Columns
+    dropped: dict[str, Ints] = field(default_factory=dict)
+    """Rows of the others, by reason."""
+    importance: Floats | None = None
+    """[n] importance weight of each sample that is taken, 1 on average over draws; None where all are alike."""
+
+
+def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -> Drawn:
+    """Take `plan.limit` samples, whole groups where there are groups; all of them without a limit.
+
+    By weight where there is one, else the first by `plan.order`, else any. key: of the random numbers. Raises
+    InputError for a negative or infinite weight, and where nothing is left to take.
+    """
+    if not settings.limit:
+        return Drawn(columns=columns)
+    units = Units.of(columns, group_size)
+    if settings.weight:
+        weights = units.means(_checked(columns))
+        keys = _exponentials(len(weights), key) / np.where(weights > 0, weights, np.nan)
+    elif settings.order:
+        weights = np.ones(len(units.domains))
+        keys = units.means(columns.order_values)
+    else:
+        weights = np.ones(len(units.domains))
+        keys = uniforms(len(weights), key)
+    in_turn = np.argsort(keys, kind="stable")  # NaN comes last
+    usable = int(np.count_nonzero(weights > 0))
+    fits = int(np.searchsorted(np.cumsum(units.sizes()[in_turn]), settings.limit, side="right"))
+    taken, weightless = in_turn[: min(fits, usable)], in_turn[usable:]
+    if not len(taken):
+        raise InputError(
+            f"plan.limit = {settings.limit} takes none of {usable:,} samples or groups of a weight above 0 (of "
+            f"{len(in_turn):,}): raise plan.limit, or give some sample a weight above 0"
+        )
+    positions = np.sort(units.samples(np.sort(taken))[0])
+    left = {"weight": weightless, "limit": in_turn[len(taken) : usable]}
+    rows = {reason: np.sort(columns.sample_rows[units.samples(part)[0]]) for reason, part in left.items() if len(part)}
+    importance = None
+    if settings.weight:
+        importance = np.ones(len(columns))
+        if len(taken) < usable:
+            chance = -np.expm1(-weights[taken] * keys[in_turn[len(taken)]])
+            samples, starts = units.samples(taken)
+            importance[samples] = np.repeat(len(taken) / usable / chance, np.diff(starts))
+        importance = importance[positions]
+    return Drawn(columns=columns.take(positions), dropped=rows, importance=importance)
+
+
+def importance_of(rows: Ints, sample_rows: Ints, importance: Floats) -> list[float]:
+    """Weights of samples in the order of `rows`, for the record. sample_rows: the row that each weight belongs to."""
+    by_row = np.argsort(sample_rows)
+    found = importance[by_row[np.searchsorted(sample_rows[by_row], rows)]]
+    return [float(f"{value:.9g}") for value in found.tolist()]
+
+
+def _checked(columns: Columns) -> Floats:
+    """[n] the weights, 0 where there is none. Raises InputError for one that is negative or infinite."""
+    weights = np.nan_to_num(columns.weights, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    wrong = np.flatnonzero((weights < 0) | np.isinf(weights))
+    if len(wrong):
+        raise InputError(
+            f"plan.weight is {weights[wrong[0]]:g} for sample row {int(columns.sample_rows[wrong[0]])} ({len(wrong):,} "
+            "samples have a weight below 0 or without bound); give weights from 0 on, such as greatest(kl, 0)"
+        )
+    return weights
+
+
+def _exponentials(n: int, key: int) -> Floats:
+    return np.asarray(-np.log1p(-uniforms(n, key)))
