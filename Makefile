@@ -104,7 +104,7 @@ format: $(INSTALLED)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
 
 schemas: $(INSTALLED)  ## write schemas/*/v2.json from tables.py
-	$(BIN)/python -m mopd_dataplane.store.schemas schemas
+	$(BIN)/python -m mopd_dataplane.store.format.schemas schemas
 
 docs: $(INSTALLED)  ## write docs/cli.md, docs/fields.md and docs/job.md from help texts, fields and sections of a job file
 	$(BIN)/python -m mopd_dataplane.cli.reference > docs/cli.md

@@ -75,19 +75,19 @@ class EngineError(MopdError, RuntimeError):
     exit_code = 6
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str]) -> str:
     """Suffix for a message: the known names, and the nearest one if there is a plausible match.
 
     >>> nearest("maths", ["math", "code"])
     "known: code, math; did you mean 'math'?"
     """
-    names = sorted(known)
+    names = sorted(candidates)
     match = difflib.get_close_matches(name, names, n=1)
     listing = "known: " + (", ".join(names) if names else "none")
     return f"{listing}; did you mean {match[0]!r}?" if match else listing
 
 
-def require_known(name: str, known: Collection[str], refusal: str, kind: type[MopdError] = UnknownNameError) -> None:
+def require_known(name: str, names: Collection[str], refusal: str, kind: type[MopdError] = UnknownNameError) -> None:
     """Raise an error of a kind, `refusal 'name'` with the known names and the nearest, for a name that is not known."""
-    if name not in known:
-        raise kind(f"{refusal} {name!r}: {nearest(name, known)}")
+    if name not in names:
+        raise kind(f"{refusal} {name!r}: {nearest(name, names)}")

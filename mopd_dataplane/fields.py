@@ -220,6 +220,6 @@ def value(record: Any, name: str) -> Any:
 def arguments(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields by name as arguments of a record: those that its class does not declare together as `extra`."""
     declared = record.__dataclass_fields__  # type: ignore[attr-defined]
-    own = {name: given for name, given in values.items() if name in declared}
-    extra = {name: given for name, given in values.items() if name not in declared}
+    own = {name: value for name, value in values.items() if name in declared}
+    extra = {name: value for name, value in values.items() if name not in declared}
     return own | ({"extra": extra} if extra else {})

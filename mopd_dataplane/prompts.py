@@ -40,22 +40,22 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
     unreadable or has too few distinct prompts.
     """
     splits = _splits(domain)
-    wanted = [(split, ordinal) for split, count in splits.items() for ordinal in range(count)]
+    slots = [(split, ordinal) for split, count in splits.items() for ordinal in range(count)]
     try:
-        entries = list(islice(_distinct(_entries(domain)), len(wanted)))
+        entries = list(islice(_distinct(_entries(domain)), len(slots)))
     except InputError as error:
         raise PromptError(f"domain {name!r}: {error}") from None
-    if len(entries) < len(wanted):
-        asked = " + ".join(f"{count} {split}" for split, count in splits.items())
+    if len(entries) < len(slots):
+        counts_text = " + ".join(f"{count} {split}" for split, count in splits.items())
         raise PromptError(
             f"domain {name!r}: {f'{domain.source} {domain.dataset}'.strip()} has {len(entries)} distinct prompts, "
-            f"{asked} were asked for; lower them or widen the source"
+            f"{counts_text} were asked for; lower them or widen the source"
         )
     source = f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source
     shared = {"domain": name, "effort": domain.effort, "source": source}
     return [
         Prompt(prompt_id=f"{name}-{split}-{ordinal}", split=split, **shared, **entry)
-        for (split, ordinal), entry in zip(wanted, entries, strict=True)
+        for (split, ordinal), entry in zip(slots, entries, strict=True)
     ]
 
 
@@ -213,22 +213,22 @@ def _dataset_rows(
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if any((Path(dataset) / file).is_file() for file in _SAVED):
-        found = datasets.load_from_disk(dataset)
-        if isinstance(found, datasets.DatasetDict):
-            require_known(split, found, f"dataset {dataset}: no split")
-            found = found[split]
+        loaded = datasets.load_from_disk(dataset)
+        if isinstance(loaded, datasets.DatasetDict):
+            require_known(split, loaded, f"dataset {dataset}: no split")
+            loaded = loaded[split]
         elif split != "train":
             raise UnknownNameError(f"dataset {dataset} was saved without splits; leave `split` out, not {split!r}")
     else:
         try:
-            found = datasets.load_dataset(dataset, name, split=split, revision=revision)
+            loaded = datasets.load_dataset(dataset, name, split=split, revision=revision)
         except (HfHubHTTPError, OfflineModeIsEnabled, ConnectionError) as error:
             raise ResourceError(
                 f"dataset {dataset!r}: the hub does not answer ({error!s:.160}); run the same again"
             ) from None
         except (FileNotFoundError, ValueError) as error:
             raise UnknownNameError(f"dataset {dataset!r}, split {split!r}: {error!s:.300}") from None
-    rows: list[dict[str, Any]] = found.to_list()
+    rows: list[dict[str, Any]] = loaded.to_list()
     return rows
 
 
@@ -264,9 +264,9 @@ def _fill(key: str, template: str, fields: dict[str, Any]) -> str:
     try:
         return template.format_map(fields)
     except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(f"{{{field}}}" for field in fields)
+        names_text = ", ".join(f"{{{field}}}" for field in fields)
         raise PromptError(
-            f"{key} {template!r:.80}: {error!r}; placeholders are {known}; write {{{{ for a brace"
+            f"{key} {template!r:.80}: {error!r}; placeholders are {names_text}; write {{{{ for a brace"
         ) from None
 
 
@@ -274,17 +274,19 @@ def _from_rows(path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterato
     if not rows:
         raise PromptError(f"{path} has no prompts")
     for number, row in enumerate(rows, start=1):
-        place = f"{path}: row {number}"
-        row = {**row, **_renamed(row, domain.columns, place)}
-        asked = next((row[key] for key in _ASKED if row.get(key)), None)
+        location = f"{path}: row {number}"
+        row = {**row, **_renamed(row, domain.columns, location)}
+        question = next((row[key] for key in _ASKED if row.get(key)), None)
         messages: Messages = []
-        if isinstance(asked, list):
-            messages, said = _conversation(asked, place)
+        if isinstance(question, list):
+            messages, said = _conversation(question, location)
             row = {"answer": said, **row}
-            asked = messages[-1]["content"]
-        if not isinstance(asked, str) or not asked:
-            raise PromptError(f"{place} has no text or messages in a column `text`, `prompt`, `question` or `messages`")
-        row.setdefault("question", asked)
+            question = messages[-1]["content"]
+        if not isinstance(question, str) or not question:
+            raise PromptError(
+                f"{location} has no text or messages in a column `text`, `prompt`, `question` or `messages`"
+            )
+        row.setdefault("question", question)
         filled = _fill("template", domain.template, row)
         if len(messages) > 1:
             messages = [*messages[:-1], {**messages[-1], "content": filled}]
@@ -299,20 +301,22 @@ def _from_rows(path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterato
         }
 
 
-def _renamed(row: dict[str, Any], columns: Mapping[Any, str], place: str) -> dict[str, Any]:
+def _renamed(row: dict[str, Any], columns: Mapping[Any, str], location: str) -> dict[str, Any]:
     """The columns that a domain reads under other names than the source's."""
     for column in columns.values():
         if column not in row:
-            raise PromptError(f"{place} has no column {column!r}: {nearest(column, row)}; see the domain's `columns`")
+            raise PromptError(
+                f"{location} has no column {column!r}: {nearest(column, row)}; see the domain's `columns`"
+            )
     return {name: row[column] for name, column in columns.items()}
 
 
-def _conversation(value: list[Any], place: str) -> tuple[Messages, str]:
+def _conversation(value: list[Any], location: str) -> tuple[Messages, str]:
     """Messages up to the last that is no answer, and the answer."""
-    messages = read_messages(value, "messages", place)
+    messages = read_messages(value, "messages", location)
     answer = str(messages.pop()["content"]) if messages[-1]["role"] == "assistant" else ""
     if not messages:
-        raise PromptError(f"{place} has an answer of the assistant and no prompt before it")
+        raise PromptError(f"{location} has an answer of the assistant and no prompt before it")
     return messages, answer
 
 

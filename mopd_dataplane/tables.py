@@ -71,7 +71,7 @@ _CORRECT = _field(
     "correct", pa.bool_(), "whether the answer is entirely right; null where the reward does not say", null=True
 )
 _CREATED_AT = _field("created_at", _TIME, "wall clock, informative only")
-ROW_CRC = _field("row_crc", pa.uint32(), "crc32c over the row's other columns; how: store/row_checksums.py")
+ROW_CRC = _field("row_crc", pa.uint32(), "crc32c over the row's other columns; how: store/format/row_checksums.py")
 
 
 @dataclass(frozen=True)

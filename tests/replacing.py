@@ -6,7 +6,7 @@ import lance
 import pyarrow as pa
 from lance.fragment import RowIdSequence, write_fragments
 
-from mopd_dataplane.store.row_checksums import with_row_crcs
+from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.tables import ROW_CRC
 
 

@@ -68,11 +68,11 @@ def load(path: Path) -> Setting:
     passages = [tokenizer(text).input_ids for text in PASSAGES]
 
     def states(prefix: list[int]) -> Tensor:
-        found = [
+        reference = [
             model.base_model(torch.tensor([prefix + passage])).last_hidden_state[0, len(prefix) :]
             for passage in passages
         ]
-        return torch.cat(found).float()
+        return torch.cat(reference).float()
 
     teacher, far = states(instruction), states([])
     model.bfloat16()

@@ -47,8 +47,8 @@ def measure(who: str, name: str, case: Case) -> dict[str, float]:
 def in_fresh_process(who: str, name: str, index: int) -> dict[str, float]:
     arguments = [sys.executable, __file__, "--child", who, name, str(index)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 def table() -> str:

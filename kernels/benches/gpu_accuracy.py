@@ -59,12 +59,12 @@ def rows(device: str, rehearsal: bool) -> Iterator[str]:
             inputs = make_inputs(case, dtype=torch.bfloat16, device=device)
             for kind in KINDS:
                 exact = truth(kind, inputs)
-                found, again = gradients(OURS[kind], inputs), gradients(OURS[kind], inputs)
-                ours = [relative_error(value, true) for value, true in zip(found, exact, strict=True)]
+                gradients_once, again = gradients(OURS[kind], inputs), gradients(OURS[kind], inputs)
+                ours = [relative_error(value, true) for value, true in zip(gradients_once, exact, strict=True)]
                 base = [relative_error(v, t) for v, t in zip(gradients(EAGER[kind], inputs), exact, strict=True)]
-                same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-                held = "yes" if max(ours[1:]) <= GOAL and same else "**no**"
+                same = all(torch.equal(a, b) for a, b in zip(gradients_once, again, strict=True))
+                verdict = "yes" if max(ours[1:]) <= GOAL and same else "**no**"
                 yield (
                     f"| std {spread:g} distance {distance:g} | {kind} | {ours[0]:.1e} | {ours[1]:.1e} | {ours[2]:.1e} "
-                    f"| {base[1]:.1e} | {base[2]:.1e} | {held} |"
+                    f"| {base[1]:.1e} | {base[2]:.1e} | {verdict} |"
                 )

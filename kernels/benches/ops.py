@@ -30,9 +30,9 @@ def _divergence(kind: str, mode: str = "fast") -> Op:
 
 
 def _logprob(inputs: Inputs) -> Tensor:
-    found = token_logprob(inputs.student_hidden, inputs.student_head, inputs.token_ids)
-    assert isinstance(found, Tensor)
-    return (found * inputs.weights).sum()
+    logprobs = token_logprob(inputs.student_hidden, inputs.student_head, inputs.token_ids)
+    assert isinstance(logprobs, Tensor)
+    return (logprobs * inputs.weights).sum()
 
 
 def _policy(inputs: Inputs) -> Tensor:

@@ -69,8 +69,8 @@ def errors(loss_of: Loss, inputs: Inputs, kind: str) -> str:
     assert hidden.grad is not None
     assert head.grad is not None
     expected = truth(inputs, kind, len(inputs.student_head))
-    found = (loss.detach(), hidden.grad, head.grad)
-    return " | ".join(f"{relative_error(value, exact):.1e}" for value, exact in zip(found, expected, strict=True))
+    result = (loss.detach(), hidden.grad, head.grad)
+    return " | ".join(f"{relative_error(value, exact):.1e}" for value, exact in zip(result, expected, strict=True))
 
 
 def table() -> str:

@@ -30,9 +30,9 @@ def check_sampling_mask(sampling_mask: Tensor | None, token_ids: Tensor, columns
     if sampling_mask.is_cpu:
         if int(sampling_mask.max()) >= columns:
             raise ValueError(f"sampling_mask holds id {int(sampling_mask.max())}, the vocabulary has {columns}")
-        held = (sampling_mask == token_ids[:, None]).any(1) | (sampling_mask[:, 0] < 0) | (token_ids == ignored)
-        if not bool(held.all()):
-            row = int(held.int().argmin())
+        is_wrong = (sampling_mask == token_ids[:, None]).any(1) | (sampling_mask[:, 0] < 0) | (token_ids == ignored)
+        if not bool(is_wrong.all()):
+            row = int(is_wrong.int().argmin())
             raise ValueError(
                 f"token id {int(token_ids[row])} of row {row} is not in its sampling_mask: "
                 "a token comes from its own set"
@@ -57,23 +57,24 @@ class MaskColumns:
         there = sampling_mask >= 0
         return cls(torch.where(there, sampling_mask, sampling_mask[:, :1]).clamp(min=0).long(), there, there[:, 0])
 
-    def softmax(self, found: SoftmaxRows, z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
-        """Log-partition and entropy over the kept columns of raw products z [C, V]; ``found`` is over all of them."""
+    def softmax(self, softmax_rows: SoftmaxRows, z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
+        """Log-partition and entropy over the kept columns of raw products z [C, V]; ``softmax_rows`` is over
+        all of them."""
         x = epilogue.of_columns(z, self.ids)
-        maximum = torch.where(self.cut, x.masked_fill(~self.there, -torch.inf).amax(1), found.maximum)
+        maximum = torch.where(self.cut, x.masked_fill(~self.there, -torch.inf).amax(1), softmax_rows.maximum)
         x = x - maximum[:, None]
         weight = x.exp().masked_fill(~self.there, 0)
         total = torch.where(self.cut, weight.sum(1), 1)
         log_sum = total.log()
         entropy = log_sum - (weight * x).sum(1) / total
-        return found._replace(
+        return softmax_rows._replace(
             maximum=maximum,
-            log_sum=torch.where(self.cut, log_sum, found.log_sum),
-            entropy=torch.where(self.cut, entropy, found.entropy),
+            log_sum=torch.where(self.cut, log_sum, softmax_rows.log_sum),
+            entropy=torch.where(self.cut, entropy, softmax_rows.entropy),
         )
 
     def narrow(self, gradient: Tensor) -> None:
         """Clear the columns of ``gradient`` [C, V] that are not kept; what stood there may be infinite."""
-        kept = gradient.gather(1, self.ids)
+        kept_gradient = gradient.gather(1, self.ids)
         gradient.masked_fill_(self.cut[:, None], 0)
-        gradient.scatter_(1, self.ids, kept)
+        gradient.scatter_(1, self.ids, kept_gradient)

@@ -134,7 +134,7 @@ def sweep(
     """
     hidden, weight = hidden.detach(), weight.detach()
     dtype = compute_dtype(hidden, weight)
-    columns, wanted = plan.columns, any(needs)
+    columns, needs_gradient = plan.columns, any(needs)
     in_place = plan.gradient_dtype == dtype
     group_rows = plan.logit_rows if in_place else plan.grad_rows
     groups = [(i, group) for i, segment in enumerate(segments) for group in cut(segment, group_rows)]
@@ -142,7 +142,7 @@ def sweep(
         sink = _Sink(hidden, weight, bias, columns, needs, len(groups))
         head = weight[:columns]
         buffer = None
-        if wanted and not in_place and groups:
+        if needs_gradient and not in_place and groups:
             widest = max(length(group) for _, group in groups)
             buffer = torch.empty(widest, columns, dtype=plan.gradient_dtype, device=hidden.device)
         for segment, group in groups:
@@ -152,8 +152,8 @@ def sweep(
                 count = length(rows)
                 z = products(group_hidden[filled : filled + count], head)
                 gradient = z if buffer is None else buffer[filled : filled + count]
-                step(segment, rows, z, gradient if wanted else None)
+                step(segment, rows, z, gradient if needs_gradient else None)
                 filled += count
-            if wanted:
+            if needs_gradient:
                 sink.add(group, group_hidden, z if buffer is None else buffer[:filled])
         return sink.finish()

@@ -25,8 +25,8 @@ class Teachers:
     @property
     def smallest_vocabulary(self) -> int:
         """Tokens that every teacher has, as far as heads are known before their turn."""
-        known = self._heads if isinstance(self._heads, Sequence) else ()
-        return min((len(head.weight) for head in known), default=sys.maxsize)
+        heads = self._heads if isinstance(self._heads, Sequence) else ()
+        return min((len(head.weight) for head in heads), default=sys.maxsize)
 
     def head(self, teacher: int) -> Head:
         """The head of ``teacher``; the previous one is let go first. Raises ValueError for an unknown number."""

@@ -92,7 +92,7 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, device: str =
     return Inputs._make((*placed, token_ids.to(device), weights.to(device)))
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
+def relative_error(value: Tensor, truth: Tensor) -> float:
     """Frobenius norm of the difference over that of the truth, in float64."""
     truth = truth.double()
-    return float((found.double() - truth).norm() / truth.norm().clamp(min=1e-300))
+    return float((value.double() - truth).norm() / truth.norm().clamp(min=1e-300))

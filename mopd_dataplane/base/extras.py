@@ -44,10 +44,10 @@ def require(modules: Iterable[str]) -> None:
 def is_installed(module: str) -> bool:
     """Whether a module can be imported: no finder refuses it, and it is no mere folder of that name."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 def _to_install(modules: list[str]) -> str:

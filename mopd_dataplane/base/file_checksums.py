@@ -32,8 +32,8 @@ def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping
 
     identities: also record their sha256. measured: records of files that were read already.
     """
-    known = measured or {}
-    files = {name: known.get(name) or measure_file(folder / name, identity=identities) for name in _names(folder)}
+    recorded = measured or {}
+    files = {name: recorded.get(name) or measure_file(folder / name, identity=identities) for name in _names(folder)}
     (folder / CHECKSUMS).write_bytes(seal({"files": files}))
 
 
@@ -46,8 +46,8 @@ def measure_file(path: Path, *, identity: bool = False) -> Recorded:
             count += len(piece)
             if identity:
                 whole.update(piece)
-    found: Recorded = {"bytes": count, "crc32c": f"{crc:08x}"}
-    return {**found, "sha256": whole.hexdigest()} if identity else found
+    record: Recorded = {"bytes": count, "crc32c": f"{crc:08x}"}
+    return {**record, "sha256": whole.hexdigest()} if identity else record
 
 
 def read_checksums(folder: Path) -> dict[str, Recorded] | None:
@@ -64,10 +64,10 @@ def read_checksums(folder: Path) -> dict[str, Recorded] | None:
 
 def read_recorded(folder: Path, name: str) -> bytes:
     """A small file of a recorded folder, as it was written. Raises DamagedError when it is not, or has no record."""
-    known = (read_checksums(folder) or {}).get(name)
-    if known is None:
+    record = (read_checksums(folder) or {}).get(name)
+    if record is None:
         raise DamagedError(f"{folder / name} is not in {CHECKSUMS}; use another one")
-    if problem := file_damage(folder / name, known):
+    if problem := file_damage(folder / name, record):
         raise DamagedError(f"{folder / name} {problem}; use another one")
     return (folder / name).read_bytes()
 
@@ -79,8 +79,8 @@ def find_damage(folder: Path) -> Iterator[tuple[str, str]]:
     except DamagedError as error:
         yield CHECKSUMS, str(error)
         return
-    for name, known in (recorded or {}).items():
-        if problem := file_damage(folder / name, known):
+    for name, record in (recorded or {}).items():
+        if problem := file_damage(folder / name, record):
             yield name, problem
     if recorded is not None:
         for name in set(_names(folder)) - set(recorded):
@@ -113,16 +113,18 @@ def check_folder(folder: str | Path) -> dict[str, Recorded] | None:
 
 
 def _names(folder: Path) -> list[str]:
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != CHECKSUMS)
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in paths if name != CHECKSUMS)
 
 
-def file_damage(path: Path, known: Recorded) -> str:
+def file_damage(path: Path, record: Recorded) -> str:
     """Damage of a file, in words; empty when it is as it was written."""
     try:
-        found = measure_file(path)
+        measured = measure_file(path)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    if found["bytes"] != known["bytes"]:
-        return f"has {found['bytes']:,} bytes, written were {known['bytes']:,}"
-    return "" if found["crc32c"] == known["crc32c"] else f"has crc32c {found['crc32c']}, {known['crc32c']} was written"
+    if measured["bytes"] != record["bytes"]:
+        return f"has {measured['bytes']:,} bytes, written were {record['bytes']:,}"
+    if measured["crc32c"] != record["crc32c"]:
+        return f"has crc32c {measured['crc32c']}, {record['crc32c']} was written"
+    return ""

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from mopd_dataplane.base.files import publish_file, publish_folder
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError, UnknownNameError
 
-Place = str | Path
+PathOrUrl = str | Path
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "adl", "abfs", "abfss")
 _WHOLE_WRITES = (*_OBJECT_STORES, "hf", "memory")
@@ -32,21 +32,21 @@ _WEB = ("http://", "https://")
 _GLOB = set("*?[")
 
 
-def is_url(place: Place) -> bool:
+def is_url(location: PathOrUrl) -> bool:
     """Whether a place is a URL; `file://` is a path.
 
     >>> is_url("s3://bucket/a.jsonl"), is_url("runs/a.jsonl"), is_url("file:///tmp/a")
     (True, False, False)
     """
-    return "://" in str(place) and not str(place).startswith("file://")
+    return "://" in str(location) and not str(location).startswith("file://")
 
 
-def local_path(place: Place) -> Path:
+def local_path(location: PathOrUrl) -> Path:
     """The path of a place that is no URL."""
-    return Path(str(place).removeprefix("file://"))
+    return Path(str(location).removeprefix("file://"))
 
 
-def joined(folder: Place, name: str) -> str:
+def joined(folder: PathOrUrl, name: str) -> str:
     """Place of a file that a folder's path leads to; `..` goes up.
 
     >>> joined("s3://bucket/jobs/", "job.toml")
@@ -58,126 +58,126 @@ def joined(folder: Place, name: str) -> str:
     return f"{protocol}://" + posixpath.normpath(f"{path}/{name}").lstrip("/")
 
 
-def folder_of(place: Place) -> str:
+def folder_of(location: PathOrUrl) -> str:
     """The folder that a file lies in."""
-    return str(place).rpartition("/")[0] if is_url(place) else str(local_path(place).parent)
+    return str(location).rpartition("/")[0] if is_url(location) else str(local_path(location).parent)
 
 
-def suffix_of(place: Place) -> str:
+def suffix_of(location: PathOrUrl) -> str:
     """Suffix of a file's name, as `.jsonl`; a URL's query is no part of it."""
-    return Path(str(place).partition("?")[0] if str(place).startswith(_WEB) else str(place)).suffix
+    return Path(str(location).partition("?")[0] if str(location).startswith(_WEB) else str(location)).suffix
 
 
-def is_file(place: Place) -> bool:
+def is_file(location: PathOrUrl) -> bool:
     """Whether there is a file. Raises what read_file raises, except for a missing file."""
-    if not is_url(place):
-        return local_path(place).is_file()
-    with _reached(place) as (system, path):
+    if not is_url(location):
+        return local_path(location).is_file()
+    with _reached(location) as (system, path):
         return bool(system.isfile(path))
 
 
-def exists(place: Place) -> bool:
+def exists(location: PathOrUrl) -> bool:
     """Whether there is a file or a folder. Raises what read_file raises, except for a missing file."""
-    if not is_url(place):
-        return local_path(place).exists()
-    with _reached(place) as (system, path):
+    if not is_url(location):
+        return local_path(location).exists()
+    with _reached(location) as (system, path):
         return bool(system.exists(path))
 
 
-def read_file(place: Place, most: int | None = None) -> bytes:
+def read_file(location: PathOrUrl, most: int | None = None) -> bytes:
     """Content of a file, its first `most` + 1 bytes where a bound is given.
 
     Raises UnknownNameError when there is none, InputError for a URL nothing here can open or that is refused,
     DeadlineError or ResourceError when its server does not answer or fails.
     """
-    with open_file(place) as file:
+    with open_file(location) as file:
         try:
             return file.read() if most is None else file.read(most + 1)
         except OSError as error:
-            raise InputError(f"{place} cannot be read: {error.strerror or error}; give another file") from None
+            raise InputError(f"{location} cannot be read: {error.strerror or error}; give another file") from None
 
 
 @contextmanager
-def open_file(place: Place) -> Iterator[BinaryIO]:
+def open_file(location: PathOrUrl) -> Iterator[BinaryIO]:
     """A file, open for reading in bytes and seekable; one at a URL is downloaded first, since not every server supports
     byte ranges. Raises what read_file raises."""
-    if not is_url(place) and not local_path(place).is_file():
-        raise UnknownNameError(f"no file {local_path(place)}")
-    with local_copy(place) as path, path.open("rb") as file:
+    if not is_url(location) and not local_path(location).is_file():
+        raise UnknownNameError(f"no file {local_path(location)}")
+    with local_copy(location) as path, path.open("rb") as file:
         yield file
 
 
-def files_at(place: Place, suffixes: Iterable[str]) -> list[str]:
+def files_at(location: PathOrUrl, suffixes: Iterable[str]) -> list[str]:
     """The files with these suffixes at a place: the file itself, those under a folder, or those that match a pattern
     with `*`, `?` or `[…]`; sorted by name, numbers by value. Raises InputError when there is none.
     """
-    wanted = tuple(suffixes)
-    found = _remote_files(place) if is_url(place) else _local_files(str(local_path(place)))
-    fitting = [file for file in found if suffix_of(file) in wanted]
+    endings = tuple(suffixes)
+    paths = _remote_files(location) if is_url(location) else _local_files(str(local_path(location)))
+    fitting = [file for file in paths if suffix_of(file) in endings]
     if not fitting:
         raise InputError(
-            f"{place}: no {' or '.join(wanted)} file there; give a file, a folder that holds some, or a pattern"
+            f"{location}: no {' or '.join(endings)} file there; give a file, a folder that holds some, or a pattern"
         )
     return sorted(fitting, key=lambda file: (len(Path(file).name), file))
 
 
-def _local_files(place: str) -> list[str]:
+def _local_files(location: str) -> list[str]:
     import glob
 
-    if os.path.isfile(place):
-        return [place]
-    if os.path.isdir(place):
-        return [str(file) for file in Path(place).rglob("*") if file.is_file()]
-    return [file for file in glob.glob(place, recursive=True) if os.path.isfile(file)]
+    if os.path.isfile(location):
+        return [location]
+    if os.path.isdir(location):
+        return [str(file) for file in Path(location).rglob("*") if file.is_file()]
+    return [file for file in glob.glob(location, recursive=True) if os.path.isfile(file)]
 
 
-def _remote_files(place: Place) -> list[str]:
-    if str(place).startswith(_WEB):  # a `?` is a query, and only some servers list a folder
-        return [str(place)]
-    with _reached(place) as (system, path):
+def _remote_files(location: PathOrUrl) -> list[str]:
+    if str(location).startswith(_WEB):  # a `?` is a query, and only some servers list a folder
+        return [str(location)]
+    with _reached(location) as (system, path):
         if _GLOB & set(path):
-            found = [name for name in system.glob(path) if system.isfile(name)]
+            files = [name for name in system.glob(path) if system.isfile(name)]
         else:
-            found = [path] if system.isfile(path) else system.find(path)
-        return [str(system.unstrip_protocol(name)) for name in found]
+            files = [path] if system.isfile(path) else system.find(path)
+        return [str(system.unstrip_protocol(name)) for name in files]
 
 
 @contextmanager
-def local_copy(place: Place) -> Iterator[Path]:
+def local_copy(location: PathOrUrl) -> Iterator[Path]:
     """A file or a folder as a local path: its own, or a copy of a URL's that lives as long as the context.
 
     Raises what read_file raises.
     """
-    if not is_url(place):
-        yield local_path(place)
+    if not is_url(location):
+        yield local_path(location)
         return
     with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
-        target = Path(scratch) / Path(str(place).partition("?")[0]).name
-        _download(place, target)
+        target = Path(scratch) / Path(str(location).partition("?")[0]).name
+        _download(location, target)
         yield target
 
 
-def kept_copy(place: Place, cache_folder: Path) -> Path:
+def kept_copy(location: PathOrUrl, cache_folder: Path) -> Path:
     """A folder behind a URL as a local folder that stays: downloaded once for each state that its listing shows.
 
     Names, sizes and the server's tags of the files say which state it is. Raises what read_file raises.
     """
-    with _reached(place) as (system, path):
+    with _reached(location) as (system, path):
         listing = system.find(path, detail=True)
         if not listing:
-            raise UnknownNameError(f"nothing at {place}")
+            raise UnknownNameError(f"nothing at {location}")
         state = sorted(
             (name, entry.get("size"), str(entry.get("e_tag") or entry.get("ETag") or entry.get("blob_id") or ""),
              str(entry.get("last_modified") or entry.get("created") or ""))
             for name, entry in listing.items()
         )  # fmt: skip
-    folder = cache_folder / hashlib.sha256(repr((str(place), state)).encode()).hexdigest()[:32]
+    folder = cache_folder / hashlib.sha256(repr((str(location), state)).encode()).hexdigest()[:32]
     if folder.is_dir():
         return folder
     cache_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_folder, prefix=".arriving-") as scratch:
         arrived = Path(scratch) / "folder"
-        _download(place, arrived)
+        _download(location, arrived)
         try:
             publish_folder(arrived, folder)
         except OSError:
@@ -186,76 +186,76 @@ def kept_copy(place: Place, cache_folder: Path) -> Path:
     return folder
 
 
-def _download(place: Place, target: Path) -> None:
+def _download(location: PathOrUrl, target: Path) -> None:
     """A file or a folder of a URL to a new local path."""
-    with _reached(place) as (system, path):
-        if str(place).startswith(_WEB) or system.isfile(path):
+    with _reached(location) as (system, path):
+        if str(location).startswith(_WEB) or system.isfile(path):
             system.get_file(path, str(target))
             return
         names = system.find(path)
         if not names:
-            raise UnknownNameError(f"nothing at {place}")
+            raise UnknownNameError(f"nothing at {location}")
         root = path.rstrip("/") + "/"
         for name in names:
             below = name.removeprefix(root)
             file = target / below
             if below == name or not file.resolve().is_relative_to(target.resolve()):
-                raise InputError(f"{place} lists {name!r:.80}, which does not lie under it")
+                raise InputError(f"{location} lists {name!r:.80}, which does not lie under it")
             file.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(name, str(file))
 
 
-def write_file(place: Place, content: bytes) -> None:
+def write_file(location: PathOrUrl, content: bytes) -> None:
     """Replace a small file; a reader sees the old content or the new. Raises what read_file raises, and InputError for
     a place that cannot be written to."""
-    if not is_url(place):
-        publish_file(local_path(place), content)
+    if not is_url(location):
+        publish_file(local_path(location), content)
         return
     with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
         staging = Path(scratch) / "content"
         staging.write_bytes(content)
-        _upload(staging, place)
+        _upload(staging, location)
 
 
-def check_new(place: Place) -> None:
+def check_new(location: PathOrUrl) -> None:
     """Raise InputError if the place is taken, or cannot be written to."""
-    if is_url(place):
-        _check_writable(place)
-    if exists(place):
-        raise InputError(f"{place} exists; give a new place")
+    if is_url(location):
+        _check_writable(location)
+    if exists(location):
+        raise InputError(f"{location} exists; give a new place")
 
 
 @contextmanager
-def scratch_beside(place: Place) -> Iterator[Path]:
+def scratch_beside(location: PathOrUrl) -> Iterator[Path]:
     """A temporary folder on the disk where a local place lies, or anywhere for a URL: for publish_new."""
-    parent = None if is_url(place) else local_path(place).parent
+    parent = None if is_url(location) else local_path(location).parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    prefix = "mopd-" if parent is None else f".{local_path(place).name}."
+    prefix = "mopd-" if parent is None else f".{local_path(location).name}."
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as scratch:
         yield Path(scratch)
 
 
-def publish_new(staging: Path, place: Place) -> None:
+def publish_new(staging: Path, location: PathOrUrl) -> None:
     """Move a finished file or folder of scratch_beside to its place, durably.
 
     A folder goes to a URL file by file, the JSON files that lie at its top last: what reads it begins with them.
     """
-    if not is_url(place):
-        publish_folder(staging, local_path(place))
+    if not is_url(location):
+        publish_folder(staging, local_path(location))
         return
     if staging.is_file():
-        _upload(staging, place)
+        _upload(staging, location)
         return
     files = [file for file in staging.rglob("*") if file.is_file()]
     for file in sorted(files, key=lambda file: (file.suffix == ".json" and file.parent == staging, file)):
-        _upload(file, joined(place, file.relative_to(staging).as_posix()))
+        _upload(file, joined(location, file.relative_to(staging).as_posix()))
 
 
-def _upload(file: Path, place: Place) -> None:
-    _check_writable(place)
-    protocol = str(place).partition("://")[0]
-    with _reached(place) as (system, path):
+def _upload(file: Path, location: PathOrUrl) -> None:
+    _check_writable(location)
+    protocol = str(location).partition("://")[0]
+    with _reached(location) as (system, path):
         if protocol not in _OBJECT_STORES:
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
         if protocol in _WHOLE_WRITES:
@@ -271,18 +271,20 @@ def _upload(file: Path, place: Place) -> None:
             raise
 
 
-def _check_writable(place: Place) -> None:
-    if (protocol := str(place).partition("://")[0]) in _READ_ONLY:
-        raise InputError(f"{place} cannot be written: {protocol} is for reading; give a file, or an object store's URL")
+def _check_writable(location: PathOrUrl) -> None:
+    if (protocol := str(location).partition("://")[0]) in _READ_ONLY:
+        raise InputError(
+            f"{location} cannot be written: {protocol} is for reading; give a file, or an object store's URL"
+        )
 
 
 @contextmanager
-def _reached(place: Place) -> Iterator[tuple[Any, str]]:
+def _reached(location: PathOrUrl) -> Iterator[tuple[Any, str]]:
     """(file system, path in it) of a URL; what goes wrong inside becomes an error of the tree.
 
     Messages of servers may hold what was signed, so only their kind is passed on.
     """
-    url = str(place)
+    url = str(location)
     host = url.partition("://")[2].partition("/")[0]
     if "@" in host and not url.startswith("hf://"):
         raise InputError("a URL must not carry a user or a password, which would be stored; use the environment")
@@ -296,8 +298,8 @@ def _reached(place: Place) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError:
         raise UnknownNameError(f"nothing at {url}; check the name") from None
     except (ImportError, ValueError) as error:
-        known = isinstance(error, ImportError) or "rotocol" in str(error)
-        if not known:
+        is_named = isinstance(error, ImportError) or "rotocol" in str(error)
+        if not is_named:
             raise
         raise InputError(
             f"{url}: nothing here opens {url.partition('://')[0]}:// ({error!s:.120}); "

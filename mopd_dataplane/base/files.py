@@ -233,7 +233,7 @@ def once_there_is_space(
     disk: str,
     pauses: str,
     continues: str,
-    kept: str,
+    outcome: str,
     wait_s: float,
     notice: Callable[[str], None],
 ) -> Result:
@@ -254,7 +254,7 @@ def once_there_is_space(
                 notice(f"{disk} is full: {pauses} until there is space")
             if now - full_since >= wait_s:
                 raise ResourceError(
-                    f"{disk} has been full for {wait_s:g} s; free some space and run again: {kept} ({error})"
+                    f"{disk} has been full for {wait_s:g} s; free some space and run again: {outcome} ({error})"
                 ) from error
             time.sleep(min(_SPACE_POLL_S, wait_s))
             continue

@@ -382,8 +382,8 @@ def validation_problem(error: ValidationError) -> str:
     """
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"])) or "the whole answer"
-    found = first["input"]
-    shown = "" if isinstance(found, (bytes, dict, list)) else f" (found {redacted(repr(found))[:_SHOWN]})"
+    value = first["input"]
+    shown = "" if isinstance(value, (bytes, dict, list)) else f" (found {redacted(repr(value))[:_SHOWN]})"
     return f"{where}: {first['msg']}{shown}"
 
 

@@ -51,11 +51,11 @@ def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error!s:.200} ({raised_at(error)}); "
             "mend the module, then run the same command again"
         ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        public = [known for known in vars(module) if not known.startswith("_")]
+    plugin = getattr(module, attribute, None)
+    if plugin is None:
+        public = [member for member in vars(module) if not member.startswith("_")]
         raise UnknownNameError(f"{what}: {module_name!r} has no {attribute!r}: {nearest(attribute, public)}")
-    return found
+    return plugin
 
 
 def raised_at(error: BaseException) -> str:

@@ -70,12 +70,12 @@ def scratch_folder() -> Iterator[Path]:
     """A private folder for as long as the block; those that killed processes left behind are removed first."""
     _sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
-        held = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            try_lock(held)
+            try_lock(lock_fd)
             yield Path(name)
         finally:
-            os.close(held)
+            os.close(lock_fd)
 
 
 def _sweep(folder: Path) -> None:
@@ -86,9 +86,9 @@ def _sweep(folder: Path) -> None:
         except OSError:
             continue
         try:
-            found = os.fstat(descriptor)
-            old = time.time() - found.st_mtime > _NEW_S
-            if found.st_uid == os.getuid() and old and try_lock(descriptor):
+            status = os.fstat(descriptor)
+            old = time.time() - status.st_mtime > _NEW_S
+            if status.st_uid == os.getuid() and old and try_lock(descriptor):
                 shutil.rmtree(left, ignore_errors=True)
         finally:
             os.close(descriptor)

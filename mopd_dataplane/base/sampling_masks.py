@@ -15,22 +15,24 @@ class SamplingMasks:
     ids: NDArray[np.int32]
     """[sum of sizes] token ids, set after set"""
 
-    def fits(self, asked: NDArray[np.bool_]) -> bool:
-        """Whether there is a set for every row of `asked` [B], empty where it is false."""
-        return len(self.sizes) == len(asked) and len(self.ids) == int(self.sizes[asked].sum()) == int(self.sizes.sum())
+    def fits(self, needs_mask: NDArray[np.bool_]) -> bool:
+        """Whether there is a set for every row of `needs_mask` [B], empty where it is false."""
+        return len(self.sizes) == len(needs_mask) and len(self.ids) == int(self.sizes[needs_mask].sum()) == int(
+            self.sizes.sum()
+        )
 
     def holds(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """[B] whether each token could be drawn from its set."""
         hits = np.concatenate([[0], np.cumsum(self.ids == np.repeat(tokens, self.sizes))])
         ends = np.cumsum(self.sizes)
-        found: NDArray[np.bool_] = (self.sizes == 0) | (hits[ends] > hits[ends - self.sizes])
-        return found
+        holds: NDArray[np.bool_] = (self.sizes == 0) | (hits[ends] > hits[ends - self.sizes])
+        return holds
 
 
-def sampling_masks_of(inside: NDArray[np.bool_], asked: NDArray[np.bool_]) -> SamplingMasks:
-    """Sampling masks of the rows that are `asked` for [B]; inside [B, V]: the tokens that each row may draw."""
-    kept = inside & asked[:, None]
-    sizes = kept.sum(axis=1, dtype=np.int32)
+def sampling_masks_of(inside: NDArray[np.bool_], needs_mask: NDArray[np.bool_]) -> SamplingMasks:
+    """Sampling masks of the rows of `needs_mask` [B]; inside [B, V]: the tokens that each row may draw."""
+    chosen = inside & needs_mask[:, None]
+    sizes = chosen.sum(axis=1, dtype=np.int32)
     uncut = sizes == inside.shape[1]
-    kept[uncut], sizes[uncut] = False, 0
-    return SamplingMasks(sizes, np.nonzero(kept)[1].astype(np.int32))
+    chosen[uncut], sizes[uncut] = False, 0
+    return SamplingMasks(sizes, np.nonzero(chosen)[1].astype(np.int32))

@@ -39,8 +39,8 @@ def unseal(content: bytes | str, where: str) -> dict[str, Any]:
     if SEAL not in value:
         raise DamagedError(f"{where} lacks its checksum ({SEAL!r}); restore it from a copy")
     said = value.pop(SEAL)
-    if said != (found := _crc(value)):
-        raise DamagedError(f"{where} has crc32c {found}, {said!r:.20} was written; restore it from a copy")
+    if said != (crc := _crc(value)):
+        raise DamagedError(f"{where} has crc32c {crc}, {said!r:.20} was written; restore it from a copy")
     return value
 
 

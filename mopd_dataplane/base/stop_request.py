@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest(contextlib.ExitStack):
-    """While entered in the main thread, the first signal only sets `asked`; the second one interrupts immediately."""
+    """In the main thread, the first signal only sets `is_requested` and the second one interrupts immediately."""
 
-    asked = False
+    is_requested = False
     _asked_at = 0.0
     _entered: ClassVar[list[StopRequest]] = []
 
@@ -28,10 +28,10 @@ class StopRequest(contextlib.ExitStack):
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.is_requested:
             raise KeyboardInterrupt("stopped at once; every logged token is kept: run the same command to continue")
         self._asked_at = time.monotonic()
-        self.asked = True
+        self.is_requested = True
 
     @classmethod
     def pending_s(cls) -> float:
@@ -39,4 +39,4 @@ class StopRequest(contextlib.ExitStack):
 
         What waits for another machine looks here, because that wait may be long and a first signal does not end it.
         """
-        return max((time.monotonic() - stop._asked_at for stop in cls._entered if stop.asked), default=0.0)
+        return max((time.monotonic() - stop._asked_at for stop in cls._entered if stop.is_requested), default=0.0)

@@ -92,7 +92,7 @@ def measured(model: str, folder: str, count: int) -> dict[str, Any]:
         began = time.perf_counter()
         first.append(_seconds(pool.teacher(adapter.name), texts, began))
         _progress("read for the first time", len(first), len(adapters))
-    held = pss_bytes(os.getpid()) - before
+    bytes_used = pss_bytes(os.getpid()) - before
     again = []
     for adapter in adapters:
         again.append(_seconds(pool.teacher(adapter.name), texts))
@@ -109,8 +109,8 @@ def measured(model: str, folder: str, count: int) -> dict[str, Any]:
         "base_bytes": base_bytes,
         "adapter_bytes": on_disk,
         "base_held_bytes": held_by_base,
-        "all_held_bytes": held,
-        "held_over_base_and_adapters": held / (base_bytes + on_disk),
+        "all_held_bytes": bytes_used,
+        "held_over_base_and_adapters": bytes_used / (base_bytes + on_disk),
         "loads_of_the_base": sum(pool.loads.values()),
         "switches": pool.switches,
         "first_reading_s": float(np.median(first)),

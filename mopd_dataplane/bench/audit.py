@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from mopd_dataplane.bench.write import filled_samples, filled_tokens
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.verify_apart import verify_apart
+from mopd_dataplane.store.maintain.verify_apart import verify_apart
 
 DOMAINS = 8
 ROUNDS = 5

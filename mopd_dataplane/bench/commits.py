@@ -13,7 +13,7 @@ import numpy as np
 
 from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.write import bench_sample
-from mopd_dataplane.store import fragments, table
+from mopd_dataplane.store.commit import fragments, table
 from mopd_dataplane.store.dataset import Store
 
 BATCH, RESPONSE = 4, 60

@@ -96,14 +96,14 @@ def _line(process: subprocess.Popen[bytes]) -> str:
 
 def process_tree(roots: Iterable[int]) -> list[int]:
     """The processes and everything below them."""
-    found, queue = [], list(roots)
+    tree, queue = [], list(roots)
     while queue:
         pid = queue.pop()
-        found.append(pid)
+        tree.append(pid)
         with contextlib.suppress(FileNotFoundError):  # a process or a thread that has just ended
             for task in Path(f"/proc/{pid}/task").iterdir():
                 queue += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    return tree
 
 
 def cpu_seconds(roots: Iterable[int]) -> float:

@@ -40,13 +40,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
     parser.add_argument("--small", action="store_true", help="sizes of a rehearsal")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes; raw figures lie beside it")
-    given = parser.parse_args()
-    wanted = [name for name in given.parts.split(",") if name]
-    if unknown := sorted(set(wanted) - set(PARTS)):
+    args = parser.parse_args()
+    parts = [name for name in args.parts.split(",") if name]
+    if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
-    if (given.device == "cpu" or given.small) and given.page == PAGE:
+    if (args.device == "cpu" or args.small) and args.page == PAGE:
         parser.error("a rehearsal's figures mean nothing and are not published; give another --page")
-    run(wanted, device=given.device, small=given.small, page=given.page)
+    run(parts, device=args.device, small=args.small, page=args.page)
 
 
 def run(parts: list[str], *, device: str, small: bool, page: Path, limit_s: float = LIMIT_S) -> None:
@@ -55,10 +55,10 @@ def run(parts: list[str], *, device: str, small: bool, page: Path, limit_s: floa
     raw.mkdir(parents=True, exist_ok=True)
     for name in (part for part in PARTS if part in parts):
         print(f"{name} …", flush=True)
-        found = _in_process(name, device=device, small=small, limit_s=limit_s)
-        (raw / f"{name}.json").write_text(json.dumps({"date": date.today().isoformat(), **found}, indent=1) + "\n")
+        result = _in_process(name, device=device, small=small, limit_s=limit_s)
+        (raw / f"{name}.json").write_text(json.dumps({"date": date.today().isoformat(), **result}, indent=1) + "\n")
         page.write_text(render(raw))
-        print(f"{name}: {found.get('not_run') or found.get('failed') or 'done'}", flush=True)
+        print(f"{name}: {result.get('not_run') or result.get('failed') or 'done'}", flush=True)
 
 
 def _in_process(name: str, *, device: str, small: bool, limit_s: float) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _in_process(name: str, *, device: str, small: bool, limit_s: float) -> dict[
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"failed": f"exit code {done.returncode}: {last:.300}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def render(raw: Path) -> str:
@@ -89,18 +89,18 @@ def render(raw: Path) -> str:
     for name in PARTS:
         file = raw / f"{name}.json"
         lines += [f"## {name}", "", _SAYS[name], ""]
-        found = json.loads(file.read_text()) if file.is_file() else {"not_run": "never run"}
-        if why := found.get("not_run") or found.get("failed"):
+        result = json.loads(file.read_text()) if file.is_file() else {"not_run": "never run"}
+        if why := result.get("not_run") or result.get("failed"):
             lines += [f"**{why}**" if why == "never run" else f"**not run**: {why}", ""]
         else:
-            lines += [f"{found['machine']} · {found['date']} · `make gpu PARTS={name}`", "", *_table(found), ""]
+            lines += [f"{result['machine']} · {result['date']} · `make gpu PARTS={name}`", "", *_table(result), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(found: dict[str, Any]) -> list[str]:
+def _table(result: dict[str, Any]) -> list[str]:
     lines = ["| what | figure |", "| --- | --- |"]
-    lines += [f"| {what} | {_number(value)} |" for what, value in found["figures"].items()]
-    for title, rows in found.get("tables", {}).items():
+    lines += [f"| {what} | {_number(value)} |" for what, value in result["figures"].items()]
+    for title, rows in result.get("tables", {}).items():
         lines += ["", f"### {title}", "", *rows]
     return lines
 

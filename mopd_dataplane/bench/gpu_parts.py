@@ -75,8 +75,8 @@ def sampler(device: str, small: bool) -> Found:
     settings = (np.ones(slots), np.zeros(slots, np.int64), np.ones(slots))
 
     def draw() -> None:
-        found = SAMPLERS[SAMPLER].of(logits.float().cpu().numpy(), *settings)
-        found.logprobs(found.draw(keys, np.arange(slots), settings[0]))
+        distribution = SAMPLERS[SAMPLER].of(logits.float().cpu().numpy(), *settings)
+        distribution.logprobs(distribution.draw(keys, np.arange(slots), settings[0]))
 
     def plain() -> None:
         torch.multinomial(logits.softmax(-1), 1)
@@ -100,9 +100,9 @@ def loader(device: str, small: bool) -> Found:
     from mopd_dataplane.load import pinned
     from mopd_dataplane.load.ring import make_slot
 
-    found = measure(samples=60 if small else 6_000, hidden_samples=4 if small else 24, ranks=(1,))
-    pss = found.pop("pss_bytes")
-    figures = {**found, "memory of loader and trainer, bytes": pss["1"]}
+    measured = measure(samples=60 if small else 6_000, hidden_samples=4 if small else 24, ranks=(1,))
+    pss = measured.pop("pss_bytes")
+    figures = {**measured, "memory of loader and trainer, bytes": pss["1"]}
     if device.startswith("cuda"):
         slot = make_slot(0, 256 << 20)
         host = torch.frombuffer(slot.memory, dtype=torch.uint8)
@@ -126,11 +126,11 @@ def engine(device: str, small: bool) -> Found:
     with tempfile.TemporaryDirectory() as scratch:
         decoder = HfEngine(_model(Path(scratch), small), slots=slots, device=device, dtype=_dtype(device))
         ids = rng.integers(4, 90, (slots, prompt)).astype(np.int32)
-        asked = [
+        requests = [
             Request(uid=str(n), prompt_ids=ids[n], key=sample_key(str(n)), max_new_tokens=new + 2) for n in range(slots)
         ]
         began = time.perf_counter()
-        decoder.admit(list(enumerate(asked)))
+        decoder.admit(list(enumerate(requests)))
         decoder.step()
         filled, began = time.perf_counter() - began, time.perf_counter()
         drawn = sum(len(decoder.step().token_ids) for _ in range(new))
@@ -285,10 +285,10 @@ def main(arguments: list[str]) -> None:
     name, device = arguments[:2]
     try:
         part: Callable[[str, bool], Found] = globals()[name]
-        found = {"machine": _machine(device), **part(device, "small" in arguments[2:])}
+        result = {"machine": _machine(device), **part(device, "small" in arguments[2:])}
     except (ModuleNotFoundError, metadata.PackageNotFoundError) as error:
-        found = {"not_run": f"{error.name} missing"}
-    print(json.dumps(found))
+        result = {"not_run": f"{error.name} missing"}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def measure(
     doses = {}
     for each in DOSES:
         rate = each / lengths.mean()
-        found = _verdict("C", bench.interrupted(rate, restart=True, fresh=True), whole, rate, seed)
-        doses[str(each)] = {name: found[name] for name in ("difference_percent", "p_value", "tilt_over_hazard")}
+        verdict = _verdict("C", bench.interrupted(rate, restart=True, fresh=True), whole, rate, seed)
+        doses[str(each)] = {name: verdict[name] for name in ("difference_percent", "p_value", "tilt_over_hazard")}
     arms["H"] = list(bench.interrupted(hazard, restart=False, fresh=True))
     if plot is not None:
         draw_plot(arms, plot)
@@ -112,19 +112,19 @@ class _Bench:
 
     def log_resume(self, kills: int) -> list[Response]:
         """Arm B: the product's rollout with a log on disk, killed again and again in the middle of a step."""
-        kept: dict[str, Sample] = {}
+        committed: dict[str, Sample] = {}
         with tempfile.TemporaryDirectory(prefix="length-bias-") as scratch:
             for steps in [*self._draw.integers(20, 400, kills).tolist(), -1]:
                 engine = _Mortal(slots=SLOTS)
                 engine.left = steps + 1
                 with suppress(Killed):
                     live(
-                        engine, self._prompts, kept, Path(scratch), stage="bias", seed=self._seed,
+                        engine, self._prompts, committed, Path(scratch), stage="bias", seed=self._seed,
                         max_new_tokens=MAX_NEW, render=lambda prompt: _ids(prompt.text).tolist(),
                     )  # fmt: skip
-        if kept.keys() != {self._uid(i) for i in range(self._samples)}:
-            raise EngineError(f"{len(kept)} samples were committed for {self._samples} admitted prompts")
-        ordered = [kept[self._uid(i)] for i in range(self._samples)]
+        if committed.keys() != {self._uid(i) for i in range(self._samples)}:
+            raise EngineError(f"{len(committed)} samples were committed for {self._samples} admitted prompts")
+        ordered = [committed[self._uid(i)] for i in range(self._samples)]
         return [_response(s.tokens[s.prompt_len :], s.logprobs) for s in ordered if s.logprobs is not None]
 
     def interrupted(self, hazard: float, *, restart: bool, fresh: bool) -> list[Response]:
@@ -159,13 +159,13 @@ class _Bench:
     def first_finished(self, whole: Sequence[Response]) -> list[Response | None]:
         """Arm G: of every group admitted together, the first to end are taken."""
         admitted = round(_FIRST_OF * SLOTS)
-        kept: list[Response | None] = []
+        chosen: list[Response | None] = []
         for first in range(0, len(whole), admitted):
             group = whole[first : first + admitted]
             order = np.argsort([len(response.tokens) for response in group], kind="stable")
             taken = set(order[: round(len(group) / _FIRST_OF)].tolist())
-            kept += [response if i in taken else None for i, response in enumerate(group)]
-        return kept
+            chosen += [response if i in taken else None for i, response in enumerate(group)]
+        return chosen
 
     def _uid(self, ordinal: int) -> str:
         return sample_uid(self._seed, "bias", f"p{ordinal}", 0, 0)
@@ -185,7 +185,7 @@ class Killed(BaseException):
 
 
 def live(
-    engine: Engine, prompts: list[Prompt], kept: dict[str, Sample], folder: Path, *, stage: str, seed: int,
+    engine: Engine, prompts: list[Prompt], committed: dict[str, Sample], folder: Path, *, stage: str, seed: int,
     max_new_tokens: int, render: Callable[[Prompt], list[int]],
 ) -> None:  # fmt: skip
     """Begin a rollout, or go on with it, until it ends or its engine is interrupted, and raise what interrupted it.
@@ -197,8 +197,8 @@ def live(
         wal=sections.Wal(), wal_dir=folder, render=render,
     )  # fmt: skip
     run_rollout(
-        engine, prompts, task, commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
-        already=frozenset(kept),
+        engine, prompts, task, commit=lambda batch: committed.update({sample.uid: sample for sample in batch}),
+        already=frozenset(committed),
     )  # fmt: skip
 
 
@@ -244,24 +244,24 @@ def _decode(requests: Sequence[Request]) -> list[Response]:
 def _verdict(
     name: str, arm: Sequence[Response | None], whole: Sequence[Response], hazard: float, seed: int
 ) -> dict[str, Any]:
-    kept = np.array([response is not None for response in arm])
+    is_kept = np.array([response is not None for response in arm])
     strata = np.array([_ids(str(i))[0] for i in range(len(whole))])
     lengths = _lengths([response for response in arm if response is not None])
     reference = _lengths(whole)
-    found: dict[str, Any] = {
+    verdict: dict[str, Any] = {
         "arm": ARMS[name],
         "accepted": len(lengths),
         "mean_length": float(lengths.mean()),
         "difference_percent": float(100 * (lengths.mean() / reference.mean() - 1)),
-        "prompts_lost": int(len(kept) - kept.sum()),
+        "prompts_lost": int(len(is_kept) - is_kept.sum()),
         "identical": sum(ours == theirs for ours, theirs in zip(arm, whole, strict=True)),
-        "p_value": permutation_p(lengths, strata[kept], reference, strata, seed=seed, longer=name == "F"),
+        "p_value": permutation_p(lengths, strata[is_kept], reference, strata, seed=seed, longer=name == "F"),
     }
-    if kept.all() and name != "A":
-        found["equivalence"] = asdict(equivalence(lengths, reference))
+    if is_kept.all() and name != "A":
+        verdict["equivalence"] = asdict(equivalence(lengths, reference))
     if name == "C":
-        found["tilt_over_hazard"] = tilt(lengths, strata[kept], reference, strata) / hazard
-    return found
+        verdict["tilt_over_hazard"] = tilt(lengths, strata[is_kept], reference, strata) / hazard
+    return verdict
 
 
 def draw_plot(arms: dict[str, list[Response | None]], file: Path) -> None:

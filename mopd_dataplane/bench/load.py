@@ -109,15 +109,15 @@ def slot_limits(path: Path, nbytes: int) -> tuple[float, float]:
             file.write(block.data)
     fd = os.open(path, os.O_RDONLY)
 
-    def read(slot: Slot, place: int) -> None:
-        os.preadv(fd, [slot.memory], place * len(block))
+    def read(slot: Slot, block_index: int) -> None:
+        os.preadv(fd, [slot.memory], block_index * len(block))
 
-    def copy(slot: Slot, place: int) -> None:
+    def copy(slot: Slot, block_index: int) -> None:
         slot.memory[:] = block.data
 
     def all_blocks(work: Callable[[Slot, int], None]) -> None:
-        for place in range(blocks):
-            work(slots[place % SLOTS], place)
+        for block in range(blocks):
+            work(slots[block % SLOTS], block)
 
     least_s = [min(seconds(partial(all_blocks, work)) for _ in range(ROUNDS)) for work in (read, copy)]
     os.close(fd)
@@ -155,26 +155,29 @@ def compare(
         _write_token_work(tokens, root / "token-work")
         _write_hidden_work(hidden, root / "hidden-work")
         alone, together = (deliver(tokens.uri, root, SPEC, members=count) for count in (1, SAME_PACKS))
-        found = {"mopd": _figures(alone, together, deliver(hidden.uri, root, HIDDEN_SPEC), total)}
-        report("mopd", found["mopd"])
+        results = {"mopd": _figures(alone, together, deliver(hidden.uri, root, HIDDEN_SPEC), total)}
+        report("mopd", results["mopd"])
         for name in PEERS:
-            found[name] = _peer(name, root, total)
-            report(name, found[name])
-    return found
+            results[name] = _peer(name, root, total)
+            report(name, results[name])
+    return results
 
 
 def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
     """Bars of every loader that ran: CPU time of tokens, hidden states, memory."""
     from matplotlib.figure import Figure
 
-    ran = {name: found for name, found in figures.items() if "missing" not in found}
+    ran = {name: figures_of_loader for name, figures_of_loader in figures.items() if "missing" not in figures_of_loader}
     reading, packing = (
-        [found[name] * 1e3 for found in ran.values()] for name in ("cpu_s_per_mtoken", "packing_cpu_s_per_mtoken")
+        [figures_of_loader[name] * 1e3 for figures_of_loader in ran.values()]
+        for name in ("cpu_s_per_mtoken", "packing_cpu_s_per_mtoken")
     )
     bars = {
         "CPU s per $10^9$ tokens": [sum(both) for both in zip(reading, packing, strict=True)],
-        "hidden states, GB/s": [found["hidden_bytes_per_s"] / 1e9 for found in ran.values()],
-        f"memory at {SAME_PACKS} trainers, MB": [found["pss_bytes"] / 1e6 for found in ran.values()],
+        "hidden states, GB/s": [figures_of_loader["hidden_bytes_per_s"] / 1e9 for figures_of_loader in ran.values()],
+        f"memory at {SAME_PACKS} trainers, MB": [
+            figures_of_loader["pss_bytes"] / 1e6 for figures_of_loader in ran.values()
+        ],
     }
     figure = Figure(figsize=(11, 0.5 + 0.4 * len(ran)), layout="constrained")
     axes = figure.subplots(1, len(bars), sharey=True)
@@ -183,9 +186,9 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.bar_label(axis.containers[0], fmt=_label, fontsize=8, padding=2)
         axis.set_xlim(0, 1.2 * max(values))
-    for place, (read, wrote) in enumerate(zip(reading, packing, strict=True)):
+    for index, (read, wrote) in enumerate(zip(reading, packing, strict=True)):
         if wrote:
-            axes[0].barh(place, wrote, left=read, color="white", edgecolor="grey", hatch="///")
+            axes[0].barh(index, wrote, left=read, color="white", edgecolor="grey", hatch="///")
     axes[0].set_xlabel("hatched: writing the packs of each plan", fontsize=8)
     axes[0].invert_yaxis()
     publish_figure(figure, path, dpi=130)

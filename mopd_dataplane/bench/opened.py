@@ -22,7 +22,7 @@ def opened_files(*folders: Path) -> Iterator[list[Path]]:
     if watcher < 0:
         raise OSError(ctypes.get_errno(), "inotify_init1 failed")
     names: dict[int, Path] = {}
-    found: list[Path] = []
+    paths: list[Path] = []
     try:
         for folder in folders:
             for path in [folder, *(below for below in folder.rglob("*") if below.is_dir())]:
@@ -30,8 +30,8 @@ def opened_files(*folders: Path) -> Iterator[list[Path]]:
                 if number < 0:
                     raise OSError(ctypes.get_errno(), "inotify_add_watch failed", str(path))
                 names[number] = path
-        yield found
-        found += dict.fromkeys(names[number] / name for number, name in _events(watcher))
+        yield paths
+        paths += dict.fromkeys(names[number] / name for number, name in _events(watcher))
     finally:
         os.close(watcher)
 

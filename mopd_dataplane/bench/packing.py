@@ -128,14 +128,14 @@ def draw(figures: dict[str, Any], file: Path) -> None:
     left.text(counts[0], 0.00056, "goal 0.0005", color="grey", fontsize=8)
     left.set(title="unused share of pack tokens", xlabel="samples packed at once")
     packs = [int(count) for count in figures["straggler"]]
-    for place, label in enumerate(("dealt by work", "dealt at random")):
-        middle.plot(packs, [both[place] for both in figures["straggler"].values()], "o-", label=label)
+    for index, label in enumerate(("dealt by work", "dealt at random")):
+        middle.plot(packs, [both[index] for both in figures["straggler"].values()], "o-", label=label)
     middle.axhline(1.02, color="grey", linestyle=":")
     middle.set(title=f"slowest of {RANKS} ranks over the mean", xlabel="packs of a rank in a step")
     middle.legend()
     for mode, label in (("strict", "batch first, then packs"), ("packs", "packs first, then batches")):
-        found = figures["coupling"][mode]
-        right.plot(range(1, 11), found["mates"], "o-", label=f"{label}: design effect {found['design_effect']:.2f}")
+        fits = figures["coupling"][mode]
+        right.plot(range(1, 11), fits["mates"], "o-", label=f"{label}: design effect {fits['design_effect']:.2f}")
     right.set(title="mean length of the others in the pack", xlabel="decile of a sample's own length", ylabel="tokens")
     right.legend(fontsize=8)
     page.savefig(file)

@@ -22,8 +22,8 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.run.stage_rows import scan_stage
-from mopd_dataplane.store.arrow_rows import token_rows
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.format.arrow_rows import token_rows
 
 CAP = 32_768
 PACKS_PER_STEP = 512
@@ -45,8 +45,8 @@ def measure(samples: int, *, strict: bool = False, window: int = 0, folder: Path
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-plan-") as scratch:
         apart(make_metadata, scratch, samples, timeout_s=TIMEOUT_S)
-        found: dict[str, Any] = apart(measure_here, scratch, samples, window or samples, strict, timeout_s=TIMEOUT_S)
-    return found
+        result: dict[str, Any] = apart(measure_here, scratch, samples, window or samples, strict, timeout_s=TIMEOUT_S)
+    return result
 
 
 def make_metadata(folder: str, samples: int) -> None:

@@ -42,13 +42,13 @@ def measure(
     running = {"hf": _InterruptedHf, "vllm": _InterruptedVllm}[engine](model, slots=slots, threads=threads)
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(samples)]
     whole = _sampled(running, prompts, max_new_tokens, None, every)
-    found = {
+    result = {
         name: _compared(_sampled(running, prompts, max_new_tokens, name, every), whole)
         for name in running.interruptions
     }
     running.close()
     facts = {"model": str(model), "engine": engine, "samples": samples, "slots": slots, "threads": threads}
-    return facts | found
+    return facts | result
 
 
 class _InterruptedHf(Interrupted, HfEngine):
@@ -74,18 +74,18 @@ def _sampled(
     engine: _Interrupted, prompts: list[Prompt], max_new_tokens: int, how: str | None, every: int
 ) -> dict[str, Sample]:
     """All samples by uid, over as many lives as it takes."""
-    kept: dict[str, Sample] = {}
+    committed: dict[str, Sample] = {}
     engine.how = how
     with tempfile.TemporaryDirectory(prefix="resume-") as scratch:
-        while len(kept) < len(prompts):
+        while len(committed) < len(prompts):
             engine.left = every
             engine.forget()
             with suppress(Killed, KeyboardInterrupt):
                 live(
-                    engine, prompts, kept, Path(scratch), stage="resume", seed=0, max_new_tokens=max_new_tokens,
+                    engine, prompts, committed, Path(scratch), stage="resume", seed=0, max_new_tokens=max_new_tokens,
                     render=lambda prompt: engine.tokenizer.encode(prompt.text),
                 )  # fmt: skip
-    return kept
+    return committed
 
 
 def _compared(ours: dict[str, Sample], whole: dict[str, Sample]) -> dict[str, Any]:

@@ -76,8 +76,8 @@ def _draw(
     position: int,
 ) -> None:
     """Draw tokens from the logits of a step, as an engine does."""
-    found = sampler.of(logits, *settings)
-    found.logprobs(found.draw(keys, np.full(len(keys), position), settings[0]))
+    distribution = sampler.of(logits, *settings)
+    distribution.logprobs(distribution.draw(keys, np.full(len(keys), position), settings[0]))
 
 
 def _decode_step(model: Path, slots: int) -> Callable[[], NDArray[np.float32]]:

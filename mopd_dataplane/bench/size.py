@@ -102,7 +102,7 @@ def size(workload: Workload, machine: Machine | None = None) -> dict[str, Any]:
         signals[workload.fidelity] = scored * signal_bytes(workload)
     scores = SCORE_BYTES * samples * workload.teachers_per_sample * len(signals)
     per_day = {"tokens": payload, "samples": SAMPLE_BYTES * samples, "scores": scores, **signals}
-    held = {
+    bytes_held = {
         name: daily * (workload.hidden_days if name == "hidden" else workload.days) for name, daily in per_day.items()
     }
     compute = _compute(workload, rates, responses, scored, length)
@@ -111,11 +111,11 @@ def size(workload: Workload, machine: Machine | None = None) -> dict[str, Any]:
         "samples_per_day": samples,
         "bytes_per_token": {name: daily / workload.tokens_per_day for name, daily in per_day.items()},
         "bytes_per_day": {**per_day, "all": sum(per_day.values())},
-        "bytes_held": {**held, "all": sum(held.values())},
+        "bytes_held": {**bytes_held, "all": sum(bytes_held.values())},
         "bandwidth": _bandwidth(workload, per_day, responses, compute),
         "requests": requests,
         "compute": compute,
-        "cost": _cost(rates, held, requests, compute),
+        "cost": _cost(rates, bytes_held, requests, compute),
     }
 
 
@@ -145,14 +145,14 @@ def _compute(workload: Workload, rates: Machine, responses: float, scored: float
 
 def _bandwidth(workload: Workload, per_day: Figures, responses: float, compute: Figures) -> dict[str, float]:
     """Bytes per second of each stage."""
-    wanted = workload.fidelity
+    signal = workload.fidelity
     train_nodes = max(1, math.ceil(compute["train_gpus"] / workload.gpus_per_node))
-    read = (per_day["tokens"] + per_day[wanted]) * workload.passes / DAY_S
+    read = (per_day["tokens"] + per_day[signal]) * workload.passes / DAY_S
     return {
         "rollout_log": LOG_BYTES * responses / DAY_S,
         "rollout_write": (per_day["tokens"] + per_day["samples"]) / DAY_S,
         "score_read": per_day["tokens"] * workload.teachers_per_sample / DAY_S,
-        "score_write": sum(per_day[name] for name in {"logprob", wanted, "scores"}) / DAY_S,
+        "score_write": sum(per_day[name] for name in {"logprob", signal, "scores"}) / DAY_S,
         "train_read": read,
         "train_read_per_node": read / train_nodes,
     }
@@ -178,16 +178,18 @@ def _requests(workload: Workload, samples: float, compute: Figures) -> dict[str,
     }
 
 
-def _cost(rates: Machine, held: Figures, requests: Figures, compute: Figures) -> dict[str, float]:
+def _cost(rates: Machine, bytes_held: Figures, requests: Figures, compute: Figures) -> dict[str, float]:
     """Dollars a day."""
-    storage = sum(held.values()) / 1e9 * rates.gb_month / MONTH_DAYS
-    asked = (requests["puts_per_s"] * rates.million_puts + requests["gets_per_s"] * rates.million_gets) * DAY_S / 1e6
+    storage = sum(bytes_held.values()) / 1e9 * rates.gb_month / MONTH_DAYS
+    request_cost = (
+        (requests["puts_per_s"] * rates.million_puts + requests["gets_per_s"] * rates.million_gets) * DAY_S / 1e6
+    )
     gpus = compute["gpus"] * 24 * rates.gpu_hour
     return {
         "gpus_per_day": gpus,
         "storage_per_day": storage,
-        "requests_per_day": asked,
-        "data_share": (storage + asked) / max(gpus + storage + asked, 1e-12),
+        "requests_per_day": request_cost,
+        "data_share": (storage + request_cost) / max(gpus + storage + request_cost, 1e-12),
     }
 
 
@@ -208,19 +210,19 @@ def ladder(fidelity: Fidelity, codec: Codec, topk: int) -> list[dict[str, Any]]:
 
 
 def _rung(name: str, workload: Workload) -> dict[str, Any]:
-    found = size(workload)
+    sized = size(workload)
     return {
         "size": name,
         "tokens/day": f"{workload.tokens_per_day:.0e}",
         "signal B/token": signal_bytes(workload),
-        "written/day": human(found["bytes_per_day"]["all"]),
-        "held": human(found["bytes_held"]["all"]),
-        "read by a training node": human(found["bandwidth"]["train_read_per_node"]) + "/s",
-        "PUT/s": round(found["requests"]["puts_per_s"], 2),
-        "GET/s": round(found["requests"]["gets_per_s"], 2),
-        "commit load": round(found["requests"]["commit_load"], 3),
-        "GPUs": int(found["compute"]["gpus"]),
-        "data share of cost": f"{100 * found['cost']['data_share']:.1f} %",
+        "written/day": human(sized["bytes_per_day"]["all"]),
+        "held": human(sized["bytes_held"]["all"]),
+        "read by a training node": human(sized["bandwidth"]["train_read_per_node"]) + "/s",
+        "PUT/s": round(sized["requests"]["puts_per_s"], 2),
+        "GET/s": round(sized["requests"]["gets_per_s"], 2),
+        "commit load": round(sized["requests"]["commit_load"], 3),
+        "GPUs": int(sized["compute"]["gpus"]),
+        "data share of cost": f"{100 * sized['cost']['data_share']:.1f} %",
     }
 
 

@@ -37,9 +37,9 @@ def measure(
     interpreter with TRL; empty for none.
     Raises EngineError when a part fails; its messages are on stderr.
     """
-    given = _overrides(folder, iterations, model, prompts)
-    job = load_job(RECIPE, overrides=given)
-    settings = [part for one in given for part in ("--set", one)]
+    overrides = _overrides(folder, iterations, model, prompts)
+    job = load_job(RECIPE, overrides=overrides)
+    settings = [part for one in overrides for part in ("--set", one)]
     ours = _watched([sys.executable, "-m", "mopd_dataplane", "run", RECIPE, *settings])
     store = Store.open(job.store)
     (folder / "work.json").write_text(json.dumps(_work(job, store, iterations)))
@@ -52,7 +52,7 @@ def measure(
 
 def _overrides(folder: Path, iterations: int, model: Path | None, prompts: int) -> list[str]:
     """The recipe without its evaluations, which no other part makes."""
-    given = [
+    overrides = [
         f"store={json.dumps(str(folder / 'store'))}",
         f"stages.{STAGE}.iterations={iterations}",
         "domains.chain_sum.eval=0",
@@ -62,15 +62,15 @@ def _overrides(folder: Path, iterations: int, model: Path | None, prompts: int) 
         f"plan.batch_samples={prompts // 2}",
     ]
     if model is not None:
-        given += ['student.gguf=""', f"student.path={json.dumps(str(model))}"]
-    return given
+        overrides += ['student.gguf=""', f"student.path={json.dumps(str(model))}"]
+    return overrides
 
 
 def _part(command: list[str], folder: Path) -> dict[str, Any]:
     """Run a part; its own figures, with time and memory of its processes."""
-    found = folder / "found.json"
-    taken = _watched([*command, str(folder / "work.json"), str(found)])
-    said: dict[str, Any] = json.loads(found.read_text())
+    result_file = folder / "found.json"
+    taken = _watched([*command, str(folder / "work.json"), str(result_file)])
+    said: dict[str, Any] = json.loads(result_file.read_text())
     return taken | said
 
 
@@ -103,10 +103,10 @@ def _work(job: Job, store: Store, iterations: int) -> dict[str, Any]:
     stage = job.stage(STAGE)
     prompts = {one.prompt_id: one for one in store.prompts("train")}
     rows = store.samples(["stage", "iteration", "prompt_id", "prompt_len", "writer_seq"]).to_pylist()
-    places = [place for place, row in enumerate(rows) if row["stage"] == STAGE]
-    places.sort(key=lambda place: (rows[place]["iteration"], rows[place]["writer_seq"]))
+    places = [index for index, row in enumerate(rows) if row["stage"] == STAGE]
+    places.sort(key=lambda index: (rows[index]["iteration"], rows[index]["writer_seq"]))
     tokens = store.read_tokens(places, ["tokens"])["tokens"].to_pylist()
-    last = [place for place in places if rows[place]["iteration"] == iterations - 1]
+    last = [index for index in places if rows[index]["iteration"] == iterations - 1]
     return {
         "model": str(Path(job.store) / "policies" / "init") if job.student.gguf else job.student.path,
         "slots": job.engine.slots,
@@ -118,11 +118,11 @@ def _work(job: Job, store: Store, iterations: int) -> dict[str, Any]:
         "learning_rate": stage.train.learning_rate,
         "iterations": iterations,
         "threads": len(os.sched_getaffinity(0)),
-        "prompts": [_question(prompts[rows[place]["prompt_id"]]) for place in places],
+        "prompts": [_question(prompts[rows[index]["prompt_id"]]) for index in places],
         "samples": [
-            _question(prompts[rows[place]["prompt_id"]]) | {"tokens": ids, "prompt_len": rows[place]["prompt_len"]}
-            for place, ids in zip(places, tokens, strict=True)
-            if rows[place]["iteration"] == iterations - 1
+            _question(prompts[rows[index]["prompt_id"]]) | {"tokens": ids, "prompt_len": rows[index]["prompt_len"]}
+            for index, ids in zip(places, tokens, strict=True)
+            if rows[index]["iteration"] == iterations - 1
         ],
     }
 

@@ -34,14 +34,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(student.parameters(), lr=work["learning_rate"], foreach=True)
     texts = [_chat(tokenizer, one["text"]) for one in work["prompts"][-work["per_iteration"] :]]
     batches = _batches(work, tokenizer)
-    found = {
+    figures = {
         "rollout, s": _median(lambda: _generate(student, tokenizer, texts, work)),
         "score, s": _median(lambda: [_logits(teacher, batch, "teacher") for batch in batches]),
         "train, s": _median(lambda: _train(student, teacher, optimizer, batches)),
     }
-    found["train, s"] -= found["score, s"]  # it asks the teacher again
-    found["an iteration, s"] = sum(found.values())
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    figures["train, s"] -= figures["score, s"]  # it asks the teacher again
+    figures["an iteration, s"] = sum(figures.values())
+    Path(sys.argv[2]).write_text(json.dumps(figures))
 
 
 def _chat(tokenizer: Any, text: str, context: str = "") -> str:
@@ -67,8 +67,8 @@ def _batches(work: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
     samples = []
     for one in work["samples"]:
         response = one["tokens"][one["prompt_len"] :]
-        asked = tokenizer(_chat(tokenizer, one["text"], one["context"]))["input_ids"]
-        samples.append({"student": one["tokens"], "teacher": asked + response, "response": len(response)})
+        prompt_ids = tokenizer(_chat(tokenizer, one["text"], one["context"]))["input_ids"]
+        samples.append({"student": one["tokens"], "teacher": prompt_ids + response, "response": len(response)})
     samples.sort(key=lambda one: len(one["student"]))
     batches: list[list[dict[str, Any]]] = [[]]
     for one in samples:
@@ -80,18 +80,18 @@ def _batches(work: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
 
 def _padded(batch: list[dict[str, Any]], blank: int) -> dict[str, Any]:
     """student, teacher: ids [B, T] and their mask; kept: most response tokens; trained: bool [B, kept]."""
-    kept = max(one["response"] for one in batch)
-    found: dict[str, Any] = {"kept": kept}
+    longest = max(one["response"] for one in batch)
+    batch_arrays: dict[str, Any] = {"kept": longest}
     for reader in ("student", "teacher"):
         width = max(len(one[reader]) for one in batch)
         ids = torch.full((len(batch), width), blank)
         for row, one in enumerate(batch):
             ids[row, width - len(one[reader]) :] = torch.tensor(one[reader])
         lengths = torch.tensor([len(one[reader]) for one in batch])
-        found[reader] = ids, (torch.arange(width)[None] >= width - lengths[:, None]).long()
+        batch_arrays[reader] = ids, (torch.arange(width)[None] >= width - lengths[:, None]).long()
     counts = torch.tensor([one["response"] for one in batch])
-    found["trained"] = torch.arange(kept)[None] >= kept - counts[:, None]
-    return found
+    batch_arrays["trained"] = torch.arange(longest)[None] >= longest - counts[:, None]
+    return batch_arrays
 
 
 def _logits(model: Any, batch: dict[str, Any], reader: str, *, grad: bool = False) -> torch.Tensor:

@@ -32,31 +32,31 @@ AT_ONCE = 8
 class Timed(SDFTTrainer):  # type: ignore[misc]  # TRL is not typed
     """The trainer, with a clock at each phase."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
         self.spent: list[dict[str, float]] = []
-        super().__init__(*given, **named)
+        super().__init__(*args, **named)
         self.teacher_context_builder._compose_teacher_prompt = lambda prompt, context: [
             {"role": "system", "content": context}, *prompt
         ]  # fmt: skip
 
     def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
         began = time.perf_counter()
-        found = work()
+        result = work()
         self.spent[-1][phase] = self.spent[-1].get(phase, 0.0) + time.perf_counter() - began
-        return found
+        return result
 
     def _prepare_training_batch(self, inputs: Any) -> Any:
         self.spent.append({"began": time.perf_counter()})
         return super()._prepare_training_batch(inputs)
 
     def _generate(self, prompt_ids: Any) -> Any:
-        found = self._timed("rollout", lambda: super(Timed, self)._generate(prompt_ids))
-        self.spent[-1]["tokens"] = sum(map(len, found[1]))
-        return found
+        completions = self._timed("rollout", lambda: super(Timed, self)._generate(prompt_ids))
+        self.spent[-1]["tokens"] = sum(map(len, completions[1]))
+        return completions
 
-    def _forward_logits(self, *given: Any, **named: Any) -> Any:
+    def _forward_logits(self, *args: Any, **named: Any) -> Any:
         phase = "student" if torch.is_grad_enabled() else "score"
-        return self._timed(phase, lambda: super(Timed, self)._forward_logits(*given, **named))
+        return self._timed(phase, lambda: super(Timed, self)._forward_logits(*args, **named))
 
 
 def main() -> None:
@@ -89,13 +89,13 @@ def main() -> None:
     whole = [after - before for before, after in itertools.pairwise(begins)]
     for one, seconds in zip(trainer.spent, whole, strict=True):
         one["train"] = seconds - one["rollout"] - one["score"]  # forward, backward, loss, optimizer
-    kept = trainer.spent[1:]
-    found: dict[str, Any] = {
-        f"{name}, s": statistics.median(one[name] for one in kept) for name in ("rollout", "score", "train")
+    timed_steps = trainer.spent[1:]
+    figures: dict[str, Any] = {
+        f"{name}, s": statistics.median(one[name] for one in timed_steps) for name in ("rollout", "score", "train")
     }
-    found |= {"an iteration, s": statistics.median(whole[1:]), "version": trl.__version__}
-    found["response tokens"] = statistics.mean(one["tokens"] for one in kept)
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    figures |= {"an iteration, s": statistics.median(whole[1:]), "version": trl.__version__}
+    figures["response tokens"] = statistics.mean(one["tokens"] for one in timed_steps)
+    Path(sys.argv[2]).write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def make_store(
     store = Store.create(str(root))
     for teacher in teachers:
         store.add_teacher(bench_teacher(teacher, row_bytes // 2))
-    held = store.dataset("samples").count_rows()
-    for first in range(max(0, -(-held // batch) - 1) * batch, len(lengths), batch):
+    row_count = store.dataset("samples").count_rows()
+    for first in range(max(0, -(-row_count // batch) - 1) * batch, len(lengths), batch):
         noise = np.random.default_rng((seed, first))
         samples = [
             _sample(index, int(lengths[index]), teachers, group_size, noise)

@@ -66,13 +66,13 @@ def measured(model: str, dtype: str, rank: int, option: str) -> dict[str, Any]:
     trainer = _trainer(Path(model), dtype, train)
     forget_peak()
     _steps(trainer)
-    held = peak_bytes() - before
+    bytes_used = peak_bytes() - before
     adapter = sum(weight.numel() for weight in trained_tensors(trainer.student.model).values()) if rank else 0
     parameters = sum(weight.numel() for weight in trainer.student.parameters()) - adapter
     computed = sum(training_bytes(parameters, train, dtype=dtype, adapter=adapter))
     return {
         "dtype": dtype, "rank": rank, "option": option, "parameters": parameters, "adapter_parameters": adapter,
-        "computed_bytes": computed, "peak_bytes": held, "peak_over_computed": held / computed,
+        "computed_bytes": computed, "peak_bytes": bytes_used, "peak_over_computed": bytes_used / computed,
     }  # fmt: skip
 
 

@@ -53,15 +53,15 @@ def measure(
     """
     if store:
         return _measured(store, note)
-    place = Path(folder) / f"mopd-view-{samples}-{mean_tokens}"
+    folder_path = Path(folder) / f"mopd-view-{samples}-{mean_tokens}"
     lengths = lengths_of(samples, mean_log=float(np.log(mean_tokens) - 0.5), longest=LONGEST)
     lengths[samples // 2] = LONGEST
     make_store(
-        place, lengths, signals=("logprob",), group_size=8, rewards=True, batch=BATCH,
+        folder_path, lengths, signals=("logprob",), group_size=8, rewards=True, batch=BATCH,
         note=lambda done: note(f"making the store: {done:,} of {samples:,} samples"),
     )  # fmt: skip
-    figures = _measured(str(place), note)
-    shutil.rmtree(place)
+    figures = _measured(str(folder_path), note)
+    shutil.rmtree(folder_path)
     return figures
 
 
@@ -74,18 +74,18 @@ class PageClient:
         self._headers = {"authorization": f"Bearer {parse_qs(parts.query)['token'][0]}"}
         self.pid = pid
 
-    def open(self, name: str, **asked: Any) -> http.client.HTTPResponse:
+    def open(self, name: str, **query: Any) -> http.client.HTTPResponse:
         """The answer as it comes. Raises RuntimeError for a refusal."""
         line = http.client.HTTPConnection(self._host, self._port, timeout=DEADLINE_S)
-        line.request("GET", f"/api/{name}?{urlencode(asked)}", headers=self._headers)
+        line.request("GET", f"/api/{name}?{urlencode(query)}", headers=self._headers)
         answer = line.getresponse()
         if answer.status != 200:
             raise RuntimeError(f"{name}: {answer.status} {answer.read(500)!r}")
         return answer
 
-    def ask(self, name: str, **asked: Any) -> Any:
+    def ask(self, name: str, **query: Any) -> Any:
         """The whole answer."""
-        return json.loads(self.open(name, **asked).read())
+        return json.loads(self.open(name, **query).read())
 
     def peak_mb(self) -> int:
         """Largest resident memory of the server so far (Linux)."""
@@ -145,12 +145,12 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
     return figures | {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
 
 
-def _opened(store: str, asked: dict[str, str]) -> float:
+def _opened(store: str, query: dict[str, str]) -> float:
     """Seconds from the printed address to the rows of a page whose address has a filter or a sort."""
     with serving(store) as (server, _):
         began = time.perf_counter()
         server.ask("stores")
-        server.ask("samples", limit=PAGE, **asked)
+        server.ask("samples", limit=PAGE, **query)
         return time.perf_counter() - began
 
 

@@ -169,7 +169,7 @@ def _beside_decoding(home: Path, sequences: int) -> tuple[float, float]:
         return slot, Request(uid="", prompt_ids=prompt, key=handle, max_new_tokens=budget)
 
     with _log(home / "decode") as log:
-        engine.admit([opened(place, 1 + place * _RESPONSE // sequences) for place in range(sequences)])
+        engine.admit([opened(index, 1 + index * _RESPONSE // sequences) for index in range(sequences)])
         for _ in range(_STEPS):
             began = time.perf_counter()
             output = engine.step()

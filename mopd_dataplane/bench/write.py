@@ -17,8 +17,8 @@ from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.synthetic import SAMPLED, bench_teacher
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.records import Sample, Signal
-from mopd_dataplane.store.arrow_rows import sample_rows, token_rows
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.format.arrow_rows import sample_rows, token_rows
 from mopd_dataplane.tables import SAMPLES
 
 BATCH = 64
@@ -171,9 +171,9 @@ def filled_samples(
             before(rows, uids)
         table = one.take(pa.array(np.zeros(len(uids), np.int64)))
         for name, values in {"uid": uids, "group_id": uids, **columns(rows)}.items():
-            place = SAMPLES.schema.get_field_index(name)
-            field = SAMPLES.schema.field(place)
-            table = table.set_column(place, field, pa.array(values).cast(field.type))
+            index = SAMPLES.schema.get_field_index(name)
+            field = SAMPLES.schema.field(index)
+            table = table.set_column(index, field, pa.array(values).cast(field.type))
         store._table("samples").append(table)
 
 

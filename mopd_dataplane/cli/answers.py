@@ -46,8 +46,8 @@ def query(
         raise InputError("give one of --json and --csv")
     _arrow_without_pandas()
     from mopd_dataplane import open_store
-    from mopd_dataplane.store.snapshot import tagged
-    from mopd_dataplane.store.sql import values_of
+    from mopd_dataplane.store.read.snapshot import tagged
+    from mopd_dataplane.store.sql.query import values_of
 
     opened = open_store(store)
     table = opened.sql(sql, tagged(opened, snapshot) if snapshot is not None else None)
@@ -132,14 +132,14 @@ def show(
 
 def _chosen(store: Store, uid: str | None, ways: dict[str, bool], domain: str | None) -> tuple[str, str]:
     """The uid that was given, or that of the sample asked for and why it is that one."""
-    asked = [way for way, wanted in ways.items() if wanted]
-    if len(asked) > 1 or (uid is not None and (asked or domain)):
+    ways_given = [way for way, is_set in ways.items() if is_set]
+    if len(ways_given) > 1 or (uid is not None and (ways_given or domain)):
         raise InputError("give a UID, or one of --worst, --disagreement and --random (with --domain if you like)")
     if uid is not None:
         return uid, ""
     from mopd_dataplane.query.pick import Pick, pick_sample
 
-    picked = pick_sample(store, cast(Pick, asked[0]) if asked else None, domain=domain)
+    picked = pick_sample(store, cast(Pick, ways_given[0]) if ways_given else None, domain=domain)
     return picked.uid, f"{picked.uid[:12]}: {picked.why}"
 
 
@@ -184,15 +184,15 @@ def compare(
     from mopd_dataplane.query.compare import compare_policies, plot_comparison
     from mopd_dataplane.query.sections import comparison_grid
 
-    found = compare_policies(a, b)
+    comparison = compare_policies(a, b)
     if plot is not None:
-        plot_comparison(found, plot)
+        plot_comparison(comparison, plot)
         note(f"wrote {plot}")
     if as_json:
-        print_json({**vars(found), "rows": [{**vars(row), "verdict": row.verdict} for row in found.rows]})
+        print_json({**vars(comparison), "rows": [{**vars(row), "verdict": row.verdict} for row in comparison.rows]})
         return
-    note(f"A = {found.a}\nB = {found.b}")
-    grid = comparison_grid(found)
+    note(f"A = {comparison.a}\nB = {comparison.b}")
+    grid = comparison_grid(comparison)
     print_grid(grid)
     note(grid.caption)
 
@@ -208,16 +208,16 @@ def schema(
     "describe TABLE"` lists the columns of a table or view too.
     """
     from mopd_dataplane import open_store
-    from mopd_dataplane.store.describe import columns, relations
+    from mopd_dataplane.store.read.describe import columns, relations
 
     opened = open_store(store)
     if table is not None:
-        found = columns(opened, table)
+        listing = columns(opened, table)
         if as_json:
-            print_json(found)
+            print_json(listing)
         else:
             print_fitting(
-                ("column", "type", "unit", "meaning"), [(c.name, c.type, c.unit, c.doc) for c in found], tall=True
+                ("column", "type", "unit", "meaning"), [(c.name, c.type, c.unit, c.doc) for c in listing], tall=True
             )
         return
     listed = list(relations(opened))

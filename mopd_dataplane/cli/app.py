@@ -22,7 +22,7 @@ from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.cli import answers, bench, evaluate, interchange, jobs, load, recipes, stores, view
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import InputError, MopdError
-from mopd_dataplane.store.network import answering
+from mopd_dataplane.store.remote.network import answering
 
 INTERRUPTED = 130
 _REFUSED = {
@@ -56,9 +56,9 @@ class Flow(TyperGroup):
                     raise typer.Exit(INTERRUPTED) from None
                 if isinstance(error, _ENDINGS) or _debugging(ctx):
                     raise
-                known = _known(error)
-                print_error(known, as_json=_wants_json())
-                raise typer.Exit(known.exit_code) from None
+                explained = _known(error)
+                print_error(explained, as_json=_wants_json())
+                raise typer.Exit(explained.exit_code) from None
 
 
 @contextmanager
@@ -131,8 +131,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         print(f"mopd-dataplane {__version__}")
         raise typer.Exit()
 

@@ -61,8 +61,8 @@ def load(
 
     if peers:
 
-        def report(loader: str, found: dict[str, Any]) -> None:
-            note(f"{loader}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+        def report(loader: str, figures: dict[str, Any]) -> None:
+            note(f"{loader}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
 
         figures: dict[str, Any] = compare(samples, hidden_samples, report=report, folder=str(folder))
         if plot is not None:

@@ -39,7 +39,7 @@ def teachers(
     samples: Annotated[int, Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
     topk: Annotated[int, Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
     *,
-    given: Given,
+    overrides: Given,
 ) -> None:
     """Compare teachers: all of them on the same answers of a stage, domain by domain.
 
@@ -47,13 +47,13 @@ def teachers(
     a right answer is preferred to a wrong one, calibration on right answers, and whether following the teacher pushes
     the student where the verifier would (cosine of gradients), next to the teacher's own held-out accuracy.
     """
-    loaded = load(of.job, given)
+    loaded = load(of.job, overrides)
     chosen = choose_stage(loaded, of.stage, sampled=True)
 
     from mopd_dataplane.run.steps.compare_teachers import compare_teachers
 
     rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
-    if given.as_json:
+    if overrides.as_json:
         print_json(rows)
         return
     for domain, scored in groupby(rows, key=lambda row: row["domain"]):

@@ -27,10 +27,10 @@ PANEL = "Jobs"
 class RayAnywhere(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Give a bare `--ray` its empty address, which the parser insists on."""
-        given: list[str] = []
+        words: list[str] = []
         for word, after in pairwise([*args, "-"]):
-            given += [word, ""] if word == "--ray" and after[:1] == "-" else [word]
-        return super().parse_args(ctx, given)
+            words += [word, ""] if word == "--ray" and after[:1] == "-" else [word]
+        return super().parse_args(ctx, words)
 
 
 JobFile = Annotated[str, Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
@@ -174,9 +174,9 @@ def check(
 
     rates = _rates(rate or [], RATED)
     findings, prompts = preflight(loaded)
-    found = estimate(loaded, prompts, rates)
-    findings += found.findings
-    facts = {name: getattr(found, name) for name in ("models", "prompts", "tokens", "time", "memory", "disk")}
+    estimated = estimate(loaded, prompts, rates)
+    findings += estimated.findings
+    facts = {name: getattr(estimated, name) for name in ("models", "prompts", "tokens", "time", "memory", "disk")}
     if as_json:
         print_json({"findings": findings, **facts})
     else:
@@ -189,10 +189,10 @@ def check(
     refuse(loaded, findings)
 
 
-def _rates(given: list[str], steps: Sequence[str]) -> dict[str, float]:
+def _rates(texts: list[str], steps: Sequence[str]) -> dict[str, float]:
     """Response tokens a second by step. Raises InputError for an unknown step, or a rate that is no positive number."""
     rates = {}
-    for text in given:
+    for text in texts:
         step, _, value = text.partition("=")
         try:
             number = float(value)
@@ -206,20 +206,20 @@ def _rates(given: list[str], steps: Sequence[str]) -> dict[str, float]:
     return rates
 
 
-def rollout(of: OneStage, follow: Follow = False, *, given: Given) -> None:
+def rollout(of: OneStage, follow: Follow = False, *, overrides: Given) -> None:
     """Let the student answer the prompts of one iteration.
 
     Every token is logged as it is decoded; an interrupted generation continues from its log.
     """
-    one_stage("rollout_stage", of, given, follow=follow)
+    one_stage("rollout_stage", of, overrides, follow=follow)
 
 
-def score(of: OneStage, follow: Follow = False, *, given: Given) -> None:
+def score(of: OneStage, follow: Follow = False, *, overrides: Given) -> None:
     """Let each sample's teacher score every token.
 
     Only signals that are missing are computed; samples are never rewritten.
     """
-    one_stage("score_stage", of, given, follow=follow)
+    one_stage("score_stage", of, overrides, follow=follow)
 
 
 def reward(
@@ -228,14 +228,14 @@ def reward(
         bool, Option("--missing", help="Score again the answers that could not be scored before.")
     ] = False,
     *,
-    given: Given,
+    overrides: Given,
 ) -> None:
     """Verify answers: compute one outcome reward for each sample that has none.
 
     An answer for which the reward function returns None, or takes longer than domains.NAME.reward_timeout_s, cannot be
     scored: it is recorded as such and left out of its group.
     """
-    one_stage("reward_stage", of, given, missing=missing)
+    one_stage("reward_stage", of, overrides, missing=missing)
 
 
 def plan(
@@ -244,21 +244,21 @@ def plan(
         bool, Option("--explain", help="Print what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
     ] = False,
     *,
-    given: Given,
+    overrides: Given,
 ) -> None:
     """Decide which samples are trained on, in which packs and steps.
 
     A pure function of snapshot, seed and settings, recorded in the store before it is used.
     """
-    one_stage("plan_stage", of, given, explain=explain)
+    one_stage("plan_stage", of, overrides, explain=explain)
 
 
-def train(of: OneStage, follow: Follow = False, *, given: Given) -> None:
+def train(of: OneStage, follow: Follow = False, *, overrides: Given) -> None:
     """Train the policy on recorded plans and publish its next version.
 
     Continues from the last checkpoint.
     """
-    one_stage("train_stage", of, given, follow=follow)
+    one_stage("train_stage", of, overrides, follow=follow)
 
 
 def add_to(app: Typer) -> None:
@@ -276,13 +276,13 @@ def add_to(app: Typer) -> None:
     register(app, train, f"mopd train {job} --stage student --follow", panel=PANEL)
 
 
-def load(path: str, given: Overrides) -> Job:
+def load(path: str, overrides: Overrides) -> Job:
     """The checked job with the command line's overrides applied. Raises JobFileError."""
     from mopd_dataplane.job.job import load_job
 
-    extra = [] if given.seed is None else [f"seed={given.seed}"]
-    extra += [] if given.store is None else [f"store={json.dumps(given.store)}"]
-    return load_job(path, overrides=[*(given.set_ or []), *extra])
+    extra = [] if overrides.seed is None else [f"seed={overrides.seed}"]
+    extra += [] if overrides.store is None else [f"store={json.dumps(overrides.store)}"]
+    return load_job(path, overrides=[*(overrides.set_ or []), *extra])
 
 
 def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
@@ -299,13 +299,13 @@ def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
     raise JobFileError(f"job {job.name!r} has {len(fitting)} stages that fit ({names}); choose one with --stage NAME")
 
 
-def one_stage(function: str, of: OneStage, given: Given, **options: Any) -> None:
+def one_stage(function: str, of: OneStage, overrides: Given, **options: Any) -> None:
     """Run one function of the pipeline on one stage and print what it returns."""
-    job = load(of.job, given)
+    job = load(of.job, overrides)
     stage = choose_stage(job, of.stage, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
     work: Callable[..., Any] = getattr(mopd_dataplane, function)
     summary = plain(work(job, stage, console=stderr(), **options))
-    print_json(summary) if given.as_json else print_facts(summary)
+    print_json(summary) if overrides.as_json else print_facts(summary)
 
 
 def print_accuracy(store: str) -> None:

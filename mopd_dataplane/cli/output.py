@@ -130,8 +130,8 @@ def _grid(columns: Sequence[Sequence[Text]], words: int, width: int | None = Non
     """A table of columns, each with its name first; no wider than `width`, as far as its longest words allow."""
     shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     widths = [None] * len(columns) if width is None else _widths(columns, width)
-    for place, (column, least) in enumerate(zip(columns, widths, strict=True)):
-        shown.add_column(column[0], justify="left" if place < words else "right", overflow="fold", width=least)
+    for ordinal, (column, least) in enumerate(zip(columns, widths, strict=True)):
+        shown.add_column(column[0], justify="left" if ordinal < words else "right", overflow="fold", width=least)
     for row in zip(*(column[1:] for column in columns), strict=True):
         shown.add_row(*row)
     return shown
@@ -166,8 +166,10 @@ def _widths(columns: Sequence[Sequence[Text]], width: int) -> list[int]:
     widths = [max(line.cell_len for text in column for line in text.split()) for column in columns]
     least = list(map(_longest_word, columns))
     while sum(widths) + _frame(len(columns)) > width and widths != least:
-        place = max((place for place in range(len(widths)) if widths[place] > least[place]), key=widths.__getitem__)
-        widths[place] -= 1
+        widest = max(
+            (widest for widest in range(len(widths)) if widths[widest] > least[widest]), key=widths.__getitem__
+        )
+        widths[widest] -= 1
     return widths
 
 

@@ -28,13 +28,13 @@ def recipes(
     """
     from mopd_dataplane.job.recipes import FOLDER, JOB
 
-    found = [_describe(file) for file in sorted((folder or FOLDER).glob(f"*/{JOB}"))]
-    if not found:
+    entries = [_describe(file) for file in sorted((folder or FOLDER).glob(f"*/{JOB}"))]
+    if not entries:
         raise JobFileError(f"no job files under {folder}; give the folder that holds NAME/{JOB}")
     if as_json:
-        print_json(found)
+        print_json(entries)
         return
-    rows = [(item["name"], item["shows"], item["source"]) for item in found]
+    rows = [(item["name"], item["shows"], item["source"]) for item in entries]
     print_fitting(("recipe", "shows", "follows"), rows, tall=True)
     note(f"run one with: mopd run {f'{folder}/' if folder else ''}NAME")
 
@@ -71,14 +71,14 @@ def init(
     from mopd_dataplane.job.recipes import copy_recipe
     from mopd_dataplane.job.reference import json_schema
 
-    place = folder or Path(recipe)
-    written = copy_recipe(recipe, place, schema=json.dumps(json_schema(), indent=1))
+    target = folder or Path(recipe)
+    written = copy_recipe(recipe, target, schema=json.dumps(json_schema(), indent=1))
     if as_json:
-        print_json({"folder": place, "files": written})
+        print_json({"folder": target, "files": written})
         return
     for file in written:
         note(f"wrote {file}")
-    note(f"run it with: mopd run {place}")
+    note(f"run it with: mopd run {target}")
 
 
 def help_(
@@ -99,21 +99,21 @@ def help_(
             print_fitting(("table", "keys", "what it sets"), listed)
             note("keys of one: mopd help train")
         return
-    found = find(key)
+    entry = find(key)
     if as_json:
-        print_json(found)
-    elif isinstance(found, Key):
-        name = found.path.rpartition(".")[2]
-        facts = {"type": found.type, "default": found.default or "must be given", "unit": found.unit}
-        facts |= {"example": found.example and f"{name} = {found.example}"}
-        print_title(found.path)
-        print_text(found.doc)
+        print_json(entry)
+    elif isinstance(entry, Key):
+        name = entry.path.rpartition(".")[2]
+        facts = {"type": entry.type, "default": entry.default or "must be given", "unit": entry.unit}
+        facts |= {"example": entry.example and f"{name} = {entry.example}"}
+        print_title(entry.path)
+        print_text(entry.doc)
         print_facts({name: value for name, value in facts.items() if value})
     else:
-        print_title(found.header)
-        print_text(found.doc)
-        docs = [f"{key.doc} [{key.unit}]" if key.unit else key.doc for key in found.keys]
-        rows = [(k.path.rpartition(".")[2], k.type, k.default, doc) for k, doc in zip(found.keys, docs, strict=True)]
+        print_title(entry.header)
+        print_text(entry.doc)
+        docs = [f"{key.doc} [{key.unit}]" if key.unit else key.doc for key in entry.keys]
+        rows = [(k.path.rpartition(".")[2], k.type, k.default, doc) for k, doc in zip(entry.keys, docs, strict=True)]
         print_fitting(("key", "type", "default", "meaning"), rows, tall=True)
 
 

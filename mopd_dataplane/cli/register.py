@@ -48,10 +48,10 @@ def _spread(command: Callable[..., Any]) -> Callable[..., Any]:
         options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in several]
 
     @wraps(command)
-    def spread(**given: Any) -> Any:
+    def spread(**options: Any) -> Any:
         for name, (kind, names) in options_of.items():
-            given[name] = kind(**{option: given.pop(option) for option in names})
-        return command(**given)
+            options[name] = kind(**{option: options.pop(option) for option in names})
+        return command(**options)
 
     spread.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
     return spread

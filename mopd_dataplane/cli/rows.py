@@ -65,7 +65,7 @@ def as_grid(head: Sequence[str], rows: Sequence[Sequence[Any]], *, width: int, t
     """
     full = [[_whole(value) if tall else cell(value) for value in row] for row in rows]
     short = [[_short(text) for text in row] for row in full]
-    broken = [_broken(name, _longest(row[place] for row in short)) for place, name in enumerate(head)]
+    broken = [_broken(name, _longest(row[column] for row in short)) for column, name in enumerate(head)]
     for names, shown in ((head, full), (head, short), (broken, short)):
         grid = _grid(names, rows, shown)
         if width_of(grid) <= width:
@@ -85,11 +85,11 @@ def _grid(
     grid = Table(
         box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=0 if dense else (0, 1, 0, 0), show_edge=not dense
     )
-    for place, name in enumerate(head):
-        numeric = bool(rows) and all(_is_number(row[place]) for row in rows)
+    for column, name in enumerate(head):
+        numeric = bool(rows) and all(_is_number(row[column]) for row in rows)
         grid.add_column(
             Text(name), justify="right" if numeric else "left", overflow="fold",
-            no_wrap=not dense, width=widths[place] if widths else None,
+            no_wrap=not dense, width=widths[column] if widths else None,
         )  # fmt: skip
     for row in shown:
         grid.add_row(*map(Text, row))
@@ -127,22 +127,22 @@ def _wrapped(
     columns = list(zip(*shown, strict=True))
     room = width - (len(head) - 1)
     wide = [_longest([name, *column]) for name, column in zip(head, columns, strict=True)]
-    prose = {place for place, column in enumerate(columns) if any(" " in text for text in column)}
+    prose = {ordinal for ordinal, column in enumerate(columns) if any(" " in text for text in column)}
     least = [
-        max(_longest([name]), min(full, NARROWEST) if place in prose else _least(column))
-        for place, (name, column, full) in enumerate(zip(head, columns, wide, strict=True))
+        max(_longest([name]), min(full, NARROWEST) if ordinal in prose else _least(column))
+        for ordinal, (name, column, full) in enumerate(zip(head, columns, wide, strict=True))
     ]
     if sum(least) > room:
         return None
-    found = []
+    layouts = []
     for longest_name in (max(wide), NARROWEST, 0):
         names = [max(low, min(full, longest_name)) for low, full in zip(least, wide, strict=True)]
-        start = [least[place] if place in prose else names[place] for place in range(len(head))]
+        start = [least[ordinal] if ordinal in prose else names[ordinal] for ordinal in range(len(head))]
         if sum(start) <= room:
             widths = _widened(start, wide, prose, room)
-            found.append((widths, [_lines(row, widths) for row in shown]))
-    fewest = min(sum(lines) for _, lines in found)
-    widths, lines = next((w, lines) for w, lines in found if sum(lines) <= NAMES_WHOLE * fewest)
+            layouts.append((widths, [_lines(row, widths) for row in shown]))
+    fewest = min(sum(lines) for _, lines in layouts)
+    widths, lines = next((w, lines) for w, lines in layouts if sum(lines) <= NAMES_WHOLE * fewest)
     if max(lines) > most_lines:
         return None
     return _grid(head, rows, [list(map(_fitted, row, widths)) for row in shown], widths)
@@ -158,9 +158,9 @@ def _widened(start: Sequence[int], wide: Sequence[int], prose: set[int], room: i
     """The widths with what room is left: to texts first, a character each in turn."""
     widths, left = list(start), room - sum(start)
     for places in (prose, set(range(len(start))) - prose):
-        while left and (growing := [place for place in sorted(places) if widths[place] < wide[place]]):
-            for place in growing[:left]:
-                widths[place] += 1
+        while left and (growing := [column for column in sorted(places) if widths[column] < wide[column]]):
+            for column in growing[:left]:
+                widths[column] += 1
                 left -= 1
     return widths
 
@@ -197,14 +197,14 @@ def _blocks(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Rend
     if not rows:
         yield Text("no rows; columns: " + ", ".join(head))
         return
-    kept = _kept(head, rows)
+    visible = _kept(head, rows)
     for number, row in enumerate(rows, 1):
         yield Rule(Text(f"row {number}"), align="left", style="dim", characters="─")
         lines = Table.grid(padding=(0, 1))
         lines.add_column(no_wrap=True)
         lines.add_column(overflow="fold")
-        for name, value in zip(kept, row, strict=False):
+        for name, value in zip(visible, row, strict=False):
             lines.add_row(Text(f"{name}:", style="bold"), Text(_short(cell(value))))
         yield lines
-        if len(kept) < len(head):
-            yield Text(f"… {len(head) - len(kept)} more", style="dim")
+        if len(visible) < len(head):
+            yield Text(f"… {len(head) - len(visible)} more", style="dim")

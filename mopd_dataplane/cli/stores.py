@@ -19,7 +19,7 @@ from mopd_dataplane.query.text import size
 if TYPE_CHECKING:
     from mopd_dataplane.run.delete import Preview
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.deletions import Deletion
+    from mopd_dataplane.store.maintain.deletion_records import Deletion
 
 AUDIT_FAILED = 1
 MOST_REASONS = 3
@@ -60,7 +60,7 @@ def verify(
     are counted; no query returns them, and they are harmless.
     """
     from mopd_dataplane import open_store
-    from mopd_dataplane.store.verify_apart import verify_apart
+    from mopd_dataplane.store.maintain.verify_apart import verify_apart
 
     audit = verify_apart(open_store(store), deep=not fast)
     if as_json:
@@ -69,8 +69,8 @@ def verify(
         checked = [[name, rows, audit.orphans.get(name, 0)] for name, rows in audit.checked.items()]
         print_fitting(("table", "rows checked", "left over"), checked)
         if audit.findings:
-            found = [[f.table, f.row, f.uid, f.problem] for f in audit.findings]
-            print_fitting(("table", "row", "uid", "problem"), found)
+            findings = [[f.table, f.row, f.uid, f.problem] for f in audit.findings]
+            print_fitting(("table", "row", "uid", "problem"), findings)
         note("sound" if audit.ok else f"{len(audit.findings)} wrong; restore them from a copy, or score them again")
     if not audit.ok:
         raise Exit(AUDIT_FAILED)
@@ -101,10 +101,10 @@ def compact(
     ]
     print_fitting(("table", "files merged", "versions dropped", "freed", "size"), rows)
     for name, row in facts.items():
-        kept = sorted((reason for reason in row["kept"] if reason["bytes"]), key=lambda reason: -reason["bytes"])
-        if kept:
-            reasons = [f"{size(reason['bytes'])} ({reason['why']})" for reason in kept[:MOST_REASONS]]
-            if rest := kept[MOST_REASONS:]:
+        listed = sorted((reason for reason in row["kept"] if reason["bytes"]), key=lambda reason: -reason["bytes"])
+        if listed:
+            reasons = [f"{size(reason['bytes'])} ({reason['why']})" for reason in listed[:MOST_REASONS]]
+            if rest := listed[MOST_REASONS:]:
                 reasons.append(
                     f"{size(sum(reason['bytes'] for reason in rest))} for {len(rest)} more (--json names them)"
                 )
@@ -145,7 +145,7 @@ def copy(
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.run.whole_copy import copy_whole
-    from mopd_dataplane.store.copying import copy_samples
+    from mopd_dataplane.store.maintain.copy_samples import copy_samples
 
     opened = open_store(source)
     name_unfinished(opened)

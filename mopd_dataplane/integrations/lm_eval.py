@@ -70,29 +70,29 @@ def evaluate_policy(
 
 def policy_folder(store: Store, policy: str, version: int | None, work: str = "") -> tuple[Path, int]:
     """Weights of a policy version, here, and the version. Raises UnknownNameError."""
-    place = open_work(store, work)
-    stages = [name for name in place.published("policies") if name != "init"]
+    work_folder = open_work(store, work)
+    stages = [name for name in work_folder.published("policies") if name != "init"]
     require_known(policy, stages, f"{store.uri} has no policy")
-    names = place.published(f"policies/{policy}")
+    names = work_folder.published(f"policies/{policy}")
     versions = sorted(int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdigit())
     if not versions or (version is not None and version not in versions):
         raise UnknownNameError(f"{store.uri}: policy {policy!r} has versions {versions}, asked for {version}")
     chosen = versions[-1] if version is None else version
     name = f"policies/{policy}/v{chosen}"
-    place.fetch(name)
-    return place.root / name, chosen
+    work_folder.fetch(name)
+    return work_folder.root / name, chosen
 
 
 def _recorded(store: Store, policy: str, version: int, settings: EvalSettings) -> list[dict[str, Any]]:
     """Scores of the tasks under the same settings."""
     if not store.has_column("evals", "metric"):
         return []
-    found = store.table(
+    rows = store.table(
         "evals", ["policy", "policy_version", "prompt_id", "domain", "metric", "reward", "stderr", "documents"],
         filter=f"policy = '{policy}' AND policy_version = {version} AND finish_reason = '{BENCHMARK}'",
     ).to_pylist()  # fmt: skip
     return [
-        row for row in found
+        row for row in rows
         if any(_is_of(row, task) for task in settings.tasks)
         and row["metric"] == settings.name(*row["metric"].split(", ")[:2])
     ]  # fmt: skip
@@ -100,8 +100,8 @@ def _recorded(store: Store, policy: str, version: int, settings: EvalSettings) -
 
 def _is_of(row: dict[str, Any], task: str) -> bool:
     """Whether a score was asked for by this name: that of a task, or of a group it belongs to."""
-    asked: str = row["prompt_id"]
-    return asked.startswith(f"lm-eval:{task}:")
+    prompt_id: str = row["prompt_id"]
+    return prompt_id.startswith(f"lm-eval:{task}:")
 
 
 def _tasks(names: Sequence[str], settings: EvalSettings) -> Any:
@@ -125,20 +125,20 @@ def _model(folder: Path, settings: EvalSettings) -> Any:
 def _asked(model: Any, manager: Any, task: str, settings: EvalSettings) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(
+    results = simple_evaluate(
         model, tasks=[task], num_fewshot=settings.shots, limit=settings.limit, task_manager=manager,
         apply_chat_template=settings.chat_template, log_samples=False,
     )  # fmt: skip
-    if found is None:
+    if results is None:
         raise InputError(f"lm-eval gave no result for task {task!r}; see its messages above")
-    return dict(found)
+    return dict(results)
 
 
 def _scores(
-    found: dict[str, Any], policy: str, version: int, settings: EvalSettings, asked: str
+    results: dict[str, Any], policy: str, version: int, settings: EvalSettings, lm_task: str
 ) -> Iterable[dict[str, Any]]:
-    counts = found.get("n-samples", {})
-    for task, values in found["results"].items():
+    counts = results.get("n-samples", {})
+    for task, values in results["results"].items():
         for key, value in values.items():
             metric, comma, sieve = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -146,7 +146,7 @@ def _scores(
             stderr = values.get(f"{metric}_stderr,{sieve}")
             name = settings.name(metric, sieve)
             yield {
-                "policy": policy, "policy_version": version, "prompt_id": f"lm-eval:{asked}:{task}: {name}",
+                "policy": policy, "policy_version": version, "prompt_id": f"lm-eval:{lm_task}:{task}: {name}",
                 "domain": task, "reward": float(value), "reverse_kl": None, "response": "", "response_len": 0,
                 "finish_reason": BENCHMARK, "metric": name,
                 "stderr": float(stderr) if isinstance(stderr, int | float) else None,

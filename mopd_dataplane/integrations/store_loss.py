@@ -66,20 +66,20 @@ class StoreLoss:
         teachers, lengths = batch.teachers, batch.lengths
         self.sums = {}
         for pieces in cut_step(teachers, lengths, 1, self._pass_tokens):
-            packs = [batch.packs[piece.place] for piece in pieces]
+            packs = [batch.packs[piece.pack_index] for piece in pieces]
             parts = [samples_of(pack, at.first, at.last) for pack, at in zip(packs, pieces, strict=True)]
             micro = build(parts, student.layout).to(device)
             head = self._head(micro.teacher, device)
-            loss, found = student(
+            loss, sums = student(
                 micro, lambda hidden, own, batch=micro, teacher=head: self._loss(
                     hidden, own, batch, totals, teacher_head=teacher
                 )
             )  # fmt: skip
-            for name, value in found.values.items():
+            for name, value in sums.values.items():
                 self.sums[name] = self.sums.get(name, 0.0) + float(value)
             yield loss
             del micro, parts
-            used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
+            used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.pack_index])]
             if used:  # without a name everything would go back
                 batch.release(*used)
 
@@ -100,7 +100,7 @@ class StoreLoss:
 
     def _head_files(self) -> dict[str, HeadFile]:
         """Heads on this disk."""
-        found = {}
+        head_files = {}
         for name, teacher in self._store.teachers().items():
             if not teacher.head_file:
                 continue
@@ -110,5 +110,5 @@ class StoreLoss:
                 self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="mopd-heads-")
                 path = Path(self._scratch.name) / f"{name}.safetensors"
                 self._store.files.download(teacher.head_file, path)
-            found[name] = HeadFile(path=str(path), digest=teacher.head_digest)
-        return found
+            head_files[name] = HeadFile(path=str(path), digest=teacher.head_digest)
+        return head_files

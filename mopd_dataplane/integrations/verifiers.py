@@ -50,22 +50,22 @@ def task_rows(taskset: str, args: dict[str, Any], size: int) -> list[dict[str, A
     Raises InputError without the package, for a config that the taskset refuses, or for a task that needs what a
     rollout here does not have; UnknownNameError for a taskset that is not installed.
     """
-    found = _load(taskset, json.dumps(args, sort_keys=True))
-    return [_row(taskset, args, task) for task in itertools.islice(found, size)]
+    tasks = _load(taskset, json.dumps(args, sort_keys=True))
+    return [_row(taskset, args, task) for task in itertools.islice(tasks, size)]
 
 
 def _row(taskset: str, args: dict[str, Any], task: Any) -> dict[str, Any]:
     data = task.data
     _refuse(taskset, task)
-    asked = data.prompt if isinstance(data.prompt, str) else _messages(data.prompt)
+    messages = data.prompt if isinstance(data.prompt, str) else _messages(data.prompt)
     system = "\n\n".join(part for part in (data.system_prompt, _tools_text(taskset, args, task)) if part)
     if system:
-        heard = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        asked = [{"role": "system", "content": system}, *heard]
+        heard = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        messages = [{"role": "system", "content": system}, *heard]
     fields = {name: value for name, value in data.model_dump(mode="json").items() if name not in _UNUSED}
     config = task.config.model_dump(mode="json")
-    known = {"taskset": taskset, "args": args, "task": data.model_dump(mode="json"), "config": config}
-    return {**fields, "text": asked, "answer": fields.get("answer") or "", "verifier_data": known}
+    verifier_data = {"taskset": taskset, "args": args, "task": data.model_dump(mode="json"), "config": config}
+    return {**fields, "text": messages, "answer": fields.get("answer") or "", "verifier_data": verifier_data}
 
 
 def task_reward(prompt: Prompt, said: list[str]) -> float:
@@ -104,8 +104,8 @@ class TasksetTools(Environment):
         if called is None or conversation.turns > self._turns or _stops(task, conversation.said):
             return None
         try:
-            asked = json.loads(called[1])
-            name, arguments = asked["name"], asked.get("arguments", {})
+            call = json.loads(called[1])
+            name, arguments = call["name"], call.get("arguments", {})
         except (json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
             return f"error: no JSON object with a name and arguments ({error}); write the call again"
         if not isinstance(arguments, dict):
@@ -155,7 +155,7 @@ def _load(taskset: str, args: str) -> Any:
     if not taskset:
         raise InputError('source = "verifiers" needs `dataset`: the name of an installed taskset')
     try:
-        found = taskset_class(taskset)
+        cls = taskset_class(taskset)
     except (ImportError, AttributeError, TypeError) as error:
         raise UnknownNameError(f"taskset {taskset!r}: {error!s:.300}") from None
     if environment_class(taskset) is not SingleAgentEnv:
@@ -163,9 +163,9 @@ def _load(taskset: str, args: str) -> Any:
             f"taskset {taskset!r} brings an environment of its own, which plays several agents; here a policy speaks "
             "with its tools alone. Run it with verifiers, and import its traces: mopd import verifiers"
         )
-    config = concrete_type(found, TasksetConfig) or TasksetConfig
+    config = concrete_type(cls, TasksetConfig) or TasksetConfig
     try:
-        return found(config.model_validate({**json.loads(args), "id": taskset}))
+        return cls(config.model_validate({**json.loads(args), "id": taskset}))
     except ValueError as error:
         raise InputError(f"taskset {taskset!r} refuses args {args:.120}: {error!s:.300}") from None
 
@@ -173,8 +173,8 @@ def _load(taskset: str, args: str) -> Any:
 def _task(prompt: Prompt) -> tuple[Any, Any]:
     """The taskset of a prompt, and its task."""
     try:
-        known = json.loads(prompt.verifier_data)
-        name, args, data, config = (known[key] for key in ("taskset", "args", "task", "config"))
+        task_data = json.loads(prompt.verifier_data)
+        name, args, data, config = (task_data[key] for key in ("taskset", "args", "task", "config"))
     except (ValueError, KeyError, TypeError):
         raise PromptError(
             f"prompt {prompt.prompt_id!r} is no task of verifiers; give its domain source 'verifiers', or another "
@@ -242,13 +242,13 @@ def _schemas(taskset: str, args: str, config: str) -> list[str]:
         *_shared(found_in),
         *map(_served, kind.toolsets(kind.config_type().model_validate_json(config))),
     ]
-    found = []
+    names = []
     for prefix, server in servers:
         for tool in _Loop.of_process().run(server.list_tools()):
             name = f"{prefix}_{tool.name}" if prefix else tool.name
             function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-            found.append(json.dumps({"type": "function", "function": function}))
-    return found
+            names.append(json.dumps({"type": "function", "function": function}))
+    return names
 
 
 @cache
@@ -308,8 +308,8 @@ def _trace(task: Any, said: list[str]) -> Any:
         nodes.append(MessageNode(message=message, sampled=own))
     for number, node in enumerate(nodes):
         node.parent = number - 1 if number else None
-    kept = TraceTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash)
-    return Trace(task=kept, agent=AgentInfo(config=WireAgentConfig()), nodes=nodes, is_completed=True, ok=True)
+    trace_task = TraceTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash)
+    return Trace(task=trace_task, agent=AgentInfo(config=WireAgentConfig()), nodes=nodes, is_completed=True, ok=True)
 
 
 def _answer(text: str, number: int) -> Any:
@@ -319,8 +319,8 @@ def _answer(text: str, number: int) -> Any:
     if called is None:
         return AssistantMessage(content=text)
     try:
-        asked = json.loads(called[1])
-        name, arguments = str(asked["name"]), json.dumps(asked.get("arguments", {}))
+        tool_call = json.loads(called[1])
+        name, arguments = str(tool_call["name"]), json.dumps(tool_call.get("arguments", {}))
     except (json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError):
         return AssistantMessage(content=text)
     call = ToolCall(id=f"call_{number}", name=name, arguments=arguments)

@@ -18,7 +18,7 @@ from mopd_dataplane.interchange.export_traces import Traces
 from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.interchange.signal_entries import ENTRY, SignalsOut
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.read.decode import find_decoder
 from mopd_dataplane.tables import SAMPLES, TOKENS
 
 _REWARD = pa.struct(

@@ -12,7 +12,7 @@ import pyarrow as pa
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.signal_entries import SignalsOut
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.read.decode import find_decoder
 
 TRACE_VERSION = 1
 _FINISH = {"stop": "stop", "length": "length"}
@@ -36,14 +36,14 @@ class Traces:
 
     def _episode(self, sample: dict[str, Any]) -> dict[str, Any]:
         question = sample["question"]
-        asked = {
+        prompt_fields = {
             "prompt": question.get("text"), "answer": question.get("answer"), "name": sample["prompt_id"]
         }  # fmt: skip
-        task = {"type": sample["domain"] or "task", "data": {k: v for k, v in asked.items() if v is not None}}
+        task = {"type": sample["domain"] or "task", "data": {k: v for k, v in prompt_fields.items() if v is not None}}
         versions = {"start": sample["policy_version_first"], "end": sample["policy_version_last"]}
         teacher, reference = self._reference(sample)
         nodes = self._nodes(sample, reference)
-        last = max((place for place, node in enumerate(nodes) if node["sampled"]), default=None)
+        last = max((index for index, node in enumerate(nodes) if node["sampled"]), default=None)
         finish = _FINISH.get(sample["finish_reason"])
         call = {"node": last, "model": sample["policy"], "sampling": {}, "finish_reason": finish}
         trace = {

@@ -12,14 +12,22 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.extras import require
-from mopd_dataplane.base.file_urls import Place, check_new, is_url, local_path, publish_new, scratch_beside, suffix_of
+from mopd_dataplane.base.file_urls import (
+    PathOrUrl,
+    check_new,
+    is_url,
+    local_path,
+    publish_new,
+    scratch_beside,
+    suffix_of,
+)
 from mopd_dataplane.errors import InputError, UnknownNameError, require_known
 from mopd_dataplane.interchange.export_forms import FORMS, Form
 from mopd_dataplane.interchange.signal_entries import SignalsOut
 from mopd_dataplane.interchange.teachers_in import head_beside
 from mopd_dataplane.records import Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.reading import fitting_rows
+from mopd_dataplane.store.read.row_reader import fitting_rows
 
 KINDS = ("parquet", "jsonl", "arrow", "datasets")
 _ROWS = 512
@@ -27,7 +35,7 @@ _ROWS = 512
 _ROWS_HIDDEN = 16
 
 
-def kind_of(out: Place) -> str:
+def kind_of(out: PathOrUrl) -> str:
     """Export kind that a place's name says: its suffix, or `datasets` for a folder. Raises InputError for another."""
     suffix = suffix_of(out).removeprefix(".")
     if suffix in KINDS[:-1]:
@@ -42,7 +50,7 @@ def kind_of(out: Place) -> str:
 
 def export_samples(
     store: Store,
-    out: Place,
+    out: PathOrUrl,
     kind: str = "",
     *,
     form: str = "plain",
@@ -72,10 +80,10 @@ def export_samples(
     if not len(rows):
         raise UnknownNameError(f"{store.uri}: no sample fits {where!r}" if where else f"{store.uri} has no samples")
     said = SignalsOut(store, pinned, signals, teachers)
-    made = FORMS[form](store, said, kind)
+    writer = FORMS[form](store, said, kind)
     with scratch_beside(out) as scratch:
         staging = scratch / f"rows.{kind}"
-        _write(staging, kind, _batches(store, rows, said, pinned, made, progress), made.schema)
+        _write(staging, kind, _batches(store, rows, said, pinned, writer, progress), writer.schema)
         if kind == "datasets":
             staging = _as_dataset(staging, scratch)
         if "hidden" in signals:
@@ -90,9 +98,9 @@ def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
     rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
     if where is None:
         return rows
-    wanted = fitting_rows(store.dataset("samples", snapshot), "samples", where, ["uid"])["uid"]
+    selected = fitting_rows(store.dataset("samples", snapshot), "samples", where, ["uid"])["uid"]
     uids = pa.chunked_array([batch["uid"] for _, batch in parts], pa.string())
-    chosen: np.ndarray = rows[pa.compute.is_in(uids, value_set=wanted.combine_chunks()).to_numpy()]
+    chosen: np.ndarray = rows[pa.compute.is_in(uids, value_set=selected.combine_chunks()).to_numpy()]
     return chosen
 
 
@@ -119,12 +127,12 @@ def _batches(
 
 
 def _rewards(store: Store, snapshot: Snapshot) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    rewards_by_uid: dict[str, list[dict[str, Any]]] = {}
     columns = ["uid", "verifier", "verifier_version", "reward", "detail"]
     columns += ["correct"] if store.has_column("rewards", "correct", snapshot) else []
     for row in store.table("rewards", columns, snapshot=snapshot).to_pylist():
-        found.setdefault(row.pop("uid"), []).append(row)
-    return found
+        rewards_by_uid.setdefault(row.pop("uid"), []).append(row)
+    return rewards_by_uid
 
 
 def _write(file: Path, kind: str, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
@@ -149,7 +157,7 @@ def _as_text(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _publish_heads(store: Store, teachers: Iterable[Teacher], out: Place, scratch: Path) -> None:
+def _publish_heads(store: Store, teachers: Iterable[Teacher], out: PathOrUrl, scratch: Path) -> None:
     """Copies of the heads beside the export."""
     for teacher in teachers:
         if not teacher.head_file:

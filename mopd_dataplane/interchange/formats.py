@@ -17,15 +17,15 @@ from mopd_dataplane.records import FORMAT_1_NAMES
 from mopd_dataplane.tables import SAMPLES
 
 
-def _verl(fields: Fields, place: str) -> Iterator[Row]:
-    score = number(fields, "score", place)
+def _verl(fields: Fields, location: str) -> Iterator[Row]:
+    score = number(fields, "score", location)
     answer = fields.get("gts")
     yield Row(
-        place=place,
-        prompt=text(fields, "input", place),
-        response=text(fields, "output", place),
-        answer="" if answer is None else text({"gts": str(answer)}, "gts", place),
-        iteration=integer(fields, "step", place),
+        location=location,
+        prompt=text(fields, "input", location),
+        response=text(fields, "output", location),
+        answer="" if answer is None else text({"gts": str(answer)}, "gts", location),
+        iteration=integer(fields, "step", location),
         rewards={} if score is None else {("verl", ""): score},
     )
 
@@ -33,86 +33,93 @@ def _verl(fields: Fields, place: str) -> Iterator[Row]:
 _TRL = {"step", "prompt", "completion", "advantage", "mode", "images"}
 
 
-def _trl(fields: Fields, place: str) -> Iterator[Row]:
+def _trl(fields: Fields, location: str) -> Iterator[Row]:
     rewards = {
         (name, ""): float(value)
         for name, value in fields.items()
         if name not in _TRL and isinstance(value, int | float) and not isinstance(value, bool) and value == value
     }
     yield Row(
-        place=place,
-        prompt=read_prompt(fields, "prompt", place),
-        response=read_response(fields, "completion", place),
-        iteration=integer(fields, "step", place),
+        location=location,
+        prompt=read_prompt(fields, "prompt", location),
+        response=read_response(fields, "completion", location),
+        iteration=integer(fields, "step", location),
         rewards=rewards,
     )
 
 
-def _skyrl(fields: Fields, place: str) -> Iterator[Row]:
+def _skyrl(fields: Fields, location: str) -> Iterator[Row]:
     if fields and all(isinstance(value, int | float) for value in fields.values()):
         return  # aggregated_results.jsonl, which lies beside the rollouts
     score = fields.get("score")
-    total = sum(floats(score, "score", place)) if isinstance(score, list) else number(fields, "score", place)
+    total = sum(floats(score, "score", location)) if isinstance(score, list) else number(fields, "score", location)
     extras = fields.get("env_extras")
-    asked = (extras.get("reward_spec") or extras.get("reward_model")) if isinstance(extras, dict) else None
-    answer = asked.get("ground_truth") if isinstance(asked, dict) else None
+    reward_spec = (extras.get("reward_spec") or extras.get("reward_model")) if isinstance(extras, dict) else None
+    answer = reward_spec.get("ground_truth") if isinstance(reward_spec, dict) else None
     yield Row(
-        place=place,
-        prompt=text(fields, "input_prompt", place),
+        location=location,
+        prompt=text(fields, "input_prompt", location),
         rendered=True,
-        response=text(fields, "output_response", place),
-        answer="" if answer is None else text({"ground_truth": str(answer)}, "ground_truth", place),
-        domain=text(fields, "data_source", place, default="") or text(fields, "env_class", place, default=""),
+        response=text(fields, "output_response", location),
+        answer="" if answer is None else text({"ground_truth": str(answer)}, "ground_truth", location),
+        domain=text(fields, "data_source", location, default="") or text(fields, "env_class", location, default=""),
         rewards={} if total is None else {("skyrl", ""): total},
         sample=finish_reason(fields.get("stop_reason")),
     )
 
 
-def _plain(fields: Fields, place: str) -> Iterator[Row]:
+def _plain(fields: Fields, location: str) -> Iterator[Row]:
     fields = {FORMAT_1_NAMES.get(name, name): value for name, value in fields.items()}
     prompt_ids: list[int] | None = None
     response_ids: list[int] | None = None
     if fields.get("tokens") is not None:
-        whole, length = integers(fields["tokens"], "tokens", place), integer(fields, "prompt_len", place, default=-1)
+        whole, length = (
+            integers(fields["tokens"], "tokens", location),
+            integer(fields, "prompt_len", location, default=-1),
+        )
         if not 0 <= length <= len(whole):
             raise InputError(
-                f"{place}: prompt_len is {length}, tokens has {len(whole)}; give the number of prompt tokens"
+                f"{location}: prompt_len is {length}, tokens has {len(whole)}; give the number of prompt tokens"
             )
         prompt_ids, response_ids = whole[:length], whole[length:]
     elif fields.get("prompt_ids") is not None or fields.get("response_ids") is not None:
-        prompt_ids, response_ids = (integers(fields.get(name), name, place) for name in ("prompt_ids", "response_ids"))
-    given = fields.get("logprobs")
+        prompt_ids, response_ids = (
+            integers(fields.get(name), name, location) for name in ("prompt_ids", "response_ids")
+        )
+    values = fields.get("logprobs")
     mask = fields.get("loss_mask")
-    reward = number(fields, "reward", place)
+    reward = number(fields, "reward", location)
     rewards = {("reward", ""): reward} if reward is not None else {}
     verdicts: dict[str, dict[str, Any]] = {}
-    for entry in objects(fields, "rewards", place):
-        value = number(entry, "reward", place)
+    for entry in objects(fields, "rewards", location):
+        value = number(entry, "reward", location)
         if value is not None:
-            verifier = text(entry, "verifier", place)
-            rewards[verifier, text(entry, "verifier_version", place, default="")] = value
-            detail = text(entry, "detail", place, default="") or None
-            verdicts[verifier] = {"detail": detail, "correct": _truth(entry, "correct", place)}
-    known_question = part(fields, "question_fields", place)
+            verifier = text(entry, "verifier", location)
+            rewards[verifier, text(entry, "verifier_version", location, default="")] = value
+            detail = text(entry, "detail", location, default="") or None
+            verdicts[verifier] = {"detail": detail, "correct": _truth(entry, "correct", location)}
+    known_question = part(fields, "question_fields", location)
     yield Row(
-        place=place,
+        location=location,
         ignored=tuple(name for name in fields if name not in _PLAIN),
-        prompt=read_prompt(fields, "prompt", place, optional=prompt_ids is not None),
-        response=None if response_ids is not None else read_response(fields, "response", place),
+        prompt=read_prompt(fields, "prompt", location, optional=prompt_ids is not None),
+        response=None if response_ids is not None else read_response(fields, "response", location),
         prompt_ids=prompt_ids,
         response_ids=response_ids,
-        logprobs=None if given is None else floats(given, "logprobs", place),
-        loss_mask=None if mask is None else integers(mask, "loss_mask", place),
-        answer=text(fields, "answer", place, default=""),
-        domain=text(fields, "domain", place, default=""),
-        iteration=integer(fields, "iteration", place),
-        turns=integer(fields, "turns", place, default=1),
+        logprobs=None if values is None else floats(values, "logprobs", location),
+        loss_mask=None if mask is None else integers(mask, "loss_mask", location),
+        answer=text(fields, "answer", location, default=""),
+        domain=text(fields, "domain", location, default=""),
+        iteration=integer(fields, "iteration", location),
+        turns=integer(fields, "turns", location, default=1),
         rewards=rewards,
         verdicts=verdicts,
-        signals=signals_in(fields, place),
-        sample=_stated(fields, place),
+        signals=signals_in(fields, location),
+        sample=_stated(fields, location),
         question={
-            name: text(known_question, name, place) for name in QUESTION_FIELDS if known_question.get(name) is not None
+            name: text(known_question, name, location)
+            for name in QUESTION_FIELDS
+            if known_question.get(name) is not None
         },
     )
 
@@ -149,18 +156,18 @@ FORMATS: dict[str, Reader] = {
 }
 
 
-def _truth(fields: Fields, name: str, place: str) -> bool | None:
+def _truth(fields: Fields, name: str, location: str) -> bool | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
-        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected true, false or null")
+        raise InputError(f"{location}: field {name!r} is {value!r:.60}, expected true, false or null")
     return value
 
 
-def _stated(fields: Fields, place: str) -> dict[str, Any]:
+def _stated(fields: Fields, location: str) -> dict[str, Any]:
     """Fields of Sample that a plain row states, checked."""
     there = (name for name in STATED if fields.get(name) is not None)
-    stated = {name: stored(fields, SAMPLES.schema.field(name), place) for name in there}
+    stated = {name: stored(fields, SAMPLES.schema.field(name), location) for name in there}
     for listed in _LISTS:
-        if (given := fields.get(listed.name)) is not None:
-            stated[listed.name] = (floats if listed.is_float else integers)(given, listed.name, place)
+        if (value := fields.get(listed.name)) is not None:
+            stated[listed.name] = (floats if listed.is_float else integers)(value, listed.name, location)
     return stated

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mopd_dataplane.base.file_urls import Place, files_at
+from mopd_dataplane.base.file_urls import PathOrUrl, files_at
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
@@ -24,10 +24,10 @@ from mopd_dataplane.interchange.vocabulary import Vocabulary
 from mopd_dataplane.job.sections import NAME
 from mopd_dataplane.models.chat_template import THOUGHT_FIELDS, Messages, RewrittenTurnError
 from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
-from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import keep_tokenizer
-from mopd_dataplane.store.sample_values import log_probs, other_content, whole_numbers
+from mopd_dataplane.store.format.arrow_rows import check_sample, sample_crc
+from mopd_dataplane.store.format.sample_values import log_probs, other_content, whole_numbers
+from mopd_dataplane.store.read.decode import keep_tokenizer
 
 BATCH = 1024
 """Samples committed together, at most."""
@@ -93,7 +93,7 @@ class ImportReport:
 
 def import_rollouts(
     store: Store | str,
-    path: Place,
+    path: PathOrUrl,
     settings: ImportSettings,
     vocabulary: Vocabulary,
     *,
@@ -120,8 +120,8 @@ def import_rollouts(
     teachers.bring(store)
     report, places, divided = ImportReport(), set[str](), set[str]()
     for batch in _batches(_samples(reader, files, settings, vocabulary)):
-        places |= {row.place for row, _, _ in batch}
-        divided |= {row.place for row, _, _ in batch if row.is_part}
+        places |= {row.location for row, _, _ in batch}
+        divided |= {row.location for row, _, _ in batch if row.is_part}
         report.ignored = sorted({*report.ignored, *(name for row, _, _ in batch for name in row.ignored)})
         _write(store, batch, prompts, report)
         progress(report.samples)
@@ -147,26 +147,27 @@ def _batches(converted: Iterator[tuple[Row, Prompt, Sample]]) -> Iterator[list[t
 
 
 def _check(
-    store: Store | None, path: Place, converted: Iterator[tuple[Row, Prompt, Sample]], teachers: Teachers
+    store: Store | None, path: PathOrUrl, converted: Iterator[tuple[Row, Prompt, Sample]], teachers: Teachers
 ) -> dict[str, Prompt]:
     """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name.
 
     Returns the prompts by name: a question that came by another format before stays as that brought it.
     """
-    known = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
+    prompts_by_id = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
     places: list[str] = []
     uids: list[str] = []
     crcs: list[int] = []
     for row, prompt, sample in converted:
-        places.append(row.place)
+        places.append(row.location)
         uids.append(sample.uid)
         crcs.append(sample_crc(sample))
         for said in row.signals:
-            teachers.check(said, row.place, sample.response_len, sample.loss_tokens)
-        before = known.setdefault(prompt.prompt_id, prompt)
+            teachers.check(said, row.location, sample.response_len, sample.loss_tokens)
+        before = prompts_by_id.setdefault(prompt.prompt_id, prompt)
         if not _is_same_question(prompt, before):
             raise InputError(
-                f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
+                f"{row.location}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the "
+                "store or in a "
                 "row before; rename it, or leave prompt_id out"
             )
     if not places:
@@ -176,7 +177,7 @@ def _check(
             f"{places[other]}: uid {uids[other]} is the name of a sample with other tokens, log-probs or masks, in the "
             "store or in a row before; leave uid out, and it follows from the content"
         )
-    return known
+    return prompts_by_id
 
 
 def _is_same_question(prompt: Prompt, other: Prompt) -> bool:
@@ -219,31 +220,31 @@ def _samples(
     groups: dict[str, int] = {}
     ordinal = 0
     for file in files:
-        for place, fields in read_rows(file):
-            for row in _rows_of(reader, settings.format, fields, place):
+        for location, fields in read_rows(file):
+            for row in _rows_of(reader, settings.format, fields, location):
                 for part in _divided(row, settings, vocabulary):
                     try:
                         yield _converted(part, settings, vocabulary, seen, groups, ordinal)
                     except (MismatchError, EngineError) as error:
-                        raise InputError(f"{place}: {error}") from None
+                        raise InputError(f"{location}: {error}") from None
                     ordinal += 1
 
 
-def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], place: str) -> list[Row]:
+def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], location: str) -> list[Row]:
     """Rows that an importer makes of one row of a file. Raises InputError for an invalid one of another package."""
     if name in FORMATS:
-        return list(reader(fields, place))
+        return list(reader(fields, location))
     try:
-        rows = list(reader(fields, place))
+        rows = list(reader(fields, location))
     except MopdError:
         raise
     except Exception as error:
         raise InputError(
-            f"{place}: importer {name!r:.80} ended with {type(error).__name__}: {error!s:.200}; it takes a row's "
+            f"{location}: importer {name!r:.80} ended with {type(error).__name__}: {error!s:.200}; it takes a row's "
             "fields and its place, and yields interchange rows: mopd_dataplane.testing.check_importer tries one"
         ) from error
     if strange := next((row for row in rows if not isinstance(row, Row)), None):
-        raise InputError(f"{place}: importer {name!r:.80} gave {strange!r:.80}; it must yield interchange rows")
+        raise InputError(f"{location}: importer {name!r:.80} gave {strange!r:.80}; it must yield interchange rows")
     return rows
 
 
@@ -255,27 +256,28 @@ def _converted(
     groups: dict[str, int],
     ordinal: int,
 ) -> tuple[Row, Prompt, Sample]:
-    given = row.sample
+    fields = row.sample
     domain = row.domain or settings.domain
-    stage = settings.stage or given.get("stage", "")
+    stage = settings.stage or fields.get("stage", "")
     for name, value in (("domain", domain), ("stage", stage)):
         if not value:
-            raise InputError(f"{row.place}: the row names no {name}; give --{name} NAME")
+            raise InputError(f"{row.location}: the row names no {name}; give --{name} NAME")
     if not re.fullmatch(NAME, stage):
-        raise InputError(f"{row.place}: stage {stage!r:.80}: allowed are up to 64 of a-z, 0-9, '_', '.', '-'")
+        raise InputError(f"{row.location}: stage {stage!r:.80}: allowed are up to 64 of a-z, 0-9, '_', '.', '-'")
     if row.iteration < 0:
-        raise InputError(f"{row.place}: iteration is {row.iteration}; allowed: 0 and above")
+        raise InputError(f"{row.location}: iteration is {row.iteration}; allowed: 0 and above")
     prompt_ids, response_ids = _checked_ids(row, vocabulary)
     if row.teacher_logprobs is not None:
         if len(row.teacher_logprobs) != len(response_ids):
             raise InputError(
-                f"{row.place}: {len(row.teacher_logprobs)} log-probs of a teacher for {len(response_ids)} tokens; "
+                f"{row.location}: {len(row.teacher_logprobs)} log-probs of a teacher for {len(response_ids)} tokens; "
                 "expected one each"
             )
         log_probs(np.array(row.teacher_logprobs, np.float64), "teacher_logprobs")
-    if given.get("tokenizer", vocabulary.digest) != vocabulary.digest:
+    if fields.get("tokenizer", vocabulary.digest) != vocabulary.digest:
         raise InputError(
-            f"{row.place}: token ids of tokenizer {given['tokenizer']!r:.40}, the given one is {vocabulary.digest}; "
+            f"{row.location}: token ids of tokenizer {fields['tokenizer']!r:.40}, the given one is "
+            f"{vocabulary.digest}; "
             "give the tokenizer that made them"
         )
     prompt = _question(row, domain, settings)
@@ -288,19 +290,19 @@ def _converted(
             given_logprobs[(mask == 0) & (given_logprobs != 0)] = 0
         logprobs = log_probs(given_logprobs, "logprobs").astype(np.float32)
     tokens = np.array(prompt_ids + response_ids, np.int32)
-    group = given.get("group_id", f"{prompt.prompt_id}#{row.iteration}")
+    group = fields.get("group_id", f"{prompt.prompt_id}#{row.iteration}")
     index = groups[group] = groups.get(group, -1) + 1
     stated: dict[str, Any] = {
         "group_index": index, "writer": f"import-{settings.format}" + ("-text" if row.from_text else ""),
         "writer_seq": ordinal, "policy": settings.policy, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0,
         "finish_reason": "unknown",
-    } | {name: given[name] for name in STATED if name in given and name not in CHECKED}  # fmt: skip
+    } | {name: fields[name] for name in STATED if name in fields and name not in CHECKED}  # fmt: skip
     sample = Sample(
-        uid=given.get("uid") or _uid(stage, row, tokens, logprobs, mask, seen), prompt_id=prompt.prompt_id,
+        uid=fields.get("uid") or _uid(stage, row, tokens, logprobs, mask, seen), prompt_id=prompt.prompt_id,
         group_id=group, iteration=row.iteration, domain=domain, stage=stage, prompt_len=len(prompt_ids), tokens=tokens,
         logprobs=logprobs, loss_mask=mask, turns=row.turns, tokenizer=vocabulary.digest,
-        version_starts=whole_numbers(given.get("version_starts", [0]), *IDS, "version_starts").astype(np.int32),
-        versions=whole_numbers(given.get("versions", [row.iteration]), *INT32, "versions").astype(np.int32),
+        version_starts=whole_numbers(fields.get("version_starts", [0]), *IDS, "version_starts").astype(np.int32),
+        versions=whole_numbers(fields.get("versions", [row.iteration]), *INT32, "versions").astype(np.int32),
         **_recorded(row, len(tokens), mask, vocabulary), **stated,
     )  # fmt: skip
     check_sample(sample)
@@ -337,20 +339,20 @@ def _divided(row: Row, settings: ImportSettings, vocabulary: Vocabulary) -> list
     except RewrittenTurnError as error:
         if settings.rewritten == "refuse":
             raise InputError(
-                f"{row.place}: {error}; --rewritten split makes each answer a sample of its own, or give token ids"
+                f"{row.location}: {error}; --rewritten split makes each answer a sample of its own, or give token ids"
             ) from None
     except InputError as error:
-        raise InputError(f"{row.place}: {error}") from None
+        raise InputError(f"{row.location}: {error}") from None
     prompt, response = _as_messages(row)
-    own = [place for place, message in enumerate(response) if message["role"] == "assistant"]
+    own = [index for index, message in enumerate(response) if message["role"] == "assistant"]
     parts = [
-        replace(row, prompt=[*prompt, *response[:place]], response=response[place : place + 1], turns=1, is_part=True)
-        for place in own
+        replace(row, prompt=[*prompt, *response[:index]], response=response[index : index + 1], turns=1, is_part=True)
+        for index in own
     ]
     try:
         return [_tokenised(part, vocabulary) for part in parts]
     except InputError as error:
-        raise InputError(f"{row.place}: {error}") from None
+        raise InputError(f"{row.location}: {error}") from None
 
 
 def _tokenised(row: Row, vocabulary: Vocabulary) -> Row:
@@ -398,9 +400,9 @@ def _checked_ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]
     prompt_ids, response_ids = row.prompt_ids or [], row.response_ids or []
     highest = max([*prompt_ids, *response_ids], default=0)
     if highest >= vocabulary.size:
-        raise InputError(f"{row.place}: token id {highest}, the tokenizer has {vocabulary.size}; give the right one")
+        raise InputError(f"{row.location}: token id {highest}, the tokenizer has {vocabulary.size}; give the right one")
     if not prompt_ids or not response_ids:
-        raise InputError(f"{row.place}: the {'response' if prompt_ids else 'prompt'} has no tokens")
+        raise InputError(f"{row.location}: the {'response' if prompt_ids else 'prompt'} has no tokens")
     return prompt_ids, response_ids
 
 
@@ -413,44 +415,44 @@ def _recorded(row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -
 def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """A recorded field of a row of `length` tokens with this loss mask [R], in its dtype; [places, W] of a field with
     several values a place."""
-    given = np.array(row.sample[field.name], np.float64 if field.is_float else np.int64)
-    if field.token_ids and given.max(initial=0) >= vocabulary.size:
+    array = np.array(row.sample[field.name], np.float64 if field.is_float else np.int64)
+    if field.token_ids and array.max(initial=0) >= vocabulary.size:
         raise InputError(
-            f"{row.place}: {field.name} holds {given.max()}, the tokenizer has {vocabulary.size} ids; "
+            f"{row.location}: {field.name} holds {array.max()}, the tokenizer has {vocabulary.size} ids; "
             "give the right one"
         )
     if field.values is not None:
-        whole_numbers(given, *field.values, field.name)
+        whole_numbers(array, *field.values, field.name)
     if field.width:
         axes = {"token": length, "read": length - 1, "response": len(mask), "trained": int(mask.sum())}
         places = axes[field.axis]
-        if not places or len(given) % places:
+        if not places or len(array) % places:
             raise InputError(
-                f"{row.place}: {field.name} has {len(given)} values up to {given.max(initial=0)}; expected as many "
+                f"{row.location}: {field.name} has {len(array)} values up to {array.max(initial=0)}; expected as many "
                 f"for each of {places} places"
             )
-        given = given.reshape(places, -1)
-    return given.astype(field.dtype)
+        array = array.reshape(places, -1)
+    return array.astype(field.dtype)
 
 
 def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
     """The prompt of a row; its name follows from what it asks, unless the row names it."""
-    asked: str | Messages = "" if row.prompt is None else row.prompt
+    question: str | Messages = "" if row.prompt is None else row.prompt
     messages = ""
-    if not isinstance(asked, str):
-        messages = json.dumps(asked, ensure_ascii=False)
-        asked = conversation_text(asked)
-    key = messages or asked or repr(row.prompt_ids)
+    if not isinstance(question, str):
+        messages = json.dumps(question, ensure_ascii=False)
+        question = conversation_text(question)
+    key = messages or question or repr(row.prompt_ids)
     if row.chat.tools:
         tools = json.dumps(row.chat.tools, ensure_ascii=False)
-        key, asked = f"{key}\0{tools}", f"tools: {tools}\n{asked}"
+        key, question = f"{key}\0{tools}", f"tools: {tools}\n{question}"
     digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
     stated: dict[str, Any] = {
         "split": SPLIT, "source": f"import:{settings.format}", "messages": messages, **row.question,
     }  # fmt: skip
     return Prompt(
         prompt_id=row.sample.get("prompt_id", f"{domain}-import-{digest}"),
-        domain=domain, text=asked, answer=row.answer, **stated,
+        domain=domain, text=question, answer=row.answer, **stated,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.base.file_urls import Place, open_file, suffix_of
+from mopd_dataplane.base.file_urls import PathOrUrl, open_file, suffix_of
 from mopd_dataplane.errors import InputError
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -19,7 +19,7 @@ LARGEST = float(np.finfo(np.float32).max)
 Fields = dict[str, Any]
 
 
-def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
+def read_rows(file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
     """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet and Arrow, from 1.
 
     Raises InputError with the place of a row that cannot be read.
@@ -28,7 +28,7 @@ def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
         yield from rows_in(content, file)
 
 
-def rows_in(content: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
+def rows_in(content: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
     """The rows of an open file, as read_rows gives them; its name says of which form it is."""
     try:
         yield from _tabular(content, file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(content, file)
@@ -36,25 +36,25 @@ def rows_in(content: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
         raise InputError(f"{file} cannot be read to its end ({error})") from None
 
 
-def _jsonl(lines: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
+def _jsonl(lines: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
     number = 0
     while line := lines.readline(_LINE_BYTES + 1):
         number += 1
-        place = f"{file}:{number}"
+        location = f"{file}:{number}"
         if len(line) > _LINE_BYTES:
-            raise InputError(f"{place}: longer than {_LINE_BYTES:,} bytes; is this one JSON object a line?")
+            raise InputError(f"{location}: longer than {_LINE_BYTES:,} bytes; is this one JSON object a line?")
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{place}: not JSON ({error})") from None
+            raise InputError(f"{location}: not JSON ({error})") from None
         if not isinstance(fields, dict):
-            raise InputError(f"{place}: a {type(fields).__name__}; each line must be one JSON object")
-        yield place, fields
+            raise InputError(f"{location}: a {type(fields).__name__}; each line must be one JSON object")
+        yield location, fields
 
 
-def _tabular(content: BinaryIO, file: Place) -> Iterator[tuple[str, Fields]]:
+def _tabular(content: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
     number = 0
     try:
         for batch in _batches(content, suffix_of(file)):
@@ -84,38 +84,38 @@ _ARROW_FILE = b"ARROW1"
 """First bytes of an Arrow file; a stream begins otherwise."""
 
 
-def text(fields: Fields, name: str, place: str, *, default: str | None = None) -> str:
+def text(fields: Fields, name: str, location: str, *, default: str | None = None) -> str:
     """A string field. Raises InputError when it is missing without a default, or something else."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected text")
-    check_unicode(value, name, place)
+        raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected text")
+    check_unicode(value, name, location)
     return value
 
 
-def check_unicode(value: str, name: str, place: str) -> None:
+def check_unicode(value: str, name: str, location: str) -> None:
     """Raise InputError for half a surrogate pair, which JSON can write and no file of ours can hold."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{place}: field {name!r} is no valid Unicode at character {error.start}") from None
+        raise InputError(f"{location}: field {name!r} is no valid Unicode at character {error.start}") from None
 
 
 def _checked(
-    fields: Fields, name: str, place: str, fits: Callable[[Any], bool], expected: str, default: Any = None
+    fields: Fields, name: str, location: str, fits: Callable[[Any], bool], expected: str, default: Any = None
 ) -> Any:
     """A field, the default where it is missing. Raises InputError when it is something else than expected."""
     value = fields.get(name)
     if value is not None and not fits(value):
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected {expected}")
+        raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected {expected}")
     return default if value is None else value
 
 
-def integer(fields: Fields, name: str, place: str, *, default: int = 0) -> int:
+def integer(fields: Fields, name: str, location: str, *, default: int = 0) -> int:
     """An integer field; missing is the default."""
-    return int(_checked(fields, name, place, _is_whole, "an integer", default))
+    return int(_checked(fields, name, location, _is_whole, "an integer", default))
 
 
 def _is_whole(value: Any) -> bool:
@@ -124,9 +124,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def number(fields: Fields, name: str, place: str) -> float | None:
+def number(fields: Fields, name: str, location: str) -> float | None:
     """A finite number, None when the field is missing."""
-    value = _checked(fields, name, place, _is_number, "a finite number")
+    value = _checked(fields, name, location, _is_number, "a finite number")
     return None if value is None else float(value)
 
 
@@ -135,48 +135,50 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def stored(fields: Fields, column: pa.Field, place: str) -> Any:
+def stored(fields: Fields, column: pa.Field, location: str) -> Any:
     """A field by the type of the column that will hold it: as text, integer or number."""
     kind = column.type
     read: Callable[[Fields, str, str], Any]
     read = text if pa.types.is_string(kind) else integer if pa.types.is_integer(kind) else number
-    return read(fields, column.name, place)
+    return read(fields, column.name, location)
 
 
-def integers(value: Any, name: str, place: str) -> list[int]:
+def integers(value: Any, name: str, location: str) -> list[int]:
     """A list of integers that fit 32 bits and are not negative."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of token ids")
+        raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected a list of token ids")
     for position, item in enumerate(value):
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 1 << 31:
-            raise InputError(f"{place}: {name}[{position}] is {_shown(item)}, expected an integer from 0 to 2^31 - 1")
+            raise InputError(
+                f"{location}: {name}[{position}] is {_shown(item)}, expected an integer from 0 to 2^31 - 1"
+            )
     return list(value)
 
 
-def floats(value: Any, name: str, place: str) -> list[float]:
+def floats(value: Any, name: str, location: str) -> list[float]:
     """A list of finite numbers."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of numbers")
+        raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected a list of numbers")
     for position, item in enumerate(value):
         if not _is_number(item):
-            raise InputError(f"{place}: {name}[{position}] is {_shown(item)}, expected a finite number")
+            raise InputError(f"{location}: {name}[{position}] is {_shown(item)}, expected a finite number")
     return [float(item) for item in value]
 
 
-def objects(fields: Fields, name: str, place: str) -> list[Fields]:
+def objects(fields: Fields, name: str, location: str) -> list[Fields]:
     """A list of objects; missing is an empty one."""
-    found: list[Fields] = _checked(fields, name, place, _is_objects, "a list of objects", [])
-    return found
+    items: list[Fields] = _checked(fields, name, location, _is_objects, "a list of objects", [])
+    return items
 
 
 def _is_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def part(fields: Fields, name: str, place: str) -> Fields:
+def part(fields: Fields, name: str, location: str) -> Fields:
     """An object; missing is an empty one."""
-    found: Fields = _checked(fields, name, place, lambda value: isinstance(value, dict), "an object", {})
-    return found
+    member: Fields = _checked(fields, name, location, lambda value: isinstance(value, dict), "an object", {})
+    return member
 
 
 def _shown(value: Any) -> str:

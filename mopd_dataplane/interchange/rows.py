@@ -22,7 +22,7 @@ class Row:
     Example: Row(place="7.jsonl:1", prompt="3 + 4 =", response=" 7", iteration=7, rewards={"score": 1.0}).
     """
 
-    place: str
+    location: str
     """File and line or row number."""
     prompt: str | Messages | None = None
     rendered: bool = False
@@ -79,49 +79,49 @@ def finish_reason(value: Any) -> dict[str, Any]:
     return {"finish_reason": _FINISHED[value]} if isinstance(value, str) and value in _FINISHED else {}
 
 
-def drawn(fields: Fields, place: str) -> dict[str, Any]:
+def drawn(fields: Fields, location: str) -> dict[str, Any]:
     """Sampling parameters of a policy, as far as its source has them."""
-    stated: dict[str, Any] = {name: number(fields, name, place) for name in ("temperature", "top_p")}
-    stated["top_k"] = max(0, integer(fields, "top_k", place)) or None
+    stated: dict[str, Any] = {name: number(fields, name, location) for name in ("temperature", "top_p")}
+    stated["top_k"] = max(0, integer(fields, "top_k", location)) or None
     return {name: value for name, value in stated.items() if value is not None}
 
 
-def read_prompt(fields: Fields, name: str, place: str, *, optional: bool = False) -> str | Messages | None:
+def read_prompt(fields: Fields, name: str, location: str, *, optional: bool = False) -> str | Messages | None:
     """A prompt: text or messages. Raises InputError for something else, or none where it is not optional."""
-    return None if optional and fields.get(name) is None else _said(fields, name, place, "a list of messages")
+    return None if optional and fields.get(name) is None else _said(fields, name, location, "a list of messages")
 
 
-def read_response(fields: Fields, name: str, place: str) -> str | Messages:
+def read_response(fields: Fields, name: str, location: str) -> str | Messages:
     """A response: text, or messages of which the first is the assistant's."""
-    said = _said(fields, name, place, "messages of the assistant")
-    return said if isinstance(said, str) else as_response(said, name, place)
+    said = _said(fields, name, location, "messages of the assistant")
+    return said if isinstance(said, str) else as_response(said, name, location)
 
 
-def _said(fields: Fields, name: str, place: str, or_messages: str) -> str | Messages:
+def _said(fields: Fields, name: str, location: str, or_messages: str) -> str | Messages:
     value = fields.get(name)
     if isinstance(value, str):
-        return text(fields, name, place)
+        return text(fields, name, location)
     if isinstance(value, list) and value:
-        return read_messages(value, name, place)
-    raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected text or {or_messages}")
+        return read_messages(value, name, location)
+    raise InputError(f"{location}: field {name!r} is {value!r:.60}, expected text or {or_messages}")
 
 
-def as_response(messages: Messages, name: str, place: str) -> str | Messages:
+def as_response(messages: Messages, name: str, location: str) -> str | Messages:
     """Messages from the policy's first turn on: a single one without tool calls is its text.
 
     What follows the assistant's last message taught the policy nothing, and is left out.
     """
     if not messages or messages[0]["role"] != "assistant":
-        found = messages[0]["role"] if messages else "no message"
-        raise InputError(f"{place}: field {name!r} begins with {found!r:.40}, expected a message of the assistant")
+        role = messages[0]["role"] if messages else "no message"
+        raise InputError(f"{location}: field {name!r} begins with {role!r:.40}, expected a message of the assistant")
     last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
-    kept = messages[: last + 1]
-    if len(kept) == 1 and set(kept[0]) == {"role", "content"}:
-        return str(kept[0]["content"])
-    return kept
+    own = messages[: last + 1]
+    if len(own) == 1 and set(own[0]) == {"role", "content"}:
+        return str(own[0]["content"])
+    return own
 
 
-def chat_options(fields: Fields, place: str) -> ChatOptions:
+def chat_options(fields: Fields, location: str) -> ChatOptions:
     """Tools and template variables of a conversation, as requests to servers and files for training name them.
 
     `tools`: a list of JSON schemas, or its JSON. `chat_template_kwargs`: variables of the template.
@@ -131,11 +131,11 @@ def chat_options(fields: Fields, place: str) -> ChatOptions:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise InputError(f"{place}: field 'tools' is {tools!r:.60}, expected a list of JSON schemas") from None
-    variables = part(fields, "chat_template_kwargs", place)
+            raise InputError(f"{location}: field 'tools' is {tools!r:.60}, expected a list of JSON schemas") from None
+    variables = part(fields, "chat_template_kwargs", location)
     if taken := sorted(_OPTIONS & variables.keys()):
-        raise InputError(f"{place}: chat_template_kwargs holds {taken[0]!r}, which is no variable of a template")
-    return ChatOptions(tools=objects({"tools": tools}, "tools", place), variables=variables)
+        raise InputError(f"{location}: chat_template_kwargs holds {taken[0]!r}, which is no variable of a template")
+    return ChatOptions(tools=objects({"tools": tools}, "tools", location), variables=variables)
 
 
 _OPTIONS = {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
@@ -153,20 +153,20 @@ def _spoken(message: Mapping[str, Any]) -> str:
     return "\n".join(text for text in (str(message["content"]), *written) if text)
 
 
-def read_messages(value: Any, name: str, place: str) -> Messages:
+def read_messages(value: Any, name: str, location: str) -> Messages:
     """Chat messages as templates read them: text in `content`, arguments of tool calls as objects.
 
     Raises InputError for what is no message, or holds more than text.
     """
     if not isinstance(value, list) or not value:
-        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected a list of messages")
-    return [_message(message, f"{name}[{at}]", place) for at, message in enumerate(value)]
+        raise InputError(f"{location}: field {name!r} is {value!r:.60}, expected a list of messages")
+    return [_message(message, f"{name}[{at}]", location) for at, message in enumerate(value)]
 
 
-def _message(value: Any, name: str, place: str) -> dict[str, Any]:
+def _message(value: Any, name: str, location: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise InputError(f"{place}: {name} is {value!r:.60}, expected a message with role and content")
-    message = {"role": value["role"], "content": _content(value.get("content"), f"{name}.content", place)}
+        raise InputError(f"{location}: {name} is {value!r:.60}, expected a message with role and content")
+    message = {"role": value["role"], "content": _content(value.get("content"), f"{name}.content", location)}
     for key in ("name", "tool_call_id"):
         if isinstance(value.get(key), str):
             message[key] = value[key]
@@ -175,31 +175,31 @@ def _message(value: Any, name: str, place: str) -> dict[str, Any]:
         message[THOUGHT_FIELDS[0]] = thought
     calls = value.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise InputError(f"{place}: {name}.tool_calls is {calls!r:.60}, expected a list")
+        raise InputError(f"{location}: {name}.tool_calls is {calls!r:.60}, expected a list")
     if calls:
-        message["tool_calls"] = [_call(call, f"{name}.tool_calls", place) for call in calls]
+        message["tool_calls"] = [_call(call, f"{name}.tool_calls", location) for call in calls]
     return message
 
 
-def _content(value: Any, name: str, place: str) -> str:
+def _content(value: Any, name: str, location: str) -> str:
     parts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(parts, list):
-        raise InputError(f"{place}: {name} is {value!r:.60}, expected text")
+        raise InputError(f"{location}: {name} is {value!r:.60}, expected text")
     texts = []
     for piece in parts:
         said = piece.get("text") if isinstance(piece, dict) and piece.get("type", "text") == "text" else piece
         if not isinstance(said, str):
-            raise InputError(f"{place}: {name} holds {piece!r:.60}; only text is imported")
-        check_unicode(said, name, place)
+            raise InputError(f"{location}: {name} holds {piece!r:.60}; only text is imported")
+        check_unicode(said, name, location)
         texts.append(said)
     return "".join(texts)
 
 
-def _call(value: Any, name: str, place: str) -> dict[str, Any]:
+def _call(value: Any, name: str, location: str) -> dict[str, Any]:
     """A tool call as chat templates read it. verifiers writes name and arguments flat, OpenAI under `function`."""
     function = value.get("function") or value if isinstance(value, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InputError(f"{place}: {name} holds {value!r:.60}, expected a call with a function's name")
+        raise InputError(f"{location}: {name} holds {value!r:.60}, expected a call with a function's name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

@@ -16,8 +16,8 @@ from mopd_dataplane.fields import PLUGIN_COLUMN, SIGNAL_KINDS, Field, arguments,
 from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, stored, text
 from mopd_dataplane.records import Signal, Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.dataset_format import FREED, check_teacher
-from mopd_dataplane.store.reading import header_columns, take_rows
+from mopd_dataplane.store.format.dataset_format import FREED, check_teacher
+from mopd_dataplane.store.read.row_reader import header_columns, take_rows
 from mopd_dataplane.tables import TEACHERS, signal_table
 
 _ARRAYS = tuple(field for kind in SIGNAL_KINDS for field in of_signal(kind))
@@ -66,13 +66,13 @@ class SignalsOut:
 
         Raises UnknownNameError for a teacher, InputError for a kind.
         """
-        known = store.teachers()
+        by_name = store.teachers()
         for name in teachers:
-            if name not in known:
-                raise UnknownNameError(f"no teacher {name!r} in {store.uri}: {nearest(name, known)}")
+            if name not in by_name:
+                raise UnknownNameError(f"no teacher {name!r} in {store.uri}: {nearest(name, by_name)}")
         self._store, self._snapshot = store, snapshot
         self.kinds = tuple(kinds)
-        self.teachers = {name: known[name] for name in (teachers or known)}
+        self.teachers = {name: by_name[name] for name in (teachers or by_name)}
         self._facts: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
         columns = ["sample_row", "teacher", "kind", *_FACTS]
         for row in store.table("scores", columns, snapshot=snapshot).to_pylist() if kinds else ():
@@ -91,70 +91,72 @@ class SignalsOut:
 
         Raises DamagedError where a checksum differs.
         """
-        found: list[list[dict[str, Any]]] = [[] for _ in rows]
+        entries: list[list[dict[str, Any]]] = [[] for _ in rows]
         for name, teacher in self.teachers.items():
             for kind in self.kinds:
                 facts = self._facts.get((name, kind), {})
-                places = [place for place, row in enumerate(rows) if row in facts]
+                places = [index for index, row in enumerate(rows) if row in facts]
                 if places:
-                    chosen = [rows[place] for place in places]
-                    for place, entry in zip(places, self._entries(teacher, kind, chosen), strict=True):
+                    chosen = [rows[index] for index in places]
+                    for index, entry in zip(places, self._entries(teacher, kind, chosen), strict=True):
                         if entry is not None:
-                            found[place].append(entry | facts[rows[place]])
-        return found
+                            entries[index].append(entry | facts[rows[index]])
+        return entries
 
     def _entries(self, teacher: Teacher, kind: str, rows: list[int]) -> list[dict[str, Any] | None]:
         store, snapshot = self._store, self._snapshot
         scored = store.signal_rows(teacher.name, kind, rows, snapshot)
         payload = store.dataset(signal_table(teacher.name, kind), snapshot)
         headers = take_rows(payload, scored["payload_row"].to_pylist(), header_columns(payload, kind)).to_pylist()
-        here = [place for place, header in enumerate(headers) if header.get("codec") != FREED]
-        arrays = store.read_signal(teacher.name, kind, [rows[place] for place in here], snapshot, verify=True)
+        here = [index for index, header in enumerate(headers) if header.get("codec") != FREED]
+        arrays = store.read_signal(teacher.name, kind, [rows[index] for index in here], snapshot, verify=True)
         entries: list[dict[str, Any] | None] = [None] * len(rows)
         identity = {key: value for key, value in asdict(teacher).items() if key != "head_file"}
-        for place, values in zip(here, arrays, strict=True):
+        for index, values in zip(here, arrays, strict=True):
             several = values if isinstance(values, tuple) else (values,)
             flat = {
                 entry_key(field): array.tobytes() if field.blob else array.reshape(-1).tolist()
                 for field, array in zip(of_signal(kind), several, strict=True)
             }
-            entries[place] = {
-                "teacher": identity, "kind": kind, "codec": scored["codec"][place].as_py(),
-                "topk_source": headers[place].get("topk_source"),
+            entries[index] = {
+                "teacher": identity, "kind": kind, "codec": scored["codec"][index].as_py(),
+                "topk_source": headers[index].get("topk_source"),
                 "width": several[0].shape[1] if several[0].ndim > 1 else None, **flat,
             }  # fmt: skip
         return entries
 
 
-def signals_in(fields: Fields, place: str) -> list[TeacherSignal]:
+def signals_in(fields: Fields, location: str) -> list[TeacherSignal]:
     """Signals of an exported row. Raises InputError with the place for entries that no export writes."""
     return [
-        _said(entry, f"{place}: signals[{number_}]") for number_, entry in enumerate(objects(fields, "signals", place))
+        _said(entry, f"{location}: signals[{number_}]")
+        for number_, entry in enumerate(objects(fields, "signals", location))
     ]
 
 
-def _said(entry: Fields, place: str) -> TeacherSignal:
-    kind = text(entry, "kind", place)
+def _said(entry: Fields, location: str) -> TeacherSignal:
+    kind = text(entry, "kind", location)
     try:
         described_by = of_signal(kind)
     except UnknownNameError as error:
-        raise InputError(f"{place}: {error}") from None
+        raise InputError(f"{location}: {error}") from None
     described = entry.get("teacher")
     if not isinstance(described, dict):
-        raise InputError(f"{place}: field 'teacher' is {described!r:.60}, expected an object that names the teacher")
-    width = integer(entry, "width", place, default=0)
+        raise InputError(f"{location}: field 'teacher' is {described!r:.60}, expected an object that names the teacher")
+    width = integer(entry, "width", location, default=0)
     arrays = {}
     for field in described_by:
-        array = _bytes(entry, field.name, place) if field.blob else _numbers(entry, field, place)
+        array = _bytes(entry, field.name, location) if field.blob else _numbers(entry, field, location)
         if field.width and (width < 1 or len(array) % width):
-            raise InputError(f"{place}: {field.name} has {len(array)} values, {width} at each position")
+            raise InputError(f"{location}: {field.name} has {len(array)} values, {width} at each position")
         arrays[field.name] = array.reshape(-1, width) if field.width else array
     return TeacherSignal(
-        _teacher(described, place),
+        _teacher(described, location),
         Signal(
-            uid="", sample_row=-1, kind=kind, codec=text(entry, "codec", place, default="fp32"),
-            topk_source=text(entry, "topk_source", place, default="teacher"),
-            mean_reverse_kl=number(entry, "mean_reverse_kl", place), logprob_std=number(entry, "logprob_std", place),
+            uid="", sample_row=-1, kind=kind, codec=text(entry, "codec", location, default="fp32"),
+            topk_source=text(entry, "topk_source", location, default="teacher"),
+            mean_reverse_kl=number(entry, "mean_reverse_kl", location),
+            logprob_std=number(entry, "logprob_std", location),
             **arguments(Signal, arrays),
         ),
     )  # fmt: skip
@@ -165,29 +167,29 @@ def entry_key(field: Field) -> str:
     return PLUGIN_COLUMN if field.column == PLUGIN_COLUMN else field.name
 
 
-def _numbers(entry: Fields, field: Field, place: str) -> np.ndarray:
+def _numbers(entry: Fields, field: Field, location: str) -> np.ndarray:
     read, key = floats if field.is_float else integers, entry_key(field)
-    return np.array(read(entry.get(key), key, place), field.dtype)
+    return np.array(read(entry.get(key), key, location), field.dtype)
 
 
-def _bytes(entry: Fields, name: str, place: str) -> np.ndarray:
+def _bytes(entry: Fields, name: str, location: str) -> np.ndarray:
     value = entry.get(name)
     if isinstance(value, str):
         try:
             value = base64.b64decode(value, validate=True)
         except ValueError:
-            raise InputError(f"{place}: {name} is no base64 text") from None
+            raise InputError(f"{location}: {name} is no base64 text") from None
     if not isinstance(value, bytes):
-        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected bytes")
+        raise InputError(f"{location}: field {name!r} is {value!r:.60}, expected bytes")
     return np.frombuffer(value, np.uint8)
 
 
-def _teacher(described: Fields, place: str) -> Teacher:
-    found = {field.name: stored(described, field, place) for field in _OF_TEACHER}
-    values: dict[str, Any] = {name: 0.0 if value is None else value for name, value in found.items()}
+def _teacher(described: Fields, location: str) -> Teacher:
+    fields = {field.name: stored(described, field, location) for field in _OF_TEACHER}
+    values: dict[str, Any] = {name: 0.0 if value is None else value for name, value in fields.items()}
     teacher = Teacher(**values, head_file="")
     try:
         check_teacher(teacher)
     except InputError as error:
-        raise InputError(f"{place}: {error}") from None
+        raise InputError(f"{location}: {error}") from None
     return teacher

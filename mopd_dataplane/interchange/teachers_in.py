@@ -4,21 +4,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mopd_dataplane.base.file_urls import Place, exists, joined, local_copy
+from mopd_dataplane.base.file_urls import PathOrUrl, exists, joined, local_copy
 from mopd_dataplane.base.files import file_digest, publish_file
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.records import Teacher
+from mopd_dataplane.store.commit.signals import check_signal
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.signals import check_signal
 
 HEADS = ".heads"
 """Suffix of the folder of heads beside an exported file."""
 
 
-def head_beside(place: Place, teacher: str) -> str:
+def head_beside(location: PathOrUrl, teacher: str) -> str:
     """Path of a teacher's LM head beside an exported file or folder."""
-    return joined(f"{str(place).rstrip('/')}{HEADS}", f"{teacher}.safetensors")
+    return joined(f"{str(location).rstrip('/')}{HEADS}", f"{teacher}.safetensors")
 
 
 class Teachers:
@@ -33,22 +33,23 @@ class Teachers:
         self._new: dict[str, Teacher] = {}
         self._heads: dict[str, str] = {}
 
-    def check(self, said: TeacherSignal, place: str, response_len: int, loss_tokens: int) -> None:
+    def check(self, said: TeacherSignal, location: str, response_len: int, loss_tokens: int) -> None:
         """Raise InputError with the place for a signal that does not fit its sample, its tokenizer or what is known of
         its teacher."""
         teacher, signal = said.teacher, said.signal
         if teacher.tokenizer_digest != self._digest:
             raise InputError(
-                f"{place}: teacher {teacher.name!r} reads tokenizer {teacher.tokenizer_digest!r:.40}, the given one is "
+                f"{location}: teacher {teacher.name!r} reads tokenizer {teacher.tokenizer_digest!r:.40}, "
+                "the given one is "
                 f"{self._digest}; give the tokenizer that made the ids"
             )
-        self._check_identity(teacher, place, needs_head=signal.kind == "hidden")
+        self._check_identity(teacher, location, needs_head=signal.kind == "hidden")
         try:
             check_signal(signal, signal.kind, response_len, loss_tokens)
         except (MismatchError, EngineError) as error:
-            raise InputError(f"{place}: {error}") from None
+            raise InputError(f"{location}: {error}") from None
         if signal.topk_ids is not None and signal.topk_ids.max(initial=0) >= self._size:
-            raise InputError(f"{place}: topk_ids holds {signal.topk_ids.max()}, the tokenizer has {self._size} ids")
+            raise InputError(f"{location}: topk_ids holds {signal.topk_ids.max()}, the tokenizer has {self._size} ids")
 
     def bring(self, store: Store) -> None:
         """Have heads and teachers in the store."""
@@ -62,37 +63,39 @@ class Teachers:
                 teacher = replace(teacher, head_digest="")
             store.add_teacher(teacher)
 
-    def _check_identity(self, teacher: Teacher, place: str, *, needs_head: bool) -> None:
-        known = self._stored.get(teacher.name) or self._new.get(teacher.name)
-        if known is not None and known.weights_digest != teacher.weights_digest:
+    def _check_identity(self, teacher: Teacher, location: str, *, needs_head: bool) -> None:
+        earlier = self._stored.get(teacher.name) or self._new.get(teacher.name)
+        if earlier is not None and earlier.weights_digest != teacher.weights_digest:
             raise InputError(
-                f"{place}: teacher {teacher.name!r} has weights {teacher.weights_digest!r:.20}, the one of that name "
-                f"in the store or in a row before has {known.weights_digest!r:.20}; rename one of them"
+                f"{location}: teacher {teacher.name!r} has weights {teacher.weights_digest!r:.20}, the one "
+                "of that name "
+                f"in the store or in a row before has {earlier.weights_digest!r:.20}; rename one of them"
             )
         if teacher.name not in self._stored:
             self._new.setdefault(teacher.name, teacher)
             if needs_head and teacher.name not in self._heads:
-                self._heads[teacher.name] = self._head(teacher, place)
+                self._heads[teacher.name] = self._head(teacher, location)
         elif needs_head and not self._stored[teacher.name].head_file:
             raise InputError(
-                f"{place}: teacher {teacher.name!r} is in the store without its LM head, which its hidden states need; "
+                f"{location}: teacher {teacher.name!r} is in the store without its LM head, which its "
+                "hidden states need; "
                 "import into another store, or export without hidden states"
             )
 
-    def _head(self, teacher: Teacher, place: str) -> str:
-        wanted = [head_beside(beside, teacher.name) for beside in self._places]
-        for head in wanted:
+    def _head(self, teacher: Teacher, location: str) -> str:
+        files = [head_beside(beside, teacher.name) for beside in self._places]
+        for head in files:
             if exists(head):
                 with local_copy(head) as file:
-                    found = file_digest(file)
-                if found != teacher.head_digest:
+                    digest = file_digest(file)
+                if digest != teacher.head_digest:
                     raise InputError(
-                        f"{head} has sha256 {found[:16]}…, the rows of {place} name {teacher.head_digest[:16]}…; "
+                        f"{head} has sha256 {digest[:16]}…, the rows of {location} name {teacher.head_digest[:16]}…; "
                         "export again"
                     )
                 return head
         raise InputError(
-            f"{place}: hidden states of teacher {teacher.name!r} are read with its LM head, and {wanted[-1]} is "
+            f"{location}: hidden states of teacher {teacher.name!r} are read with its LM head, and {files[-1]} is "
             "missing; keep the folder that was exported beside the file"
         )
 

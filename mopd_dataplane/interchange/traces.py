@@ -14,34 +14,36 @@ from mopd_dataplane.interchange.rows import Row, as_response, drawn, finish_reas
 TRACE_VERSION = 1
 
 
-def read_traces(fields: Fields, place: str) -> Iterator[Row]:
+def read_traces(fields: Fields, location: str) -> Iterator[Row]:
     """Every trainable path of every trace of an episode, or of a trace alone.
 
     Raises InputError for another version, a parent that is no earlier node, or values that do not fit a mask.
     """
     alone = "traces" not in fields
-    for trace in [fields] if alone else objects(fields, "traces", place):
+    for trace in [fields] if alone else objects(fields, "traces", location):
         version = trace.get("version", TRACE_VERSION)
         if version != TRACE_VERSION:
-            raise InputError(f"{place}: trace version {version!r:.20}; this reads version {TRACE_VERSION}")
-        if part(trace, "agent", place).get("trainable") is False:
+            raise InputError(f"{location}: trace version {version!r:.20}; this reads version {TRACE_VERSION}")
+        if part(trace, "agent", location).get("trainable") is False:
             continue
-        nodes = objects(trace, "nodes", place)
-        for leaf in _leaves(nodes, place):
+        nodes = objects(trace, "nodes", location)
+        for leaf in _leaves(nodes, location):
             path = _path(nodes, leaf)
             if any(nodes[step].get("sampled") is True for step in path):
-                yield _row({} if alone else fields, trace, path, place)
+                yield _row({} if alone else fields, trace, path, location)
 
 
-def _leaves(nodes: list[Fields], place: str) -> list[int]:
+def _leaves(nodes: list[Fields], location: str) -> list[int]:
     """Nodes that no other continues, but for attempts at a shorter context that were never taken up."""
     parents, attempts, taken_up = set(), set(), set()
     for place_of, node in enumerate(nodes):
         parent = node.get("parent")
         if parent is not None and (not isinstance(parent, int) or not 0 <= parent < place_of):
-            raise InputError(f"{place}: nodes[{place_of}].parent is {parent!r:.20}, expected null or an earlier node")
+            raise InputError(
+                f"{location}: nodes[{place_of}].parent is {parent!r:.20}, expected null or an earlier node"
+            )
         parents.add(parent)
-        for link in objects(node, "semantic_parents", place):
+        for link in objects(node, "semantic_parents", location):
             if link.get("type") == "compaction":
                 taken_up.add(link.get("node"))
             elif link.get("type") == "compaction_attempt":
@@ -56,91 +58,95 @@ def _path(nodes: list[Fields], leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _row(episode: Fields, trace: Fields, path: list[int], place: str) -> Row:
+def _row(episode: Fields, trace: Fields, path: list[int], location: str) -> Row:
     nodes = [trace["nodes"][step] for step in path]
-    environment = part(episode, "env", place)
-    work = part(part(episode, "run", place), "work", place)
-    calls = [call for call in objects(trace, "calls", place) if call.get("node") == path[-1]]
+    environment = part(episode, "env", location)
+    work = part(part(episode, "run", location), "work", location)
+    calls = [call for call in objects(trace, "calls", location) if call.get("node") == path[-1]]
     sampling = [call["sampling"] for call in calls if isinstance(call.get("sampling"), dict)]
     row = Row(
-        place=place,
-        domain=text(environment, "name", place, default="") or text(environment, "id", place, default=""),
-        iteration=integer(work, "step", place),
+        location=location,
+        domain=text(environment, "name", location, default="") or text(environment, "id", location, default=""),
+        iteration=integer(work, "step", location),
         turns=sum(node.get("sampled") is True for node in nodes),
-        rewards=_reward(trace, place),
+        rewards=_reward(trace, location),
         sample={
             **(finish_reason(calls[-1].get("finish_reason")) if calls else {}),
-            **(drawn(sampling[-1], place) if sampling else {}),
+            **(drawn(sampling[-1], location) if sampling else {}),
         },
     )
     if all(node.get("token_ids") for node in nodes if node.get("sampled") is True):
-        _tokens(row, nodes, place)
+        _tokens(row, nodes, location)
     else:
-        _texts(row, nodes, place)
+        _texts(row, nodes, location)
     return row
 
 
-def _tokens(row: Row, nodes: list[Fields], place: str) -> None:
+def _tokens(row: Row, nodes: list[Fields], location: str) -> None:
     ids: list[int] = []
     mask: list[int] = []
     sampler: list[float] | None = []
     reference: list[float] | None = []
     for node in nodes:
-        said = integers(node.get("token_ids") or [], "nodes.token_ids", place)
+        said = integers(node.get("token_ids") or [], "nodes.token_ids", location)
         own = [int(bool(flag)) for flag in node.get("mask") or [0] * len(said)]
         if len(own) != len(said):
-            raise InputError(f"{place}: a node has {len(said)} tokens and a mask of {len(own)}; expected one each")
+            raise InputError(f"{location}: a node has {len(said)} tokens and a mask of {len(own)}; expected one each")
         ids += said
         mask += own
-        sampler = _extended(sampler, node, "logprobs", own, place)
-        reference = _extended(reference, node, "reference_logprobs", own, place)
+        sampler = _extended(sampler, node, "logprobs", own, location)
+        reference = _extended(reference, node, "reference_logprobs", own, location)
     if 1 not in mask:
-        raise InputError(f"{place}: the mask of every node is empty; save traces of a client that returns tokens")
+        raise InputError(f"{location}: the mask of every node is empty; save traces of a client that returns tokens")
     start, end = mask.index(1), len(mask) - mask[::-1].index(1)
     row.prompt_ids, row.response_ids, row.loss_mask = ids[:start], ids[start:end], mask[start:end]
     row.logprobs = None if sampler is None else sampler[start:end]
     row.teacher_logprobs = None if reference is None else reference[start:end]
-    asked = [node.get("message") for node in nodes[: _first_sampled(nodes)]]
-    row.prompt = read_messages(asked, "nodes.message", place) if asked else None
+    messages = [node.get("message") for node in nodes[: _first_sampled(nodes)]]
+    row.prompt = read_messages(messages, "nodes.message", location) if messages else None
 
 
-def _extended(values: list[float] | None, node: Fields, name: str, mask: list[int], place: str) -> list[float] | None:
+def _extended(
+    values: list[float] | None, node: Fields, name: str, mask: list[int], location: str
+) -> list[float] | None:
     """Values of the tokens so far and of a node's, 0 where nothing was sampled; None once a node lacks its own."""
-    given = floats(node.get(name) or [], f"nodes.{name}", place)
-    if given and len(given) != sum(mask):
+    logprobs = floats(node.get(name) or [], f"nodes.{name}", location)
+    if logprobs and len(logprobs) != sum(mask):
         raise InputError(
-            f"{place}: a node has {sum(mask)} sampled tokens and {len(given)} {name}; expected one for each"
+            f"{location}: a node has {sum(mask)} sampled tokens and {len(logprobs)} {name}; expected one for each"
         )
-    if values is None or (1 in mask and not given):
+    if values is None or (1 in mask and not logprobs):
         return None
-    own = iter(given)
+    own = iter(logprobs)
     return [*values, *(next(own) if flag else 0.0 for flag in mask)]
 
 
-def _texts(row: Row, nodes: list[Fields], place: str) -> None:
+def _texts(row: Row, nodes: list[Fields], location: str) -> None:
     """An episode of a client that returns no tokens: its messages are tokenised."""
     first = _first_sampled(nodes)
     for node in nodes[first:]:
         message = node.get("message")
         if isinstance(message, dict) and message.get("role") == "assistant" and node.get("sampled") is not True:
-            raise InputError(f"{place}: the policy did not write every assistant message; such traces need token ids")
-    messages = read_messages([node.get("message") for node in nodes], "nodes.message", place)
+            raise InputError(
+                f"{location}: the policy did not write every assistant message; such traces need token ids"
+            )
+    messages = read_messages([node.get("message") for node in nodes], "nodes.message", location)
     if not first:
-        raise InputError(f"{place}: the trace begins with the policy's message; there is no prompt")
-    row.prompt, row.response = messages[:first], as_response(messages[first:], "nodes.message", place)
+        raise InputError(f"{location}: the trace begins with the policy's message; there is no prompt")
+    row.prompt, row.response = messages[:first], as_response(messages[first:], "nodes.message", location)
 
 
 def _first_sampled(nodes: list[Fields]) -> int:
     return next(place_of for place_of, node in enumerate(nodes) if node.get("sampled") is True)
 
 
-def _reward(trace: Fields, place: str) -> dict[tuple[str, str], float]:
+def _reward(trace: Fields, location: str) -> dict[tuple[str, str], float]:
     """The weighted sum of the trace's rewards, as verifiers makes it; none where nothing was scored."""
-    scored = [entry for entry in part(trace, "rewards", place).values() if isinstance(entry, dict)]
+    scored = [entry for entry in part(trace, "rewards", location).values() if isinstance(entry, dict)]
     if not scored:
         return {}
     total = 0.0
     for entry in scored:
-        weight = number(entry, "weight", place)
-        total += (number(entry, "score", place) or 0.0) * (1.0 if weight is None else weight)
+        weight = number(entry, "weight", location)
+        total += (number(entry, "score", location) or 0.0) * (1.0 if weight is None else weight)
     return {("verifiers", ""): total}

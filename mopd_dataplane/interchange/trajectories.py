@@ -12,124 +12,128 @@ _Turn = tuple[list[int], list[int], list[int], list[float] | None]
 """Prompt, then the policy's tokens with their mask and log-probs."""
 
 
-def read_prime_rl(fields: Fields, place: str) -> Iterator[Row]:
+def read_prime_rl(fields: Fields, location: str) -> Iterator[Row]:
     """The responses of an episode: of a message graph, or of a list of steps."""
-    yield from read_traces(fields, place) if {"traces", "nodes"} & fields.keys() else _trajectory(fields, place)
+    yield from read_traces(fields, location) if {"traces", "nodes"} & fields.keys() else _trajectory(fields, location)
 
 
-def _trajectory(fields: Fields, place: str) -> Iterator[Row]:
+def _trajectory(fields: Fields, location: str) -> Iterator[Row]:
     trajectory = fields.get("trajectory")
     if not isinstance(trajectory, list) or not trajectory:
-        raise InputError(f"{place}: field 'trajectory' is {trajectory!r:.60}, expected a list of steps with tokens")
-    reward = number(fields, "reward", place)
+        raise InputError(f"{location}: field 'trajectory' is {trajectory!r:.60}, expected a list of steps with tokens")
+    reward = number(fields, "reward", location)
     answer = fields.get("answer")
     common: dict[str, Any] = {
-        "place": place,
-        "prompt": read_prompt(fields, "prompt", place, optional=True),
-        "answer": text(fields, "answer", place, default="") if isinstance(answer, str) else "",
-        "domain": text(fields, "env_name", place, default="") or text(fields, "task", place, default=""),
-        "iteration": integer(fields, "step", place),
+        "location": location,
+        "prompt": read_prompt(fields, "prompt", location, optional=True),
+        "answer": text(fields, "answer", location, default="") if isinstance(answer, str) else "",
+        "domain": text(fields, "env_name", location, default="") or text(fields, "task", location, default=""),
+        "iteration": integer(fields, "step", location),
     }
     rewards = {} if reward is None else {("prime-rl", ""): reward}
-    yield from _responses(_steps(trajectory, place), lambda: Row(**common, rewards=dict(rewards)))
+    yield from _responses(_steps(trajectory, location), lambda: Row(**common, rewards=dict(rewards)))
 
 
-def _steps(trajectory: list[Any], place: str) -> Iterator[_Turn]:
+def _steps(trajectory: list[Any], location: str) -> Iterator[_Turn]:
     for turn, step in enumerate(trajectory):
         tokens = step.get("tokens") if isinstance(step, dict) else None
         if not isinstance(tokens, dict):
-            raise InputError(f"{place}: trajectory[{turn}] has no tokens; save rollouts with their trajectory tokens")
+            raise InputError(
+                f"{location}: trajectory[{turn}] has no tokens; save rollouts with their trajectory tokens"
+            )
         name = f"trajectory[{turn}].tokens"
-        prompt = integers(tokens.get("prompt_ids"), f"{name}.prompt_ids", place)
-        said = integers(tokens.get("completion_ids"), f"{name}.completion_ids", place)
-        mask = integers(tokens.get("completion_mask") or [1] * len(said), f"{name}.completion_mask", place)
-        given = tokens.get("completion_logprobs")
-        logprobs = None if given is None else floats(given, f"{name}.completion_logprobs", place)
+        prompt = integers(tokens.get("prompt_ids"), f"{name}.prompt_ids", location)
+        said = integers(tokens.get("completion_ids"), f"{name}.completion_ids", location)
+        mask = integers(tokens.get("completion_mask") or [1] * len(said), f"{name}.completion_mask", location)
+        raw_logprobs = tokens.get("completion_logprobs")
+        logprobs = None if raw_logprobs is None else floats(raw_logprobs, f"{name}.completion_logprobs", location)
         if len(mask) != len(said) or (logprobs is not None and len(logprobs) != len(said)):
-            raise InputError(f"{place}: {name}: completion ids, mask and log-probs differ in length")
+            raise InputError(f"{location}: {name}: completion ids, mask and log-probs differ in length")
         yield prompt, said, mask, logprobs
 
 
-def read_tinker(fields: Fields, place: str) -> Iterator[Row]:
+def read_tinker(fields: Fields, location: str) -> Iterator[Row]:
     """The responses of a sampling call, of an evaluated conversation or of a trajectory."""
     if "kind" in fields:
-        return _capture(fields, place)
-    return _evaluated(fields, place) if "turns" in fields else _transitions(fields, place)
+        return _capture(fields, location)
+    return _evaluated(fields, location) if "turns" in fields else _transitions(fields, location)
 
 
-def _capture(fields: Fields, place: str) -> Iterator[Row]:
+def _capture(fields: Fields, location: str) -> Iterator[Row]:
     """Each sampled sequence of one call; calls that failed, and those that train, hold none."""
-    kind = text(fields, "kind", place)
+    kind = text(fields, "kind", location)
     if kind != "sample" or fields.get("status") not in (None, "ok"):
         return
-    scope, sampling = part(fields, "scope", place), part(fields, "sampling_params", place)
+    scope, sampling = part(fields, "scope", location), part(fields, "sampling_params", location)
     if fields.get("prompt_tokens") is None:
-        raise InputError(f"{place}: the call has no prompt_tokens; prompts with images cannot be imported")
-    given = drawn(sampling, place)
-    for sequence in objects(fields, "samples", place):
-        said = integers(sequence.get("tokens"), "samples.tokens", place)
+        raise InputError(f"{location}: the call has no prompt_tokens; prompts with images cannot be imported")
+    token_fields = drawn(sampling, location)
+    for sequence in objects(fields, "samples", location):
+        said = integers(sequence.get("tokens"), "samples.tokens", location)
         logprobs = sequence.get("logprobs")
         yield Row(
-            place=place,
-            prompt_ids=integers(fields["prompt_tokens"], "prompt_tokens", place),
+            location=location,
+            prompt_ids=integers(fields["prompt_tokens"], "prompt_tokens", location),
             response_ids=said,
-            logprobs=None if logprobs is None else floats(logprobs, "samples.logprobs", place),
-            iteration=integer(scope, "iteration", place),
-            sample={**given, **finish_reason(sequence.get("stop_reason"))},
+            logprobs=None if logprobs is None else floats(logprobs, "samples.logprobs", location),
+            iteration=integer(scope, "iteration", location),
+            sample={**token_fields, **finish_reason(sequence.get("stop_reason"))},
         )
 
 
 _ROLES = {"environment": "user", "user": "user", "assistant": "assistant", "system": "system"}
 
 
-def _evaluated(fields: Fields, place: str) -> Iterator[Row]:
-    turns = [turn for turn in objects(fields, "turns", place) if turn.get("role") != "grader"]
-    messages = read_messages([{**turn, "role": _ROLES.get(str(turn.get("role")))} for turn in turns], "turns", place)
+def _evaluated(fields: Fields, location: str) -> Iterator[Row]:
+    turns = [turn for turn in objects(fields, "turns", location) if turn.get("role") != "grader"]
+    messages = read_messages([{**turn, "role": _ROLES.get(str(turn.get("role")))} for turn in turns], "turns", location)
     first = next((number_ for number_, said in enumerate(messages) if said["role"] == "assistant"), 0)
     if not first:
-        raise InputError(f"{place}: field 'turns' has no turn of the assistant after a prompt")
-    reward = number(fields, "reward", place)
+        raise InputError(f"{location}: field 'turns' has no turn of the assistant after a prompt")
+    reward = number(fields, "reward", location)
     yield Row(
-        place=place,
+        location=location,
         prompt=messages[:first],
-        response=as_response(messages[first:], "turns", place),
-        domain=text(fields, "benchmark", place, default=""),
+        response=as_response(messages[first:], "turns", location),
+        domain=text(fields, "benchmark", location, default=""),
         turns=sum(message["role"] == "assistant" for message in messages),
         rewards={} if reward is None else {("tinker", ""): reward},
     )
 
 
-def _transitions(fields: Fields, place: str) -> Iterator[Row]:
+def _transitions(fields: Fields, location: str) -> Iterator[Row]:
     transitions = fields.get("transitions")
     if not isinstance(transitions, list) or not transitions:
-        raise InputError(f"{place}: field 'transitions' is {transitions!r:.60}, expected a list of transitions")
-    rewards = [number(step, "reward", place) or 0.0 for step in transitions if isinstance(step, dict)]
-    total = sum(rewards) + (number(fields, "final_reward", place) or 0.0)
-    iteration = integer(fields, "sampling_client_step", place)
-    turns = _actions(transitions, place)
-    yield from _responses(turns, lambda: Row(place=place, iteration=iteration, rewards={("tinker", ""): total}))
+        raise InputError(f"{location}: field 'transitions' is {transitions!r:.60}, expected a list of transitions")
+    rewards = [number(step, "reward", location) or 0.0 for step in transitions if isinstance(step, dict)]
+    total = sum(rewards) + (number(fields, "final_reward", location) or 0.0)
+    iteration = integer(fields, "sampling_client_step", location)
+    turns = _actions(transitions, location)
+    yield from _responses(turns, lambda: Row(location=location, iteration=iteration, rewards={("tinker", ""): total}))
 
 
-def _actions(transitions: list[Any], place: str) -> Iterator[_Turn]:
+def _actions(transitions: list[Any], location: str) -> Iterator[_Turn]:
     for turn, step in enumerate(transitions):
         action = step.get("ac") if isinstance(step, dict) else None
         if not isinstance(action, dict):
-            raise InputError(f"{place}: transitions[{turn}] has no 'ac' with tokens")
-        seen = _observation(step.get("ob"), f"transitions[{turn}].ob", place)
-        said = integers(action.get("tokens"), f"transitions[{turn}].ac.tokens", place)
-        given = action.get("maybe_logprobs")
-        logprobs = None if given is None else floats(given, f"transitions[{turn}].ac.maybe_logprobs", place)
+            raise InputError(f"{location}: transitions[{turn}] has no 'ac' with tokens")
+        seen = _observation(step.get("ob"), f"transitions[{turn}].ob", location)
+        said = integers(action.get("tokens"), f"transitions[{turn}].ac.tokens", location)
+        raw_logprobs = action.get("maybe_logprobs")
+        logprobs = (
+            None if raw_logprobs is None else floats(raw_logprobs, f"transitions[{turn}].ac.maybe_logprobs", location)
+        )
         if logprobs is not None and len(logprobs) != len(said):
-            raise InputError(f"{place}: transitions[{turn}].ac has {len(said)} tokens and {len(logprobs)} log-probs")
+            raise InputError(f"{location}: transitions[{turn}].ac has {len(said)} tokens and {len(logprobs)} log-probs")
         yield seen, said, [1] * len(said), logprobs
 
 
-def _observation(value: Any, name: str, place: str) -> list[int]:
+def _observation(value: Any, name: str, location: str) -> list[int]:
     """Token ids of an observation: a list, or a ModelInput of text chunks."""
     if isinstance(value, dict) and isinstance(value.get("chunks"), list):
         parts = [chunk.get("tokens") if isinstance(chunk, dict) else None for chunk in value["chunks"]]
-        return [token for part in parts for token in integers(part, f"{name}.chunks", place)]
-    return integers(value, name, place)
+        return [token for part in parts for token in integers(part, f"{name}.chunks", location)]
+    return integers(value, name, location)
 
 
 def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row]:

@@ -143,11 +143,12 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
             'not from what the student keeps; take "sampling_mask" out of rollout.record, or set teacher_mix = 0'
         )
-    kind, wanted = engine_kind(job.engine.kind), set(rollout.record)
-    if not wanted <= set(kind.records):
+    kind, recorded_kinds = engine_kind(job.engine.kind), set(rollout.record)
+    if not recorded_kinds <= set(kind.records):
         raise JobFileError(
             f"{at}: engine.kind = {job.engine.kind!r} does not say what record = {list(rollout.record)} asks for; "
-            f"set engine.kind = {kinds_that(lambda one: wanted <= set(one.records))}, or record = {list(kind.records)}"
+            f"set engine.kind = {kinds_that(lambda one: recorded_kinds <= set(one.records))}, or record = "
+            f"{list(kind.records)}"
         )
     others_write = rollout.policy != "self" or (rollout.student_share < 1 and rollout.rest != "reference")
     if "experts" in rollout.record and (rollout.teacher_mix or others_write):
@@ -248,8 +249,10 @@ def sampling_teachers(job: Job, stage: Stage) -> set[str]:
     writers = [rollout.policy] if rollout.student_share else []
     writers += [rollout.rest] if rollout.student_share < 1 else []
     writers += ["routed"] if rollout.teacher_mix else []
-    found = {job.sampler_of(stage, who, d, job.domains[d].effort) for who in writers for d in job.domains_of(stage)}
-    return found - {"self", "reference"}
+    engines_needed = {
+        job.sampler_of(stage, who, d, job.domains[d].effort) for who in writers for d in job.domains_of(stage)
+    }
+    return engines_needed - {"self", "reference"}
 
 
 def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:

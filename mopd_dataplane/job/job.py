@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from mopd_dataplane.base.file_urls import Place, is_file, read_file, suffix_of
+from mopd_dataplane.base.file_urls import PathOrUrl, is_file, read_file, suffix_of
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.check import check_references
@@ -180,7 +180,7 @@ class Job(Section):
         return tuple(dict.fromkeys((*self.teachers_of(stage), *self.reference_of(stage))))
 
 
-def load_job(path: Place, *, overrides: list[str] | None = None) -> Job:
+def load_job(path: PathOrUrl, *, overrides: list[str] | None = None) -> Job:
     """Read and check a job file, the `job.toml` of a job folder (paths or URLs), or the `job.json` that a store keeps.
 
     overrides: `key.path=value` in TOML syntax, stages by their names, as in `stages.student.objective="full-vocab"`.
@@ -226,8 +226,8 @@ def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any],
             lines[f"{at}: unknown key `{path}`: {_hint(section, parts[-1])}"] = None
         elif problem["type"] == "missing":
             table = parts[-1] if parts[0] == "stages" and parts[-1] in STAGE_TABLES else ""
-            wanted = f": write it there, or [{table}] for all stages; mopd help {table} lists its keys" if table else ""
-            lines[f"{at}: missing key `{path}`{wanted}"] = None
+            hint = f": write it there, or [{table}] for all stages; mopd help {table} lists its keys" if table else ""
+            lines[f"{at}: missing key `{path}`{hint}"] = None
         else:
             lines[f"{at}: `{path}`: {problem_text(problem)}"] = None
     shown_lines = list(lines)[:_MOST_PROBLEMS]
@@ -248,14 +248,14 @@ def _as_written(parts: list[str], raw: dict[str, Any]) -> list[str]:
     _, name, table, key, *rest = parts
     stage: Any = next((stage for stage in raw["stages"] if stage.get("name") == name), {})
     objective = str(stage.get("objective"))
-    for place, holder in (
+    for section, holder in (
         (["stages", name], stage),
         (["objectives", objective], child(raw.get("objectives"), objective)),
         ([], raw),
     ):
-        given = child(holder, table)
-        if isinstance(given, dict) and key in given:
-            return [*place, table, key, *rest]
+        table_of_key = child(holder, table)
+        if isinstance(table_of_key, dict) and key in table_of_key:
+            return [*section, table, key, *rest]
     return parts
 
 

@@ -166,10 +166,10 @@ class Divergence(ABC):
 
 def divergence_kind(name: str) -> Divergence:
     """A divergence of another package. Raises UnknownNameError."""
-    found: Any = find_plugin("mopd.divergences", name, dict.fromkeys(KINDS))
-    if not (isinstance(found, type) and issubclass(found, Divergence)):
+    plugin: Any = find_plugin("mopd.divergences", name, dict.fromkeys(KINDS))
+    if not (isinstance(plugin, type) and issubclass(plugin, Divergence)):
         raise UnknownNameError(f"divergence {name!r} is no class derived from {__name__}.Divergence")
-    return found()
+    return plugin()
 
 
 class DivergenceTerm(Term):
@@ -264,18 +264,18 @@ class Objective(Section):
 
     @field_validator("plan", "train")
     @classmethod
-    def _known_keys(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def _known_keys(cls, keys: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         section: type[Section] = Plan if info.field_name == "plan" else Train
-        for key in given:
+        for key in keys:
             require_known(key, section.model_fields, "unknown key", JobFileError)
-        return given
+        return keys
 
     @field_validator("terms")
     @classmethod
-    def _terms_exist(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name, settings in given.items():
+    def _terms_exist(cls, terms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, settings in terms.items():
             plugin_term(name, settings)
-        return given
+        return terms
 
     @model_validator(mode="after")
     def _some_term(self) -> Objective:
@@ -334,7 +334,7 @@ class Objective(Section):
 
 def plugin_term(name: str, settings: dict[str, Any]) -> Term:
     """A term of another package with its settings. Raises UnknownNameError, ValueError for settings it refuses."""
-    found = find_plugin("mopd.objectives", name, {})
-    if not (isinstance(found, type) and issubclass(found, Term)):
+    term = find_plugin("mopd.objectives", name, {})
+    if not (isinstance(term, type) and issubclass(term, Term)):
         raise UnknownNameError(f"objective {name!r} is no class derived from mopd_dataplane.job.objectives.Term")
-    return found(**settings)
+    return term(**settings)

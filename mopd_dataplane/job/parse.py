@@ -21,16 +21,16 @@ _NAMED = re.compile(r"""\s*name\s*=\s*["']([^"']*)["']""")
 
 def problem_text(problem: Mapping[str, Any]) -> str:
     """One validation error as a sentence, with the value where it is short and no secret."""
-    found = problem.get("input")
-    hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password
-    return str(problem["msg"]).removeprefix("Value error, ") + ("" if hidden else f", found {redacted(repr(found))}")
+    value = problem.get("input")
+    hidden = isinstance(value, dict | list) or "://" in str(value)  # a URL may carry a password
+    return str(problem["msg"]).removeprefix("Value error, ") + ("" if hidden else f", found {redacted(repr(value))}")
 
 
 def problems_text(error: ValidationError, most: int = 20) -> str:
     """Every problem by its key, in one line."""
-    found = error.errors()
-    said = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {problem_text(one)}" for one in found[:most]]
-    return "; ".join([*said, *[f"and {len(found) - most:,} more"] * (len(found) > most)])
+    errors = error.errors()
+    said = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {problem_text(one)}" for one in errors[:most]]
+    return "; ".join([*said, *[f"and {len(errors) - most:,} more"] * (len(errors) > most)])
 
 
 def parse_section(kind: type[Parsed], text: str, what: str) -> Parsed:

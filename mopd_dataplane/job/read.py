@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from mopd_dataplane.base.file_urls import Place, folder_of, is_url, local_path, read_file, suffix_of
+from mopd_dataplane.base.file_urls import PathOrUrl, folder_of, is_url, local_path, read_file, suffix_of
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.parse import problems_text
@@ -37,7 +37,7 @@ class Extends(Section):
     """Domains of it that are wanted; default: all."""
 
 
-def read_job(path: Place, overrides: list[str]) -> tuple[Raw, str]:
+def read_job(path: PathOrUrl, overrides: list[str]) -> tuple[Raw, str]:
     """A job file with everything it extends and the overrides applied: (its table, the file's name for messages).
 
     path: a .toml file, a folder with a job.toml, a URL of either, the name of a recipe, or a store's job.json.
@@ -57,8 +57,8 @@ def with_stage_defaults(raw: Raw, where: str) -> Raw:
     for stage in stages:
         objective = child(raw.get("objectives"), str(stage.get("objective")))
         layers = (raw, {key: child(objective, key) for key in ("plan", "train")}, stage)
-        given = {key: [layer[key] for layer in layers if layer.get(key) is not None] for key in STAGE_TABLES}
-        merged.append({**stage, **{key: _layered(tables) for key, tables in given.items() if tables}})
+        layers_of_key = {key: [layer[key] for layer in layers if layer.get(key) is not None] for key in STAGE_TABLES}
+        merged.append({**stage, **{key: _layered(tables) for key, tables in layers_of_key.items() if tables}})
     rest = {key: value for key, value in raw.items() if key not in STAGE_TABLES}
     return {**rest, "stages": merged}
 
@@ -75,30 +75,30 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     raw = with_own_data(_parse(file), file)
     if "extends" not in raw:
         return raw
-    given = raw.pop("extends")
+    extends_table = raw.pop("extends")
     example = 'it takes job, stages and domains: extends = { job = "../quickstart", stages = ["base"] }'
-    if not isinstance(given, dict):
-        raise JobFileError(f"{file}: extends is {given!r:.80}, a table is needed; {example}")
+    if not isinstance(extends_table, dict):
+        raise JobFileError(f"{file}: extends is {extends_table!r:.80}, a table is needed; {example}")
     try:
-        wanted = Extends.model_validate(given)
+        extends = Extends.model_validate(extends_table)
     except ValidationError as error:
         raise JobFileError(f"{file}: extends: {problems_text(error)}; {example}") from None
     lineage = (*children, _identity(file))
-    parent_file = job_file(wanted.job, beside=folder_of(file))
+    parent_file = job_file(extends.job, beside=folder_of(file))
     if _identity(parent_file) in lineage or len(lineage) > MAX_DEPTH:
-        raise JobFileError(f"{file}: extends {wanted.job!r}, which leads back here; extend a job that stands alone")
+        raise JobFileError(f"{file}: extends {extends.job!r}, which leads back here; extend a job that stands alone")
     parent = _with_parents(parent_file, lineage)
     every, routing = (_table(parent, key, parent_file) for key in ("domains", "routing"))
     # A stage without domains has all of its own job's, not also those that the child adds.
-    known = {
+    parent_parts = {
         str(stage.get("name")): {**stage, "domains": stage.get("domains") or list(every)}
         for stage in _stages(parent, parent_file)
     }
-    inherited = _named(known, wanted.stages, f"{file}: extends.stages: {wanted.job} has no stage")
-    taken = every if wanted.domains is None else wanted.domains
-    domains = _named(every, taken, f"{file}: extends.domains: {wanted.job} has no domain")
-    kept = {key: value for key, value in routing.items() if key.partition("/")[0] in domains}
-    merged: Raw = _merged({**parent, "domains": domains, "routing": kept}, raw)
+    inherited = _named(parent_parts, extends.stages, f"{file}: extends.stages: {extends.job} has no stage")
+    taken = every if extends.domains is None else extends.domains
+    domains = _named(every, taken, f"{file}: extends.domains: {extends.job} has no domain")
+    inherited_rules = {key: value for key, value in routing.items() if key.partition("/")[0] in domains}
+    merged: Raw = _merged({**parent, "domains": domains, "routing": inherited_rules}, raw)
     return {**merged, "stages": [*inherited.values(), *_stages(raw, file)]}
 
 
@@ -109,10 +109,10 @@ def _table(raw: Raw, key: str, where: str) -> Raw:
     return table
 
 
-def _named(known: Raw, names: Iterable[str], refusal: str) -> Raw:
+def _named(parts: Raw, names: Iterable[str], refusal: str) -> Raw:
     for name in names:
-        require_known(name, known, refusal, JobFileError)
-    return {name: known[name] for name in names}
+        require_known(name, parts, refusal, JobFileError)
+    return {name: parts[name] for name in names}
 
 
 def _identity(file: str) -> str:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.base.file_urls import Place, is_url, joined, local_path, suffix_of
+from mopd_dataplane.base.file_urls import PathOrUrl, is_url, joined, local_path, suffix_of
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import JobFileError, nearest, require_known
 
@@ -20,7 +20,7 @@ def recipe_names() -> list[str]:
     return sorted(file.parent.name for file in FOLDER.glob(f"*/{JOB}"))
 
 
-def job_file(path: Place, *, beside: Place = "") -> str:
+def job_file(path: PathOrUrl, *, beside: PathOrUrl = "") -> str:
     """The file that a job's path or URL means: a file, the job.toml of a folder, or a recipe by its name.
 
     What lies at the path wins over a recipe of that name. beside: folder that relative paths start from.
@@ -30,8 +30,8 @@ def job_file(path: Place, *, beside: Place = "") -> str:
     if is_url(path) or is_url(beside):
         if not is_url(path) and str(path).removeprefix("../") in names:
             return str(FOLDER / str(path).removeprefix("../") / JOB)
-        place = str(path) if is_url(path) else joined(beside, str(path))
-        return place if suffix_of(place) in (".toml", ".json") else joined(place, JOB)
+        location = str(path) if is_url(path) else joined(beside, str(path))
+        return location if suffix_of(location) in (".toml", ".json") else joined(location, JOB)
     file = Path(beside) / local_path(path)
     file = file / JOB if file.is_dir() else file
     if file.is_file():

@@ -63,26 +63,26 @@ def find(path: str) -> Table | Key:
 
     Raises UnknownNameError with the nearest path.
     """
-    wanted = path.strip().strip("[]")
+    asked_key = path.strip().strip("[]")
     for table in tables():
-        if _same(wanted, table.path):
+        if _same(asked_key, table.path):
             return table
         for key in table.keys:
-            if _same(wanted, key.path):
+            if _same(asked_key, key.path):
                 return key
-    known = [item for table in tables() for item in (table.path, *(key.path for key in table.keys)) if item]
-    ends = [item for item in known if item.rpartition(".")[2] == wanted]
+    paths = [item for table in tables() for item in (table.path, *(key.path for key in table.keys)) if item]
+    ends = [item for item in paths if item.rpartition(".")[2] == asked_key]
     if len(ends) == 1:
         return find(ends[0])
     if ends:
-        raise UnknownNameError(f"{wanted!r} is the name of {len(ends)} keys: {', '.join(ends)}; name one of them")
-    hint = nearest(wanted, known).partition("; ")[2]
+        raise UnknownNameError(f"{asked_key!r} is the name of {len(ends)} keys: {', '.join(ends)}; name one of them")
+    hint = nearest(asked_key, paths).partition("; ")[2]
     raise UnknownNameError(f"no key or table {path!r} in a job file; {hint or 'list the tables with: mopd help'}")
 
 
-def _same(wanted: str, path: str) -> bool:
-    parts, given = path.split("."), wanted.split(".")
-    return len(parts) == len(given) and all(part in (NAME, found) for part, found in zip(parts, given, strict=True))
+def _same(pattern_path: str, path: str) -> bool:
+    parts, names = path.split("."), pattern_path.split(".")
+    return len(parts) == len(names) and all(part in (NAME, name) for part, name in zip(parts, names, strict=True))
 
 
 def _below(path: str, section: type[Section]) -> Iterator[Table]:
@@ -96,9 +96,9 @@ def _below(path: str, section: type[Section]) -> Iterator[Table]:
         yield from _below(here, inner)
         if inner is Stage:
             for default in STAGE_TABLES:
-                found, said = _stage_default(default)
-                yield _table(default, found, said)
-                yield from _below(default, found)
+                default_table, said = _stage_default(default)
+                yield _table(default, default_table, said)
+                yield from _below(default, default_table)
 
 
 def _stage_default(name: str) -> tuple[type[Section], str]:

@@ -42,9 +42,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [name for name in self.one_of if getattr(self, name)]
-        if self.one_of and len(given) != 1 and (given or not getattr(self, self.or_else, "")):
-            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(given) or 'none'}")
+        keys_set = [name for name in self.one_of if getattr(self, name)]
+        if self.one_of and len(keys_set) != 1 and (keys_set or not getattr(self, self.or_else, "")):
+            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(keys_set) or 'none'}")
         return self
 
 
@@ -205,9 +205,9 @@ class Engine(Section):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Engine:
-        known = engine_kind(self.kind).settings
+        settings_class = engine_kind(self.kind).settings
         of_some = {name for kind in ENGINES.values() for name in kind.settings}
-        if strange := sorted((of_some - set(known)) & self.model_dump(exclude_defaults=True).keys()):
+        if strange := sorted((of_some - set(settings_class)) & self.model_dump(exclude_defaults=True).keys()):
             kinds = " or ".join(repr(name) for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
             raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}; leave it out, or change kind")
         if self.url and (self.options or self.dtype or not self.keep):
@@ -318,10 +318,10 @@ class Score(Section):
                 "options.quantization would change what teachers say without changing who they are; give vLLM a "
                 "quantised checkpoint as the teacher's source"
             )
-        given = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
-        if strange := set(given) - set(SCORING[self.engine].settings):
+        fixed = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
+        if strange := set(fixed) - set(SCORING[self.engine].settings):
             able = engines_that(lambda one: strange <= set(one.settings))
-            raise ValueError(f"{', '.join(given)}: only for engine = {able}")
+            raise ValueError(f"{', '.join(fixed)}: only for engine = {able}")
         return self
 
 

@@ -190,10 +190,10 @@ class LoaderClient:
                 retired.unpin()
         leases = {}
         fresh = iter(fds)
-        for place, slot, generation, nbytes in answer.get("lent", ()):
+        for ordinal, slot, generation, nbytes in answer.get("lent", ()):
             if slot not in self._slots:
                 self._slots[slot] = _MappedSlot(next(fresh), nbytes, self._pin)
-            leases[place] = _Lease(slot, generation)
+            leases[ordinal] = _Lease(slot, generation)
         return leases
 
     def _view(self, lease: _Lease, entry: Message) -> Pack:
@@ -237,7 +237,7 @@ class LoaderClient:
         raise_error(answer)
         return answer, fds
 
-    def _receive(self, asked: str) -> tuple[Message, list[int]]:
+    def _receive(self, token: str) -> tuple[Message, list[int]]:
         """The answer to a request, which may say for a while that it is coming."""
         started = time.monotonic()
         while True:
@@ -247,7 +247,7 @@ class LoaderClient:
                 raise self._gone(error) from None
             except DeadlineError:
                 silence = f"the loader said nothing for {self._deadline_s:g} s"
-                raise DeadlineError(f"{silence} when asked for {asked!r}; start it again") from None
+                raise DeadlineError(f"{silence} when asked for {token!r}; start it again") from None
             if "wait" not in answer:
                 return answer, fds
             if time.monotonic() - started > self._window_deadline_s:
@@ -322,25 +322,25 @@ class _LazyPacks(Sequence[Pack]):
     def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        if place in self._released:
-            raise ResourceError(f"pack {self.entries[place]['pack']} of step {self._step} was released before")
-        if place not in self._packs:
-            if place in self._leases:
+        ordinal = range(len(self))[index]
+        if ordinal in self._released:
+            raise ResourceError(f"pack {self.entries[ordinal]['pack']} of step {self._step} was released before")
+        if ordinal not in self._packs:
+            if ordinal in self._leases:
                 self._client._used_at.append(time.monotonic())
             else:
-                self._leases |= self._client._claim(self._step, place)
-            self._packs[place] = self._client._view(self._leases[place], self.entries[place])
-        return self._packs[place]
+                self._leases |= self._client._claim(self._step, ordinal)
+            self._packs[ordinal] = self._client._view(self._leases[ordinal], self.entries[ordinal])
+        return self._packs[ordinal]
 
     def release(self, indices: list[int] | None) -> None:
         """Release packs by their number in the window; None releases all."""
         places = list(self._leases)
         if indices is not None:
-            places = [place for place, pack in self._packs.items() if pack.index in indices]
-        for place in places:
-            self._packs.pop(place, None)
-        leases = [self._leases.pop(place) for place in places]
+            places = [index for index, pack in self._packs.items() if pack.index in indices]
+        for index in places:
+            self._packs.pop(index, None)
+        leases = [self._leases.pop(index) for index in places]
         self._released.update(places if indices is not None else range(len(self)))
         self._client._release(leases, tell=len(self._packs) == len(self._leases))
         if len(self._packs) + len(self._released) == len(self):

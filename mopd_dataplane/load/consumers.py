@@ -51,7 +51,7 @@ class Item:
     since: float = 0.0
     """Time at which it got the slot."""
     ready: bool = False
-    wanted: bool = False
+    is_requested: bool = False
     """A trainer is blocked on it."""
     starved: bool = False
     """Wanted, but every slot is held by a trainer."""
@@ -59,7 +59,7 @@ class Item:
     error: MopdError | None = None
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def position(self) -> tuple[int, int, int]:
         """Order of use."""
         return self.source.plan.window, self.step, self.ordinal
 
@@ -79,22 +79,22 @@ class ConsumerGroup:
     next_step: int = 0
     """First step that has no items yet."""
 
-    def ready_from(self, place: tuple[int, int, int], consumer: int, most_bytes: int) -> list[Item]:
+    def ready_from(self, start: tuple[int, int, int], consumer: int, most_bytes: int) -> list[Item]:
         """Items of a step from a place on that are ready and not claimed by the consumer, as long as none is missing
         between them and their slots take at most so many bytes."""
         left = most_bytes
-        found: list[Item] = []
+        items: list[Item] = []
         for item in self.items:
-            if item.place < place:
+            if item.position < start:
                 continue
-            following = (*place[:2], place[2] + len(found))
-            if item.slot is None or not item.ready or item.place != following or consumer not in item.waiting:
+            following = (*start[:2], start[2] + len(items))
+            if item.slot is None or not item.ready or item.position != following or consumer not in item.waiting:
                 break
             left -= item.slot.capacity
             if left < 0:
                 break
-            found.append(item)
-        return found
+            items.append(item)
+        return items
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +105,7 @@ class Consumer:
     group: ConsumerGroup
     source: WindowSource | None = None
     step: int = 0
-    held: dict[int, Item] = field(default_factory=dict)
+    items_held: dict[int, Item] = field(default_factory=dict)
     """Slot id → item whose slot this process reads."""
 
 
@@ -132,7 +132,7 @@ class Lending:
     def asked_for(self, item: Item, consumer: Consumer, groups: Collection[ConsumerGroup]) -> Lent:
         """A ready item, and those after it in its step that may go with it."""
         assert item.slot is not None
-        window, step, ordinal = item.place
+        window, step, ordinal = item.position
         left = self._most_bytes(groups) - item.slot.capacity
         return self._lend([item, *consumer.group.ready_from((window, step, ordinal + 1), consumer.id, left)], consumer)
 
@@ -151,11 +151,11 @@ class Lending:
         group, lent, first_read = consumer.group, [], 0
         for item in items[:MAX_FDS]:
             assert item.slot is not None
-            item.wanted = False
+            item.is_requested = False
             first_read += len(item.waiting) == group.members
             item.waiting.discard(consumer.id)
             item.holders.add(consumer.id)
-            consumer.held[item.slot.id] = item
+            consumer.items_held[item.slot.id] = item
             if not item.waiting:
                 group.items.remove(item)
             lent.append((item.ordinal, item.slot))

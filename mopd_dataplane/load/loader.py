@@ -73,9 +73,9 @@ class Loader:
         if not 0 <= rank < ranks or not 0 <= member < members:
             raise InputError(f"rank {rank} of {ranks}, member {member} of {members}; allowed: 0 to one less")
         with self._changed:
-            wanted = (self._groups.values(), rank, ranks, members)
-            self._changed.wait_for(lambda: not refusal(*wanted), timeout=JOIN_S)
-            if why := refusal(*wanted):
+            arguments = (self._groups.values(), rank, ranks, members)
+            self._changed.wait_for(lambda: not refusal(*arguments), timeout=JOIN_S)
+            if why := refusal(*arguments):
                 raise MismatchError(why)
             prefetch = PrefetchDepth(self._spec.slots)
             group = self._groups.setdefault((rank, ranks), ConsumerGroup(rank, ranks, members, prefetch))
@@ -97,7 +97,7 @@ class Loader:
             consumer.source, consumer.step = source, step
             group = consumer.group
             self._forget_before(consumer, (window, step))
-            ahead = group.items[0].place[:2] if group.items else None
+            ahead = group.items[0].position[:2] if group.items else None
             at_tail = group.source is not None and (group.source.plan.window, group.next_step) == (window, step)
             if ahead != (window, step) and not (ahead is None and at_tail):
                 for item in list(group.items):
@@ -144,8 +144,8 @@ class Loader:
             with self._changed:
                 item = self._find(consumer, step, ordinal)
                 while not self._deliverable(item, consumer) and (left := until - time.monotonic()) > 0:
-                    if not item.wanted:
-                        item.wanted = True
+                    if not item.is_requested:
+                        item.is_requested = True
                         self._changed.notify_all()
                     self._changed.wait(left)
                 if self._deliverable(item, consumer):
@@ -159,10 +159,10 @@ class Loader:
         """Give slots back: (slot id, generation) pairs. Raises InputError for a slot the consumer does not hold."""
         with self._changed:
             for slot_id, generation in leases:
-                item = consumer.held.get(slot_id)
+                item = consumer.items_held.get(slot_id)
                 if item is None or item.slot is None or item.slot.generation != generation:
                     raise InputError(f"slot {slot_id} generation {generation} is released but not held")
-                del consumer.held[slot_id]
+                del consumer.items_held[slot_id]
                 item.holders.discard(consumer.id)
                 self._recycle(item)
             self._changed.notify_all()
@@ -171,10 +171,10 @@ class Loader:
         """Take back everything a trainer held, however it went."""
         with self._changed:
             group = consumer.group
-            for item in consumer.held.values():
+            for item in consumer.items_held.values():
                 item.holders.discard(consumer.id)
                 self._recycle(item)
-            consumer.held.clear()
+            consumer.items_held.clear()
             for item in list(group.items):
                 self._forget(group, item, consumer.id)
             group.consumers.discard(consumer.id)
@@ -197,7 +197,7 @@ class Loader:
             ]
             ring = self._ring
             return {
-                "ranks": sorted(ranks, key=lambda found: found["rank"]),
+                "ranks": sorted(ranks, key=lambda rank_stats: rank_stats["rank"]),
                 "slots": len(ring.ids),
                 "lent": ring.lent,
                 "bytes": ring.bytes,
@@ -231,12 +231,12 @@ class Loader:
 
     def _packs(self, group: ConsumerGroup, source: WindowSource, step: int) -> list[int]:
         """Packs of one step of a group; asked for when it is read ahead, and when the trainer gets there."""
-        place = (source.plan.window, step, group.ranks)
-        if place not in self._dealt:
+        key = (source.plan.window, step, group.ranks)
+        if key not in self._dealt:
             while len(self._dealt) >= DEALT_STEPS:
                 del self._dealt[next(iter(self._dealt))]
-            self._dealt[place] = deal(source.plan, source.lengths, step, group.ranks)
-        return [pack for pack in self._dealt[place][group.rank] if pack >= 0]
+            self._dealt[key] = deal(source.plan, source.lengths, step, group.ranks)
+        return [pack for pack in self._dealt[key][group.rank] if pack >= 0]
 
     # -- items; the lock is held -----------------------------------------------------------------------------------
 
@@ -247,17 +247,17 @@ class Loader:
         while group.source is not None and group.source.plan.window == window and group.next_step <= step:
             self._extend(group)
         for item in group.items:
-            if item.place == (window, step, ordinal) and consumer.id in item.waiting:
+            if item.position == (window, step, ordinal) and consumer.id in item.waiting:
                 return item
         raise InputError(f"pack {ordinal} of step {step} is not owed: claimed before, or the step has fewer packs")
 
     def _deliverable(self, item: Item, consumer: Consumer) -> bool:
         """Whether the wait for an item is over. Raises when it can never end well."""
         if item.error is not None:
-            error, item.error, item.wanted = item.error, None, False
+            error, item.error, item.is_requested = item.error, None, False
             raise error
-        if item.starved and consumer.held:
-            raise ResourceError(errno.ENOMEM, self._full(len(consumer.held)))
+        if item.starved and consumer.items_held:
+            raise ResourceError(errno.ENOMEM, self._full(len(consumer.items_held)))
         return item.ready
 
     def _full(self, own: int = 0) -> str:
@@ -287,14 +287,14 @@ class Loader:
         for ordinal, pack in enumerate(self._packs(group, source, group.next_step)):
             fields, nbytes = source.fields(pack)
             in_lists = sum(field.nbytes for field in fields if field.name not in UNCHECKED)
-            place = (source, group.next_step, ordinal, pack)
-            group.items.append(Item(group.prefetch, *place, set(group.consumers), fields, nbytes, in_lists))
+            key = (source, group.next_step, ordinal, pack)
+            group.items.append(Item(group.prefetch, *key, set(group.consumers), fields, nbytes, in_lists))
         group.next_step += 1
         return True
 
-    def _forget_before(self, consumer: Consumer, place: tuple[int, int]) -> None:
+    def _forget_before(self, consumer: Consumer, position: tuple[int, int]) -> None:
         """A consumer will not ask for items before this step of a window."""
-        for item in list(takewhile(lambda item: item.place[:2] < place, consumer.group.items)):
+        for item in list(takewhile(lambda item: item.position[:2] < position, consumer.group.items)):
             self._forget(consumer.group, item, consumer.id)
 
     def _forget(self, group: ConsumerGroup, item: Item, consumer_id: int) -> None:
@@ -348,10 +348,10 @@ class Loader:
             depth = group.prefetch.depth
             while len(group.items) < depth and self._extend(group):
                 pass
-            nearest += [item for item in group.items if item.wanted and item.slot is None]
-            ahead = (item for item in islice(group.items, depth) if item.slot is None and not item.wanted)
+            nearest += [item for item in group.items if item.is_requested and item.slot is None]
+            ahead = (item for item in islice(group.items, depth) if item.slot is None and not item.is_requested)
             nearest += islice(ahead, self._spec.slots)
-        nearest.sort(key=lambda item: (not item.wanted, item.place))
+        nearest.sort(key=lambda item: (not item.is_requested, item.position))
         chosen: list[Item] = []
         for item in nearest:  # few of each group, then look again: a trainer may wait by now
             try:
@@ -385,27 +385,28 @@ class Loader:
 
     def _owed(self, group: ConsumerGroup) -> Iterator[Item]:
         """Items of a group in order; those of later steps are made as the iteration reaches them."""
-        place = 0
-        while place < len(group.items) or self._extend(group):
-            if place < len(group.items):
-                yield group.items[place]
-                place += 1
+        ordinal = 0
+        while ordinal < len(group.items) or self._extend(group):
+            if ordinal < len(group.items):
+                yield group.items[ordinal]
+                ordinal += 1
 
     def _acquire(self, item: Item) -> Slot | None:
         """A slot for the item; if a trainer waits for it, that of a pack which is later, or which was passed over."""
         item.starved = False
         want = item.source.largest_pack_bytes
         slot = self._ring.acquire(item.nbytes, want_bytes=want)
-        if slot is not None or not item.wanted:
+        if slot is not None or not item.is_requested:
             return slot
         later = [
             other
             for group in self._groups.values()
             for other in group.items
-            if other.ready and not other.holders and not other.wanted
-            if other.place > item.place or (group.prefetch is item.prefetch and len(other.waiting) == group.members)
+            if other.ready and not other.holders and not other.is_requested
+            if other.position > item.position
+            or (group.prefetch is item.prefetch and len(other.waiting) == group.members)
         ]
-        for other in sorted(later, key=lambda other: other.place, reverse=True):
+        for other in sorted(later, key=lambda other: other.position, reverse=True):
             assert other.slot is not None
             self._ring.release(other.slot)
             other.slot, other.ready = None, False
@@ -420,14 +421,14 @@ class Loader:
         """Fill items one after the other and hand them out, small ones a few at a time."""
         filled: list[Item] = []
         nbytes, begun = 0, time.monotonic()
-        for place, item in enumerate(batch):
+        for ordinal, item in enumerate(batch):
             slot, source = item.slot, item.source
             assert slot is not None
             if filled and source.needs_read(item.pack):  # for which they should not wait
                 self._hand_out(filled)
                 filled, nbytes, begun = [], 0, time.monotonic()
             try:
-                source.fill(item.pack, item.fields, slot.memory, partial(self._coming, source, batch[place + 1 :]))
+                source.fill(item.pack, item.fields, slot.memory, partial(self._coming, source, batch[ordinal + 1 :]))
                 seal(slot.memory, item.fields, generation=slot.generation, pack=item.pack)
             except MopdError as error:
                 self._refuse(item, error)

@@ -19,8 +19,8 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, of_signal
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.lists import Lists
-    from mopd_dataplane.store.reading import PayloadReader
+    from mopd_dataplane.store.read.lists import Lists
+    from mopd_dataplane.store.read.row_reader import PayloadReader
 
 PLAIN = tuple(field.column for field in PAYLOAD if field.axis != "span")
 """Columns of `tokens` that every pack needs."""
@@ -76,16 +76,16 @@ class Payload:
         for key, (reader, scored) in signals.items():
             # Other teachers' samples stand at some place too; nobody asks for it.
             at = np.minimum(np.searchsorted(scored, placed.rows), len(scored) - 1)
-            found = reader.lists(scored, verify=verify)
-            self._signals[key] = {name: column.at(at) for name, column in found.items()}
+            lists_of_kind = reader.lists(scored, verify=verify)
+            self._signals[key] = {name: column.at(at) for name, column in lists_of_kind.items()}
 
     def _place_versions(self, responses: NDArray[np.int64]) -> None:
         """Spans of one policy version, at the tokens of their packs. responses: [u] where each response begins."""
         starts, versions = (self._lists[name] for name in VERSIONS)
-        for place in np.flatnonzero(starts.lengths != versions.lengths):
-            row, found = self._placed.rows[place], (starts.lengths[place], versions.lengths[place])
+        for index in np.flatnonzero(starts.lengths != versions.lengths):
+            row, counts = self._placed.rows[index], (starts.lengths[index], versions.lengths[index])
             raise DamagedError(
-                f"sample row {row} has {found[0]} starts of {found[1]} policy versions; run `mopd store verify`"
+                f"sample row {row} has {counts[0]} starts of {counts[1]} policy versions; run `mopd store verify`"
             )
         self._wrong_spans = np.flatnonzero(versions.lengths != self._placed.spans)
         bounds = np.concatenate(([0], np.cumsum(versions.lengths)))
@@ -97,12 +97,12 @@ class Payload:
 
     def fill_tokens(self, part: slice, out: Arrays) -> None:
         """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end."""
-        for place in _inside(part, self._wrong_tokens):
-            self._refuse(place, f"{self._tokens.lengths[place]} tokens", self._placed.lengths[place])
-        for place in _inside(part, self._wrong_masks):
-            self._refuse(place, f"{self._masks.lengths[place]} response tokens", self._placed.lengths[place])
-        for place in _inside(part, self._wrong_logprobs):
-            self._refuse(place, f"{self._logprobs.lengths[place]} log-probs", self._masks.lengths[place])
+        for index in _inside(part, self._wrong_tokens):
+            self._refuse(index, f"{self._tokens.lengths[index]} tokens", self._placed.lengths[index])
+        for index in _inside(part, self._wrong_masks):
+            self._refuse(index, f"{self._masks.lengths[index]} response tokens", self._placed.lengths[index])
+        for index in _inside(part, self._wrong_logprobs):
+            self._refuse(index, f"{self._logprobs.lengths[index]} log-probs", self._masks.lengths[index])
         out["cu_seqlens"][:-1], out["cu_seqlens"][-1] = self._placed.firsts[part], len(out["tokens"])
         self._tokens.copy(part, self._firsts[part], out["tokens"].data)
         _copy_after(self._blanks["|u1"], self._masks, part, self._firsts, self._responses, out["loss_mask"].data)
@@ -112,9 +112,9 @@ class Payload:
 
     def fill_versions(self, part: slice, out: Arrays) -> None:
         """Write the spans of one policy version; the first of a sample covers its prompt too."""
-        for place in _inside(part, self._wrong_spans):
-            found = self._lists["versions"].lengths[place]
-            self._refuse(place, f"{found} policy versions", self._placed.spans[place])
+        for index in _inside(part, self._wrong_spans):
+            count = self._lists["versions"].lengths[index]
+            self._refuse(index, f"{count} policy versions", self._placed.spans[index])
         spans = slice(self._span_bounds[part.start], self._span_bounds[part.stop])
         out["version_starts"][:] = self._version_starts[spans]
         out["versions"][:] = self._versions[spans]
@@ -142,9 +142,9 @@ class Payload:
             "response": self._masks.lengths[part],
         }[field.axis]
         out[:] = field.blank
-        wanted, found = places * width, lists.lengths[part]
-        for place in np.flatnonzero((found != 0) & (found != wanted)):
-            self._refuse(part.start + place, f"{found[place]} values of {field.name}", wanted[place])
+        expected, lengths = places * width, lists.lengths[part]
+        for index in np.flatnonzero((lengths != 0) & (lengths != expected)):
+            self._refuse(part.start + index, f"{lengths[index]} values of {field.name}", expected[index])
         lists.copy(part, [begin * width for begin in begins], out.reshape(-1).data)
 
     def _fill_trained(self, field: Field, part: slice, out: NDArray[Any]) -> None:
@@ -152,13 +152,13 @@ class Payload:
         lists, flat = self._lists[field.column], out.reshape(-1)
         width = out.shape[1] if out.ndim == 2 else 1
         begin = 0
-        for place in range(part.start, part.stop):
-            own = lists.array(place)
+        for index in range(part.start, part.stop):
+            own = lists.array(index)
             if own is None or not len(own):
-                mask = self._masks.array(place)
+                mask = self._masks.array(index)
                 own = np.full(0 if mask is None else int(mask.sum()) * width, field.blank, flat.dtype)
             if begin + len(own) > len(flat):
-                self._refuse(place, f"{begin + len(own)} values of {field.name} with those before it", len(flat))
+                self._refuse(index, f"{begin + len(own)} values of {field.name} with those before it", len(flat))
             flat[begin : begin + len(own)] = own
             begin += len(own)
         if begin != len(flat):
@@ -169,18 +169,18 @@ class Payload:
         lists = self._lists[field.column]
         sizes = next(self._lists[other.column] for other in RECORDED if other.name == field.sizes)
         first = 0
-        for place, length in zip(range(part.start, part.stop), announced, strict=True):
-            own = sizes.array(place)
-            if lists.lengths[place] != length or (0 if own is None else own.sum()) != length:
-                self._refuse(place, f"{lists.lengths[place]} values of {field.name}", length)
-            lists.copy(slice(place, place + 1), [first], out.data)
+        for index, length in zip(range(part.start, part.stop), announced, strict=True):
+            own = sizes.array(index)
+            if lists.lengths[index] != length or (0 if own is None else own.sum()) != length:
+                self._refuse(index, f"{lists.lengths[index]} values of {field.name}", length)
+            lists.copy(slice(index, index + 1), [first], out.data)
             first += length
 
     def fill_responses(self, teacher: str, kind: str, field: Field, part: slice, out: NDArray[Any]) -> None:
         """Write a field of one teacher's signal, a value for each response token, at token positions; 0 on prompts."""
         lists = self._signals[teacher, kind][field.column]
-        for place in np.flatnonzero(lists.lengths[part] != self._masks.lengths[part]) + part.start:
-            self._refuse(place, f"{lists.lengths[place]} {field.name} of {teacher!r}", self._masks.lengths[place])
+        for index in np.flatnonzero(lists.lengths[part] != self._masks.lengths[part]) + part.start:
+            self._refuse(index, f"{lists.lengths[index]} {field.name} of {teacher!r}", self._masks.lengths[index])
         blank = self._blanks.setdefault(field.dtype, np.zeros(self._longest, field.dtype).data)
         _copy_after(blank, lists, part, self._firsts, self._responses, out.data)
 
@@ -195,16 +195,17 @@ class Payload:
             lists, target = signal[field.column], out[field.pack].reshape(-1)
             ends = np.cumsum(lists.lengths[part])
             if ends[-1] != len(target):
-                row, found = self._placed.rows[part.start], f"{ends[-1]:,} {field.name} of teacher {teacher!r}"
+                row, actual = self._placed.rows[part.start], f"{ends[-1]:,} {field.name} of teacher {teacher!r}"
                 raise DamagedError(
-                    f"the pack of sample row {row} has {found}, its metadata says {len(target):,}; run "
+                    f"the pack of sample row {row} has {actual}, its metadata says {len(target):,}; run "
                     "`mopd store verify`"
                 )
             lists.copy(part, (ends - lists.lengths[part]).tolist(), target.data)
 
-    def _refuse(self, place: int, found: str, announced: int) -> NoReturn:
+    def _refuse(self, index: int, actual: str, announced: int) -> NoReturn:
         raise DamagedError(
-            f"sample row {self._placed.rows[place]} has {found}, its metadata says {announced}; run `mopd store verify`"
+            f"sample row {self._placed.rows[index]} has {actual}, its metadata says {announced}; run `mopd "
+            "store verify`"
         )
 
 

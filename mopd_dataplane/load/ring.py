@@ -83,9 +83,9 @@ class Ring:
                 f"a pack needs {nbytes:,} bytes of shared memory and the whole ring may have {self.max_bytes:,}; "
                 f"set load.ring_bytes to at least {_pages(nbytes)} for each rank, or lower plan.pack_tokens",
             )
-        place = bisect_left(self._free, nbytes, key=_capacity)
-        if place < len(self._free):
-            slot = self._free.pop(place)
+        index = bisect_left(self._free, nbytes, key=_capacity)
+        if index < len(self._free):
+            slot = self._free.pop(index)
         elif self._lent_bytes + nbytes <= self.max_bytes:
             slot = self._grow(_pages(max(nbytes, self._slot_bytes or want_bytes)))
         else:
@@ -116,12 +116,12 @@ class Ring:
         self._lent.clear()
         self.ids.clear()
 
-    def _grow(self, wanted: int) -> Slot:
-        """A new slot of `wanted` bytes, or of what the bound leaves once every free slot (all too small) is gone."""
-        while self.bytes + wanted > self.max_bytes and self._retire_smallest():
+    def _grow(self, nbytes: int) -> Slot:
+        """A new slot of `nbytes`, or of what the bound leaves once every free slot (all too small) is gone."""
+        while self.bytes + nbytes > self.max_bytes and self._retire_smallest():
             pass
         self._made += 1
-        slot = make_slot(self._made, min(wanted, self.max_bytes - self.bytes))
+        slot = make_slot(self._made, min(nbytes, self.max_bytes - self.bytes))
         self.ids.add(slot.id)
         return slot
 

@@ -128,8 +128,8 @@ class _Conversation:
         elif operation == "next":
             self._next(self._consumer, _ages(message["used"]))
         elif operation == "pack":
-            place = (int(message["step"]), int(message["ordinal"]))
-            lent = self._loader.claim(self._consumer, *place, self._beat, _ages(message["used"]))
+            position = (int(message["step"]), int(message["ordinal"]))
+            lent = self._loader.claim(self._consumer, *position, self._beat, _ages(message["used"]))
             self._send_lent({}, lent)
         elif operation == "release":
             leases = [(int(slot), int(generation)) for slot, generation in message["leases"]]
@@ -142,23 +142,23 @@ class _Conversation:
             raise MismatchError(f"the trainer speaks protocol version {message['version']}, the loader {VERSION}")
         if self._consumer is not None:
             raise InputError("hello was said before")
-        place = [int(message[name]) for name in ("rank", "world_size", "member", "members")]
-        self._consumer = self._loader.join(*place)
+        member_ids = [int(message[name]) for name in ("rank", "world_size", "member", "members")]
+        self._consumer = self._loader.join(*member_ids)
         self._send({"pid": os.getpid(), "stage": self._spec.stage, "deadline_s": self._spec.deadline_s})
 
     def _next(self, consumer: Consumer, used: list[float]) -> None:
-        found = self._loader.advance(consumer, used)
-        if found is None:
+        answer = self._loader.advance(consumer, used)
+        if answer is None:
             self._send({"end": True})
             return
-        source, step, packs, lent = found
+        source, step, packs, lent = answer
         loss_tokens, sequences = source.totals(step)
         entries = [source.entry(pack) for pack in packs]
         self._send_lent({"step": step, "packs": entries, "loss_tokens": loss_tokens, "sequences": sequences}, lent)
 
     def _send_lent(self, answer: Message, lent: Lent) -> None:
         """Answer with what is lent, and with the descriptors of slots that this trainer has not seen."""
-        answer["lent"] = [[place, slot.id, slot.generation, slot.capacity] for place, slot in lent]
+        answer["lent"] = [[body, slot.id, slot.generation, slot.capacity] for body, slot in lent]
         if gone := self._loader.retired(self._known_slots):
             answer["gone"] = sorted(gone)
             self._known_slots -= gone
@@ -173,9 +173,9 @@ class _Conversation:
         self._channel.send(message, deadline_s=self._spec.deadline_s)
 
 
-def _ages(given: list[Any]) -> list[float]:
+def _ages(values: list[Any]) -> list[float]:
     """Seconds since packs were taken. Raises ValueError for other things."""
-    ages = [float(age) for age in given]
+    ages = [float(age) for age in values]
     if not all(age >= 0 for age in ages):
         raise ValueError(f"ages {ages}")
     return ages
@@ -218,8 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(uri: str, path: Path, settings: str) -> int:
     parent = os.getppid()  # before anything slow, during which it may end
-    from mopd_dataplane.store.cache import open_cache
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.remote.range_cache import open_cache
 
     gc.set_threshold(YOUNG_OBJECTS)
     _allow_open_files()

@@ -72,11 +72,11 @@ def arrays_of(memory: memoryview, fields: tuple[Field, ...]) -> dict[str, NDArra
 
 def write_table(memory: memoryview, fields: tuple[Field, ...]) -> None:
     """Write the field table; the slot is valid only after `seal`."""
-    place = HEADER_BYTES
+    field_offset = HEADER_BYTES
     for name, dtype, shape, offset, _ in fields:
         second = shape[1] if len(shape) == 2 else 0
-        FIELD.pack_into(memory, place, _kind_bytes(name, dtype), len(shape), shape[0], second, offset)
-        place += FIELD_BYTES
+        FIELD.pack_into(memory, field_offset, _kind_bytes(name, dtype), len(shape), shape[0], second, offset)
+        field_offset += FIELD_BYTES
 
 
 def seal(memory: memoryview, fields: tuple[Field, ...], *, generation: int, pack: int) -> None:

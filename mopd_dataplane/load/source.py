@@ -124,10 +124,12 @@ class WindowSource:
 
     def _carried_fields(self) -> list[per_token.Field]:
         """Those that the spec asks for, as far as the window has them."""
-        made = [field for field in per_token.FIELDS if not field.table and field.name != per_token.REFERENCE]
+        carried = [field for field in per_token.FIELDS if not field.table and field.name != per_token.REFERENCE]
         signals = [field for kind in self._spec.signals for field in per_token.of_signal(kind)]
         reference = [per_token.BY_NAME[per_token.REFERENCE]] if self._spec.reference else []
-        return sorted([*per_token.PAYLOAD, *made, *self._recorded, *reference, *signals], key=lambda field: field.blob)
+        return sorted(
+            [*per_token.PAYLOAD, *carried, *self._recorded, *reference, *signals], key=lambda field: field.blob
+        )
 
     def _width(self, field: per_token.Field, pack: int) -> int:
         """Values at one place of a field of a pack."""
@@ -210,8 +212,8 @@ class WindowSource:
     def _read(self, packs: Sequence[int]) -> Payload:
         """Everything these packs need, looked up in the order it is stored."""
         self._locate(packs, open_files=False)
-        wanted = self._listed_signals((self.teacher(pack), self._rows(pack)) for pack in packs)
-        signals = {key: (self._signals[key], np.unique(rows)) for key, rows in wanted.items()}
+        rows_by_signal = self._listed_signals((self.teacher(pack), self._rows(pack)) for pack in packs)
+        signals = {key: (self._signals[key], np.unique(rows)) for key, rows in rows_by_signal.items()}
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
         placed = Placed(
             self.plan.sample_rows[places], self._firsts[places], self.lengths[places], self._version_spans[places]
@@ -223,12 +225,12 @@ class WindowSource:
         self, parts: Iterable[tuple[str, NDArray[np.int64]]]
     ) -> dict[tuple[str, str], NDArray[np.int64]]:
         """(teacher, kind) of each signal in lists → the samples that need it. parts: (teacher, its sample rows)."""
-        wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
+        rows_by_signal: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         reference = [(self._spec.reference, "logprob")] if self._spec.reference else []
         for teacher, rows in parts:
             for key in dict.fromkeys([*((teacher, kind) for kind in self._listed), *reference]):
-                wanted.setdefault(key, []).append(rows)
-        return {key: np.concatenate(rows) for key, rows in wanted.items()}
+                rows_by_signal.setdefault(key, []).append(rows)
+        return {key: np.concatenate(rows) for key, rows in rows_by_signal.items()}
 
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
         span, part, teacher = self._span(pack), self._parts[pack], self.teacher(pack)
@@ -308,12 +310,13 @@ class WindowSource:
         widths = {}
         for teacher, rows in self._rows_by_teacher().items():
             forms = self._signals[teacher, "topk"].topk_forms(np.unique(rows))
-            wanted = self._spec.topk_source
-            if len(forms) != 1 or wanted not in ("", forms[0][1]):
-                asked = f", the {wanted}'s" if wanted else ""
-                found = ", ".join(f"{k} (the {topk_source}'s likeliest)" for k, topk_source in forms)
+            source = self._spec.topk_source
+            if len(forms) != 1 or source not in ("", forms[0][1]):
+                suffix = f", the {source}'s" if source else ""
+                widths_text = ", ".join(f"{k} (the {topk_source}'s likeliest)" for k, topk_source in forms)
                 raise MismatchError(
-                    f"the stored top-k of teacher {teacher!r} has k = {found}; one k and one source are needed{asked}: "
+                    f"the stored top-k of teacher {teacher!r} has k = {widths_text}; one k and one source "
+                    f"are needed{suffix}: "
                     "go back to the settings it was scored with, or score the samples under another teacher name"
                 )
             widths[teacher] = forms[0][0]
@@ -333,9 +336,9 @@ class _HiddenStates:
     def __init__(self, store: Store, snapshot: Snapshot, teacher: str, sample_rows: NDArray[np.int64]) -> None:
         """Raises MismatchError unless all have one codec and width."""
         rows = np.unique(sample_rows)
-        found = store.signal_rows(teacher, "hidden", rows, snapshot)
-        sizes, counts = found["bytes"].to_numpy(), found["rows"].to_numpy()
-        widths, codecs = np.unique(sizes // np.maximum(counts, 1)), set(found["codec"].to_pylist())
+        signal_rows = store.signal_rows(teacher, "hidden", rows, snapshot)
+        sizes, counts = signal_rows["bytes"].to_numpy(), signal_rows["rows"].to_numpy()
+        widths, codecs = np.unique(sizes // np.maximum(counts, 1)), set(signal_rows["codec"].to_pylist())
         if len(widths) != 1 or len(codecs) != 1:
             raise MismatchError(
                 f"hidden states of teacher {teacher!r} come in codecs {sorted(codecs)} and {widths.tolist()} bytes "
@@ -343,7 +346,7 @@ class _HiddenStates:
             )
         self.row_bytes, self.codec = int(widths[0]), str(codecs.pop())
         self._teacher = teacher
-        places = zip(found["payload_row"].to_pylist(), sizes.tolist(), strict=True)
+        places = zip(signal_rows["payload_row"].to_pylist(), sizes.tolist(), strict=True)
         self._places = dict(zip(rows.tolist(), places, strict=True))
         self._reader = store.hidden_reader(teacher, snapshot)
 
@@ -357,7 +360,7 @@ class _HiddenStates:
     def fill(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Read the states of the samples one after the other into `out`."""
         payload_rows, sizes = zip(*(self._places[row] for row in rows.tolist()), strict=True)
-        if (found := sum(sizes)) != len(out):
-            said = f"{found:,} bytes, the pack expects {len(out):,}"
+        if (total := sum(sizes)) != len(out):
+            said = f"{total:,} bytes, the pack expects {len(out):,}"
             raise DamagedError(f"hidden states of teacher {self._teacher!r}: {said}")
         self._reader.read_whole(payload_rows, sizes, memoryview(out.data))

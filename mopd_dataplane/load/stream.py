@@ -130,10 +130,10 @@ def socket_of(store: str | Path, spec: LoadSpec) -> Path:
     name = hashlib.blake2b(f"{where}\0{spec.model_dump_json()}".encode(), digest_size=8, person=b"mopd-sock")
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"mopd-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise InputError(
-            f"{folder} is not a folder that only this user may enter (mode {stat.filemode(found.st_mode)}, owner "
-            f"{found.st_uid}); remove it, or set XDG_RUNTIME_DIR to a folder of yours"
+            f"{folder} is not a folder that only this user may enter (mode {stat.filemode(status.st_mode)}, owner "
+            f"{status.st_uid}); remove it, or set XDG_RUNTIME_DIR to a folder of yours"
         )
     return folder / f"{name.hexdigest()}.sock"

@@ -39,11 +39,15 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 class Base:
     """The model that an adapter belongs on."""
 
-    place: str
+    location: str
     """Folder, or a name on the hub."""
     revision: str = ""
     digest: str = ""
     """Digest of its weights; empty where nobody recorded it."""
+
+    def written(self) -> dict[str, str]:
+        """Keys and values of base.json."""
+        return {"place": self.location, "revision": self.revision, "digest": self.digest}
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -100,17 +104,20 @@ def base_folder(folder: str | Path) -> Path:
     Raises UnknownNameError when it is nowhere, MismatchError when it is an adapter itself.
     """
     base = named_base(folder)
-    found = Path(folder) / base.place
-    if not base.place or not found.is_dir():
-        if not base.place or not (is_hub_name(base.place) or Path(base.place).is_dir()):
+    base_path = Path(folder) / base.location
+    if not base.location or not base_path.is_dir():
+        if not base.location or not (is_hub_name(base.location) or Path(base.location).is_dir()):
             raise UnknownNameError(
-                f"adapter {folder}: its base {base.place!r} is no folder here and no name on the hub; write the base's "
+                f"adapter {folder}: its base {base.location!r} is no folder here and no name on the hub; "
+                "write the base's "
                 f"place as base_model_name_or_path into {ADAPTER_CONFIG}"
             )
-        found = model_folder(base.place, base.revision if is_hub_name(base.place) else "")
-    if is_adapter(found):
-        raise MismatchError(f"adapter {folder}: its base {found} is an adapter too; merge that one into its base first")
-    return found.resolve()
+        base_path = model_folder(base.location, base.revision if is_hub_name(base.location) else "")
+    if is_adapter(base_path):
+        raise MismatchError(
+            f"adapter {folder}: its base {base_path} is an adapter too; merge that one into its base first"
+        )
+    return base_path.resolve()
 
 
 def weights_folder(folder: str | Path) -> Path:
@@ -159,9 +166,9 @@ def settings_digest(folder: str | Path) -> str:
 
 def check_base(folder: str | Path, digest: str) -> None:
     """Raise MismatchError unless a base with that digest is the one that an adapter was trained on."""
-    wanted = named_base(folder).digest
-    if wanted and wanted != digest:
+    expected_digest = named_base(folder).digest
+    if expected_digest and expected_digest != digest:
         raise MismatchError(
-            f"adapter {folder} was trained on a base with digest {wanted[:16]}, {base_folder(folder)} has "
+            f"adapter {folder} was trained on a base with digest {expected_digest[:16]}, {base_folder(folder)} has "
             f"{digest[:16]}; restore that base, or train the adapter again"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,18 +148,18 @@ def read_factors(model: PreTrainedModel, folder: str | Path, name: str) -> dict[
     from safetensors.torch import load_file
 
     file = Path(folder) / ADAPTER_WEIGHTS
-    found = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(file).items()}
-    _drop_base(model, found, file)
+    factors = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(file).items()}
+    _drop_base(model, factors, file)
     room, rank = _room(model, name), read_adapter_config(folder)["r"]
-    for key in sorted(room.keys() | found.keys()):
-        mine, theirs = room.get(key), found.get(key)
+    for key in sorted(room.keys() | factors.keys()):
+        mine, theirs = room.get(key), factors.get(key)
         if mine is None or theirs is None or mine.shape != theirs.shape:
             shapes = [None if one is None else list(one.shape) for one in (theirs, mine)]
             raise MismatchError(
                 f"{file}: {key} is {shapes[0]}, rank {rank} on this base needs {shapes[1]}; this is an adapter of "
                 "another rank or for another base"
             )
-    return {key: found[key].to(mine.device, mine.dtype, copy=True) for key, mine in room.items()}
+    return {key: factors[key].to(mine.device, mine.dtype, copy=True) for key, mine in room.items()}
 
 
 def fill(model: PreTrainedModel, name: str, factors: Mapping[str, torch.Tensor]) -> None:
@@ -234,10 +234,12 @@ def save_adapter(
     config: Any = model.peft_config[TRAINED]
     if is_adapter(start):
         base = named_base(start)
-        base = replace(base, place=str((start / base.place).resolve()) if (start / base.place).is_dir() else base.place)
-    name = base.place
+        base = replace(
+            base, location=str((start / base.location).resolve()) if (start / base.location).is_dir() else base.location
+        )
+    name = base.location
     if Path(name).is_relative_to(folder.parents[1]):  # both lie in one store, which may move
-        base = replace(base, place=os.path.relpath(name, folder))
+        base = replace(base, location=os.path.relpath(name, folder))
     said = {**config.to_dict(), "base_model_name_or_path": name, "revision": base.revision or None}
     said |= {"inference_mode": True, "target_modules": sorted(config.target_modules)}
     said["target_parameters"] = sorted(config.target_parameters or ()) or None  # peft leaves an empty set behind
@@ -246,7 +248,7 @@ def save_adapter(
     def fill(staging: Path) -> None:
         (staging / ADAPTER_CONFIG).write_text(json.dumps(said, indent=1, default=str))
         save_file(named, staging / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        (staging / BASE).write_text(json.dumps(asdict(base), indent=1))
+        (staging / BASE).write_text(json.dumps(base.written(), indent=1))
         write_checksums(staging, identities=True)
 
     make_folder(folder, fill)
@@ -261,8 +263,8 @@ def _peft_config(folder: str | Path) -> LoraConfig:
     """Config of a folder's adapter, for inference."""
     from peft import LoraConfig
 
-    known = LoraConfig.__dataclass_fields__
-    said = {key: value for key, value in read_adapter_config(folder).items() if key in known}
+    fields = LoraConfig.__dataclass_fields__
+    said = {key: value for key, value in read_adapter_config(folder).items() if key in fields}
     return LoraConfig(**{**said, "inference_mode": True, "init_lora_weights": True, "lora_dropout": 0.0})
 
 
@@ -270,8 +272,8 @@ def _room(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
     """Tensors of an adapter in a model, by their names in peft's files; writing to them writes to the model."""
     from peft.functional import get_peft_model_state_dict
 
-    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return found
+    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return tensors
 
 
 def _drop_base(model: PreTrainedModel, stored: dict[str, torch.Tensor], file: Path) -> None:
@@ -283,8 +285,8 @@ def _drop_base(model: PreTrainedModel, stored: dict[str, torch.Tensor], file: Pa
 
     for key in [key for key in stored if ".base_layer." in key]:
         mine, theirs = model.get_parameter(key), stored.pop(key)
-        known = not mine.is_meta  # a base that only has its shape
-        if mine.shape != theirs.shape or (known and not torch.equal(mine.cpu(), theirs.to(mine.dtype))):
+        has_weights = not mine.is_meta  # a base that only has its shape
+        if mine.shape != theirs.shape or (has_weights and not torch.equal(mine.cpu(), theirs.to(mine.dtype))):
             raise MismatchError(
                 f"{file}: {key} is not the base's own; the adapter belongs on another base: merge it into that one"
             )

@@ -102,17 +102,17 @@ def answer_tokens(
     ends = {_text_of(tokenizer, index) for index in terminators(tokenizer)}
     response = [_without_end(message, ends) for message in response]
     messages = [*prompt, *response]
-    own = [place for place in range(len(prompt), len(messages)) if messages[place]["role"] == "assistant"]
-    turns = [_turn(tokenizer, messages, place, options) for place in own]
+    own = [own_turns for own_turns in range(len(prompt), len(messages)) if messages[own_turns]["role"] == "assistant"]
+    turns = [_turn(tokenizer, messages, own_turns, options) for own_turns in own]
     last = turns[-1]
     if is_cut_off:
         turns[-1] = last = _cut_off(last, messages[-1])
     ids = _encode(tokenizer, last.text[: turns[0].start])
     prompt_length, mask, end = len(ids), [0] * len(ids), turns[0].start
-    for place, turn in zip(own, turns, strict=True):
+    for own_turns, turn in zip(own, turns, strict=True):
         if not last.text.startswith(turn.text[: turn.end]) or turn.start < end:
             raise RewrittenTurnError(
-                f"the chat template writes message {place} in another way once more messages follow it"
+                f"the chat template writes message {own_turns} in another way once more messages follow it"
             )
         for stop, trained in ((turn.start, 0), (turn.end, 1)):
             ids = _extended(tokenizer, ids, last.text, end, stop)
@@ -145,9 +145,9 @@ def reply_text(tokenizer: PreTrainedTokenizerBase, role: str, text: str) -> str:
     """
     answer = {**_ANSWER, "content": _MARK}
     messages = [_QUESTION, answer, {"role": role, "content": text}]
-    _, found, rest = render_messages(tokenizer, messages, add_generation_prompt=True).partition(_MARK)
+    _, reply, rest = render_messages(tokenizer, messages, add_generation_prompt=True).partition(_MARK)
     end = _special_pattern(tokenizer).match(rest.lstrip())
-    if not found or not end:
+    if not reply or not end:
         raise InputError(
             f"the chat template does not end an answer with a special token and append a message of {role!r} to it"
         )
@@ -180,29 +180,29 @@ def render_messages(
     return str(text)
 
 
-def _turn(tokenizer: PreTrainedTokenizerBase, messages: Messages, place: int, options: ChatOptions) -> _Turn:
+def _turn(tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, options: ChatOptions) -> _Turn:
     """The assistant's message at a place, as the last of the conversation."""
-    asked = render_messages(tokenizer, messages[:place], options=options, add_generation_prompt=True)
-    text = render_messages(tokenizer, messages[: place + 1], options=options)
-    skips_opening = not text.startswith(asked)
+    question = render_messages(tokenizer, messages[:index], options=options, add_generation_prompt=True)
+    text = render_messages(tokenizer, messages[: index + 1], options=options)
+    skips_opening = not text.startswith(question)
     if skips_opening:
         # The template opens a thought here, which this answer does not have: it begins before that.
-        shared = _whole_tokens(tokenizer, asked, _shared_length(asked, text))
-        before = render_messages(tokenizer, messages[:place], options=options)
+        shared = _whole_tokens(tokenizer, question, _shared_length(question, text))
+        before = render_messages(tokenizer, messages[:index], options=options)
         if not text.startswith(before) or shared < len(before):
             raise RewrittenTurnError(
-                f"the chat template writes the messages before {place} in another way once an answer follows"
+                f"the chat template writes the messages before {index} in another way once an answer follows"
             )
-        asked = text[:shared]
-    usual, tail = _usual_end(tokenizer, messages[place]), _last_special(tokenizer, text, len(asked))
+        question = text[:shared]
+    usual, tail = _usual_end(tokenizer, messages[index]), _last_special(tokenizer, text, len(question))
     end = next((end for end in tail if end.group() == usual), tail[0] if tail else None)
     if end:
-        return _Turn(text, len(asked), end.end(), end.group(), skips_opening)
+        return _Turn(text, len(question), end.end(), end.group(), skips_opening)
     if usual:
-        return _Turn(text + usual, len(asked), len(text + usual), usual, skips_opening)
-    content = str(messages[place].get("content") or "").rstrip()
+        return _Turn(text + usual, len(question), len(text + usual), usual, skips_opening)
+    content = str(messages[index].get("content") or "").rstrip()
     length = len(text.rstrip()) if content and text.rstrip().endswith(content) else len(text)
-    return _Turn(text, len(asked), length, "", skips_opening)
+    return _Turn(text, len(question), length, "", skips_opening)
 
 
 def _last_special(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> list[re.Match[str]]:

@@ -16,16 +16,16 @@ def resolve_device(name: str) -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
         return "cpu" if accelerator is None else accelerator.type
-    wanted = torch.device(name)
-    if wanted.type == "cpu":
+    device = torch.device(name)
+    if device.type == "cpu":
         return name
-    if accelerator is None or accelerator.type != wanted.type:
+    if accelerator is None or accelerator.type != device.type:
         has = "no accelerator" if accelerator is None else accelerator.type
         raise InputError(
             f'device = "{name}": torch {torch.__version__} finds {has} on this machine; set "auto" or "cpu", or '
             "install the build of torch for that device"
         )
-    if wanted.index is not None and wanted.index >= torch.accelerator.device_count():
+    if device.index is not None and device.index >= torch.accelerator.device_count():
         raise InputError(f'device = "{name}": this machine has {torch.accelerator.device_count()} of them, from 0')
     return name
 

@@ -100,12 +100,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     _require_sound(folder)  # before seconds are spent on an import
     from transformers import AutoTokenizer
 
-    place = tokenizer_folder(folder)
-    files = sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
+    folder_of_tokenizer = tokenizer_folder(folder)
+    files = sorted(file for file in folder_of_tokenizer.iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
     content = tuple((file.name, file_digest(file)) for file in files if file.name != CHECKSUMS)
     if content not in _tokenizers:
-        with _opening(place, "tokenizer"):
-            _tokenizers[content] = AutoTokenizer.from_pretrained(str(place), **LOCAL)
+        with _opening(folder_of_tokenizer, "tokenizer"):
+            _tokenizers[content] = AutoTokenizer.from_pretrained(str(folder_of_tokenizer), **LOCAL)
     return _tokenizers[content]
 
 
@@ -155,8 +155,8 @@ def _opening(folder: str | Path, part: str) -> Iterator[None]:
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids with which an answer ends, ascending: end-of-sequence ids of a model folder's generation config (else its
     config) and of its tokenizer, and the terminators of its chat template."""
-    place = weights_folder(folder)
-    files = (place / name for name in ("generation_config.json", "config.json"))
+    weights = weights_folder(folder)
+    files = (weights / name for name in ("generation_config.json", "config.json"))
     settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
     configured = settings.get("eos_token_id")
     ids = {
@@ -328,8 +328,8 @@ def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any
 
 
 def _require_folder(folder: str | Path) -> None:
-    known = ("config.json", "tokenizer.json", ADAPTER_CONFIG)
-    if not any((Path(folder) / name).is_file() for name in known):
+    usual_files = ("config.json", "tokenizer.json", ADAPTER_CONFIG)
+    if not any((Path(folder) / name).is_file() for name in usual_files):
         raise UnknownNameError(f"no model folder at {folder} (a local folder with config.json is needed)")
 
 

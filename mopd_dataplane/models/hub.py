@@ -18,43 +18,43 @@ _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 """Files besides the weights."""
 
 
-def is_hub_name(place: str) -> bool:
+def is_hub_name(source: str) -> bool:
     """Whether a model's place is a name of the hub.
 
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/models/mine"), is_hub_name("./models/mine")
     (True, False, False)
     """
-    return _NAME.fullmatch(place) is not None and not Path(place).exists()
+    return _NAME.fullmatch(source) is not None and not Path(source).exists()
 
 
-def model_folder(place: str, revision: str = "", *, weights: bool = True) -> Path:
+def model_folder(source: str, revision: str = "", *, weights: bool = True) -> Path:
     """Local folder of a model: its own path, or the copy of a URL or hub name, downloaded unless the cache has it.
 
     revision: branch, tag or commit; default the main branch. weights: without them, only config and tokenizer are
     fetched. HF_HOME says where the cache lies; with HF_HUB_OFFLINE=1 the network is not asked. Raises InputError for a
     folder with a revision and for http, UnknownNameError when the hub and the cache have no such model.
     """
-    if is_hub_name(place):
-        return _snapshot(place, revision, (*_SMALL, "*.safetensors") if weights else _SMALL)
+    if is_hub_name(source):
+        return _snapshot(source, revision, (*_SMALL, "*.safetensors") if weights else _SMALL)
     if revision:
-        raise InputError(f"{place} is a folder, which has no revision {revision!r}; leave it out, or name a hub model")
-    if place.startswith(("http://", "https://")):
+        raise InputError(f"{source} is a folder, which has no revision {revision!r}; leave it out, or name a hub model")
+    if source.startswith(("http://", "https://")):
         raise InputError(
-            f"{place}: a model is a folder, and http lists none; download it and give the folder, or a name of "
+            f"{source}: a model is a folder, and http lists none; download it and give the folder, or a name of "
             "the hub (owner/name), or a URL that lists: s3://, gs://, az://, hf://"
         )
-    return _url_copy(place) if is_url(place) else local_path(place)
+    return _url_copy(source) if is_url(source) else local_path(source)
 
 
-def commit_of(place: str, revision: str = "") -> str:
+def commit_of(source: str, revision: str = "") -> str:
     """The present commit of a hub name, 40 hex digits; empty for a folder. Raises what model_folder raises."""
-    return model_folder(place, revision).name if is_hub_name(place) else ""
+    return model_folder(source, revision).name if is_hub_name(source) else ""
 
 
 @lru_cache(maxsize=256)
-def _url_copy(place: str) -> Path:
+def _url_copy(source: str) -> Path:
     """A model of a URL, as it was when this process first asked."""
-    return kept_copy(place, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mopd" / "models")
+    return kept_copy(source, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mopd" / "models")
 
 
 @lru_cache(maxsize=256)

@@ -33,8 +33,10 @@ class Routing:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routing | None:
         """Wrap a model's routers; None when it has none whose top-k can be observed."""
-        found = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter") and hasattr(m, "weight")]
-        return cls(found) if found else None
+        routers = [
+            m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter") and hasattr(m, "weight")
+        ]
+        return cls(routers) if routers else None
 
     def chosen(self) -> Tensor:
         """[N, E * k] int16 expert ids of the newest forward pass. Raises MismatchError when a router did not choose."""
@@ -53,7 +55,7 @@ class Routing:
             )
         parts = [None] * len(widths) if ids is None else ids.split(widths, dim=1)
         for router, part in zip(self._routers, parts, strict=True):
-            router.given = part
+            router.replayed = part
 
 
 class _Router(TorchFunctionMode):
@@ -61,7 +63,7 @@ class _Router(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.given: Tensor | None = None
+        self.replayed: Tensor | None = None
         self._ids: Tensor | None = None
         self._name = type(module).__name__
         self._experts = len(module.weight)  # type: ignore[arg-type]
@@ -82,7 +84,7 @@ class _Router(TorchFunctionMode):
         self._ids = None
         with self:
             said = self._forward(*args, **kwargs)
-        if self.given is not None:
+        if self.replayed is not None:
             self.chosen()  # a router that was not asked has not followed
         return said
 
@@ -92,9 +94,9 @@ class _Router(TorchFunctionMode):
         own = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self._experts:
             return own
-        if self.given is None:
+        if self.replayed is None:
             self._ids = own.indices
             return own
-        given = self.given.to(args[0].device, torch.int64)
-        self._ids = torch.where(given == NONE, own.indices, given)
+        ids = self.replayed.to(args[0].device, torch.int64)
+        self._ids = torch.where(ids == NONE, own.indices, ids)
         return torch.return_types.topk((args[0].gather(1, self._ids), self._ids))  # type: ignore[attr-defined]

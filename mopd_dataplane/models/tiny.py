@@ -100,17 +100,17 @@ USUAL = "qwen3"
 """The family assumed for a model whose name suggests none."""
 
 
-def family_of(place: str) -> str:
+def family_of(source: str) -> str:
     """The family that a model's name suggests; empty when it suggests none.
 
     >>> family_of("meta-llama/Llama-3.2-1B"), family_of("models/Qwen2.5-7B-Instruct"), family_of("models/student")
     ('llama3', 'qwen2', '')
     """
-    name = re.sub(r"[^a-z0-9]", "", PurePosixPath(place).name.lower())
+    name = re.sub(r"[^a-z0-9]", "", PurePosixPath(source).name.lower())
     return max((family for family in FAMILIES if family in name), key=len, default="")
 
 
-def stand_in(place: str) -> Family:
+def stand_in(source: str) -> Family:
     """The family that a model's name suggests, with the end token of its base models where it is one.
 
     Raises KeyError when the name suggests none.
@@ -118,8 +118,8 @@ def stand_in(place: str) -> Family:
     >>> stand_in("models/Qwen3-8B-Base").eos, stand_in("models/Qwen3-8B").eos
     ('<|endoftext|>', '<|im_end|>')
     """
-    family, name = FAMILIES[family_of(place)], PurePosixPath(place).name.lower()
-    is_base = (family_of(place).startswith("qwen2") and "instruct" not in name) or name.endswith("base")
+    family, name = FAMILIES[family_of(source)], PurePosixPath(source).name.lower()
+    is_base = (family_of(source).startswith("qwen2") and "instruct" not in name) or name.endswith("base")
     return replace(family, eos=family.base_eos) if family.base_eos and is_base else family
 
 
@@ -157,12 +157,12 @@ def shrunk(source: Path, folder: Path, *, seed: int, dtype: str) -> str:
         config = AutoConfig.from_pretrained(str(source), **LOCAL).to_dict()
     except Exception as error:  # whatever transformers raises over a file of somebody else's
         raise InputError(f"no config that transformers reads in {source}: {error!s:.200}") from None
-    given = source / "generation_config.json"
+    generation_config = source / "generation_config.json"
 
-    def finish(made: Path) -> None:
-        copy_tokenizer(source, made)
-        if given.is_file():
-            shutil.copy2(given, made)
+    def finish(target: Path) -> None:
+        copy_tokenizer(source, target)
+        if generation_config.is_file():
+            shutil.copy2(generation_config, target)
 
     return _write(config, folder, finish, seed=seed, dtype=dtype)
 
@@ -199,19 +199,19 @@ def byte_tokenizer(family: Family) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={text: place for place, text in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in family.special])
     if family.bos:
         first = [(family.bos, tokenizer.token_to_id(family.bos))]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{family.bos} $A", special_tokens=first)
-    made = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=family.bos or None, eos_token=family.eos, pad_token=family.pad,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    made.chat_template = family.chat_template or None
-    return made
+    fast_tokenizer.chat_template = family.chat_template or None
+    return fast_tokenizer
 
 
 def _write(config: dict[str, Any], folder: Path, finish: Callable[[Path], object], *, seed: int, dtype: str) -> str:

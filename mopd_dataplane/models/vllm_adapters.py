@@ -106,14 +106,14 @@ def _check_dtype(dtype: str) -> None:
 
 def _layer_modules(base: Path) -> set[str]:
     """Ends of the names of the matrices in a model's numbered layers."""
-    found = set()
+    names = set()
     for file in base.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as stored:
             for name in stored.keys():  # noqa: SIM118
                 inside = re.search(r"\.\d+\.(?:.*\.)?(\w+)\.weight$", name)
                 if inside and len(stored.get_slice(name).get_shape()) == 2:
-                    found.add(inside[1])
-    return found
+                    names.add(inside[1])
+    return names
 
 
 class VllmAdapters:
@@ -144,19 +144,19 @@ class VllmAdapters:
                     "engine for it"
                 )
             self._named += 1
-            asked = LoRARequest(lora_name=digest, lora_int_id=self._named, lora_path=str(folder.resolve()))
+            request = LoRARequest(lora_name=digest, lora_int_id=self._named, lora_path=str(folder.resolve()))
             with answering():
-                self._engine.add_lora(asked)
+                self._engine.add_lora(request)
                 missed = self._engine.collective_rpc("unreached", args=(self._named,))
             left_out = {name for name in set.intersection(*map(set, missed)) if _end(name) not in self._apart}
             if left_out:
-                self._remove(asked)
+                self._remove(request)
                 raise MismatchError(
                     f"{folder / ADAPTER_WEIGHTS}: vLLM adapts none of {sorted(left_out)[:3]} ({len(left_out)} modules "
                     "of this adapter, by its own lora_target_modules or because the model has them in another form); "
                     + _otherwise()
                 )
-            self._given[digest] = asked
+            self._given[digest] = request
         return self._given[digest]
 
     def keep_only(self, digest: str) -> None:
@@ -164,9 +164,9 @@ class VllmAdapters:
         for other in [other for other in self._given if other != digest]:
             self._remove(self._given.pop(other))
 
-    def _remove(self, asked: Any) -> None:
+    def _remove(self, request: Any) -> None:
         with answering():
-            self._engine.remove_lora(asked.lora_int_id)
+            self._engine.remove_lora(request.lora_int_id)
 
 
 def _end(module: str) -> str:

@@ -36,11 +36,11 @@ def start(folder: Path, arguments: Mapping[str, Any], *, threads: int) -> Any:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        given = {"model": str(folder), "disable_log_stats": True, "skip_tokenizer_init": True, **arguments}
+        options = {"model": str(folder), "disable_log_stats": True, "skip_tokenizer_init": True, **arguments}
         if current_platform.is_cpu():
-            given = {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(folder, given), **given}
+            options = {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(folder, options), **options}
         try:
-            settings = EngineArgs(**given)
+            settings = EngineArgs(**options)
         except TypeError as error:
             raise InputError(f"engine.options: {error}; they are vLLM's EngineArgs") from None
         try:
@@ -67,9 +67,9 @@ def _report_death(core: Any) -> None:
 
     connection.wait([process.sentinel for process in core.resources.engine_manager.processes])
     core.outputs_queue.put_nowait(EngineDeadError())
-    for asked in list(core.utility_results.values()):
-        if not asked.done():
-            asked.set_exception(EngineDeadError())
+    for future in list(core.utility_results.values()):
+        if not future.done():
+            future.set_exception(EngineDeadError())
 
 
 def is_dead(engine: Any) -> bool:
@@ -77,19 +77,19 @@ def is_dead(engine: Any) -> bool:
     return not all(process.is_alive() for process in engine.engine_core.resources.engine_manager.processes)
 
 
-def _cache_bytes(folder: Path, given: Mapping[str, Any]) -> int:
+def _cache_bytes(folder: Path, arguments: Mapping[str, Any]) -> int:
     """Keys and values of every slot at full length, within reason."""
     shape = model_shape(folder)
     heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
     width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    token = 2 * shape["num_hidden_layers"] * heads * width * (4 if given["dtype"] == "float32" else 2)
-    return int(min(_CPU_CACHE_BYTES, 2 * token * given["max_model_len"] * given["max_num_seqs"] + (64 << 20)))
+    token = 2 * shape["num_hidden_layers"] * heads * width * (4 if arguments["dtype"] == "float32" else 2)
+    return int(min(_CPU_CACHE_BYTES, 2 * token * arguments["max_model_len"] * arguments["max_num_seqs"] + (64 << 20)))
 
 
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
     """Sets environment variables for the start of vLLM. Values that the user has set take precedence."""
-    wanted = {
+    variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers are alone on stdout
@@ -97,9 +97,9 @@ def _environment(threads: int) -> Iterator[None]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
     if threads:
-        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-    unset = [name for name in wanted if not os.environ.get(name)]
-    os.environ.update({name: wanted[name] for name in unset})
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    unset = [name for name in variables if not os.environ.get(name)]
+    os.environ.update({name: variables[name] for name in unset})
     try:
         yield
     finally:

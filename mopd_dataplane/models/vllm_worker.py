@@ -13,6 +13,6 @@ class AdapterWorker:
     def unreached(self, adapter: int) -> list[str]:
         """Modules that an adapter has factors for, and that are none of those which this worker adapts."""
         manager = self.model_runner.lora_manager._adapter_manager
-        given = manager.get_adapter(adapter)
-        reached = {id(manager._get_lora_layer_weights(given, name)) for name in manager.modules}
-        return [name for name, factors in given.loras.items() if id(factors) not in reached]
+        adapter_weights = manager.get_adapter(adapter)
+        reached = {id(manager._get_lora_layer_weights(adapter_weights, name)) for name in manager.modules}
+        return [name for name, factors in adapter_weights.loras.items() if id(factors) not in reached]

@@ -152,9 +152,9 @@ def _packs_per_step(tokens: int, samples: int, packs: int, settings: sections.Pl
     So a step of 8 R packs or more splits evenly over R = 2^k ranks, and the batch is off by at most a sixteenth.
     """
     share = settings.batch_tokens / tokens if settings.batch_tokens else settings.batch_samples / samples
-    wanted = max(1, round(packs * share))
-    grain = 1 << max(0, (wanted // 8).bit_length() - 1)
-    return round(wanted / grain) * grain
+    count = max(1, round(packs * share))
+    grain = 1 << max(0, (count // 8).bit_length() - 1)
+    return round(count / grain) * grain
 
 
 def _cut(sizes: Ints, limit: int, name: str) -> Ints:

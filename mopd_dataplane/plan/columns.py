@@ -121,39 +121,39 @@ def collect_columns(
     rows that their teachers cannot read; those that have every signal by now count as scored.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
-    held = _Numbers(limit)
+    numbers = _Numbers(limit)
     for rows, part in samples:
-        held.add(rows, part)
-    domain_names = held.route_to(route, list(teachers))
-    rows = held.put_in_order()
-    teacher_codes = held["teacher"]
+        numbers.add(rows, part)
+    domain_names = numbers.route_to(route, list(teachers))
+    rows = numbers.put_in_order()
+    teacher_codes = numbers["teacher"]
     has_signals: Mask = np.broadcast_to(True, len(rows))
     for kind in signals:
         has_signals = has_signals & _has_kind(rows, teacher_codes, kind, scores, list(teachers))
     has_reward: Mask = np.broadcast_to(True, len(rows))
     if rewards is not None:
         has_reward = _among(rows, _ints(rewards["sample_row"]))
-    groups = rows if held.groups is None else held.groups
+    groups = rows if numbers.groups is None else numbers.groups
     marks: dict[str, NDArray[Any]] = {}
     given_up: Mask = np.zeros(len(rows), dtype=bool)
-    for known, has_value in ((unscorable, has_reward), (unreadable, has_signals)):
-        if known is not None and len(known):
-            given_up |= _among(rows, known) & ~has_value
+    for is_done, has_value in ((unscorable, has_reward), (unreadable, has_signals)):
+        if is_done is not None and len(is_done):
+            given_up |= _among(rows, is_done) & ~has_value
     if given_up.any():
         marks["unscorable"] = given_up
         _, codes = np.unique(groups, return_inverse=True)
         marks["group_unscorable"] = np.bincount(codes, weights=marks["unscorable"])[codes].astype(np.int32)
     return Columns(
         sample_rows=rows,
-        total_len=held["total_len"],
-        loss_tokens=held["loss_tokens"],
-        version_first=held["policy_version_first"],
-        domains=held["domain"],
+        total_len=numbers["total_len"],
+        loss_tokens=numbers["loss_tokens"],
+        version_first=numbers["policy_version_first"],
+        domains=numbers["domain"],
         groups=groups,
         teachers=teacher_codes,
         has_signals=has_signals,
         has_reward=has_reward,
-        abandoned=held["abandoned"],
+        abandoned=numbers["abandoned"],
         domain_names=tuple(domain_names),
         **marks,
     )
@@ -311,9 +311,9 @@ class _Numbers:
 
     def _coded(self, name: str, column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
         """[n] place of each string among the names seen so far."""
-        found = pc.index_in(column, value_set=self._names[name])
-        if found.null_count:
-            unseen = pc.unique(column.filter(pc.is_null(found)))
+        codes = pc.index_in(column, value_set=self._names[name])
+        if codes.null_count:
+            unseen = pc.unique(column.filter(pc.is_null(codes)))
             unseen = unseen.take(pc.sort_indices(unseen))
             self._names[name] = pa.concat_arrays([self._names[name], unseen])
             if len(self._names[name]) > np.iinfo(_KINDS[name]).max:
@@ -321,8 +321,8 @@ class _Numbers:
                     f"samples have more than {np.iinfo(_KINDS[name]).max:,} different values of {name!r}, "
                     f"such as {unseen[0].as_py()!r}; use fewer names"
                 )
-            found = pc.index_in(column, value_set=self._names[name])
-        return np.asarray(found.to_numpy())
+            codes = pc.index_in(column, value_set=self._names[name])
+        return np.asarray(codes.to_numpy())
 
 
 def _ints(column: pa.ChunkedArray) -> Ints:
@@ -361,10 +361,10 @@ def _route(
                 f"domain {domain!r} routes to teacher {teacher!r}; the teachers given are {teachers}: give that one too"
             )
         codes[pair] = teachers.index(teacher)
-    found = np.empty(len(domain_codes), dtype=np.int16)
+    teacher_codes = np.empty(len(domain_codes), dtype=np.int16)
     for here, part in pairs():
-        found[here] = codes[part]
-    return found
+        teacher_codes[here] = codes[part]
+    return teacher_codes
 
 
 def _has_kind(

@@ -88,8 +88,10 @@ def plan_mixture(
 def thin_and_order(mixture: Mixture, domains: NDArray[np.integer], order: Ints, key: int) -> Ints:
     """The first `quota` units of each domain in `order`, arranged by the step at which they are due."""
     ordered = domains[order]
-    kept = [order[np.flatnonzero(ordered == domain)[:quota]] for domain, quota in enumerate(mixture.quota.tolist())]
-    return order_by_due(mixture, np.arange(len(kept)), kept, key)
+    kept_rows = [
+        order[np.flatnonzero(ordered == domain)[:quota]] for domain, quota in enumerate(mixture.quota.tolist())
+    ]
+    return order_by_due(mixture, np.arange(len(kept_rows)), kept_rows, key)
 
 
 def order_by_due(
@@ -117,13 +119,13 @@ def take_mixed(
     """
     share = weights_of_steps(weights, domain_names, step, 1)[0]
     counts = np.bincount(domains, minlength=len(share))
-    wanted = share > 0
-    horizon = float(((counts + offsets)[wanted] / share[wanted]).min())
+    is_drawn = share > 0
+    horizon = float(((counts + offsets)[is_drawn] / share[is_drawn]).min())
     by_domain = stable_order(domains)
     codes = domains[by_domain]
     ordinal = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
     with np.errstate(divide="ignore", invalid="ignore"):
-        due = np.where(wanted[codes], (ordinal + offsets[codes]) / share[codes], np.inf)
+        due = np.where(is_drawn[codes], (ordinal + offsets[codes]) / share[codes], np.inf)
     in_turn = np.argsort(due, kind="stable")
     return by_domain[in_turn[: int(np.searchsorted(due[in_turn], horizon))]]
 
@@ -139,8 +141,8 @@ def _when(used: Floats, count: int) -> float:
 def _check(counts: Ints, domain_names: Sequence[str], weights: Mapping[str, Weight]) -> None:
     present = {name for name, count in zip(domain_names, counts.tolist(), strict=True) if count}
     largest = {name: w if isinstance(w, int | float) else max(value for _, value in w) for name, w in weights.items()}
-    wanted = {name for name, weight in largest.items() if weight > 0}
-    if not wanted or not wanted <= present or not present <= set(weights):
+    domains = {name for name, weight in largest.items() if weight > 0}
+    if not domains or not domains <= present or not present <= set(weights):
         raise InputError(
             f"plan.mixture weighs {dict(weights)}, but the selected samples are of domains {sorted(present)}; "
             "give every one of them a weight (0 leaves a domain out) and weigh no domain without samples"

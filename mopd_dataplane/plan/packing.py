@@ -45,9 +45,9 @@ class Packs:
 
     def gather(self, packs: Ints) -> tuple[Ints, Ints]:
         """(samples of the given packs, pack after pack, the longest first; [packs + 1] where each pack starts)."""
-        place = np.full(len(self), len(packs), dtype=np.int64)
-        place[packs] = np.arange(len(packs))
-        place_of = place[self.pack_of]
+        pack_order = np.full(len(self), len(packs), dtype=np.int64)
+        pack_order[packs] = np.arange(len(packs))
+        place_of = pack_order[self.pack_of]
         runs = np.flatnonzero(place_of < len(packs))
         runs = runs[stable_order(place_of[runs])]
         pack_starts = np.concatenate(([0], np.cumsum(self.sizes[packs])))

@@ -70,17 +70,17 @@ def build_window(
     units = Units.of(chosen, training.group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
     left_out = {"mixture": 0, "last_batch": 0}
-    made: list[_Epoch] = []
+    epochs: list[_Epoch] = []
     steps = 0
     for epoch in range(training.epochs):
         layout = plan_epoch(
             chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch),
             first_step=training.first_step + steps, left_out=left_out,
         )  # fmt: skip
-        made.append(_arrange(layout, chosen, steps))
+        epochs.append(_arrange(layout, chosen, steps))
         steps += len(layout.step_starts) - 1
     del layout
-    rows = np.concatenate([part.rows for part in made]) if training.epochs > 1 else made[0].rows
+    rows = np.concatenate([part.rows for part in epochs]) if training.epochs > 1 else epochs[0].rows
     plan = PlanWindow(
         stage=stage,
         window=window,
@@ -88,17 +88,17 @@ def build_window(
         settings=recorded_settings(settings, training, steps),
         snapshot=snapshot,
         sample_rows=rows,
-        pack_starts=_join_starts([part.pack_starts for part in made]),
-        pack_teachers=np.concatenate([part.teachers for part in made]),
-        step_starts=_join_starts([part.step_starts for part in made]),
+        pack_starts=_join_starts([part.pack_starts for part in epochs]),
+        pack_teachers=np.concatenate([part.teachers for part in epochs]),
+        step_starts=_join_starts([part.step_starts for part in epochs]),
         teachers=list(teachers),
     )
-    tokens, packs = sum(part.tokens for part in made), len(plan.pack_teachers)
-    costs = np.concatenate([part.costs for part in made])
+    tokens, packs = sum(part.tokens for part in epochs), len(plan.pack_teachers)
+    costs = np.concatenate([part.costs for part in epochs])
     plan.stats = {
         "samples": len(rows),
         "tokens": tokens,
-        "loss_tokens": sum(part.loss_tokens for part in made),
+        "loss_tokens": sum(part.loss_tokens for part in epochs),
         "packs": packs,
         "steps": steps,
         "density": tokens / (packs * settings.pack_tokens),
@@ -154,9 +154,9 @@ def _check(settings: sections.Plan, teachers: list[str], columns: Columns, group
             f"groups of {group_size} samples must stay in one step, which plan.strict_batches = false cannot keep; "
             "set it to true"
         )
-    known = columns.teachers[columns.teachers >= len(teachers)]
-    if len(known):
-        raise InputError(f"teacher code {int(known[0])} is outside the {len(teachers)} teachers given: {teachers}")
+    codes = columns.teachers[columns.teachers >= len(teachers)]
+    if len(codes):
+        raise InputError(f"teacher code {int(codes[0])} is outside the {len(teachers)} teachers given: {teachers}")
 
 
 @dataclass(slots=True)

@@ -64,10 +64,10 @@ def held_out(store: Store, snapshot: Snapshot | None = None) -> HeldOut:
     mine = columns["split"] == split
     columns = {name: values[mine] for name, values in columns.items()}
     groups: dict[Policy, dict[str, list[int]]] = {}
-    for place, (policy, version, domain) in enumerate(
+    for index, (policy, version, domain) in enumerate(
         zip(columns["policy"], columns["policy_version"].tolist(), columns["domain"], strict=True)
     ):
-        groups.setdefault((policy, version), {}).setdefault(domain, []).append(place)
+        groups.setdefault((policy, version), {}).setdefault(domain, []).append(index)
     policies = {
         policy: Answers(
             {domain: tuple(columns["prompt_id"][places]) for domain, places in domains.items()},
@@ -84,16 +84,16 @@ def paired(answers: Mapping[str, Answers], domains: Iterable[str]) -> dict[str, 
 
     Domains without such prompts, or in which some policy has no accuracy, are left out.
     """
-    found: dict[str, dict[str, Values]] = {name: {} for name in answers}
+    paired_values: dict[str, dict[str, Values]] = {name: {} for name in answers}
     for domain in domains:
         if not all(domain in policy.correct for policy in answers.values()):
             continue
         common = set.intersection(*(set(policy.prompts[domain]) for policy in answers.values()))
         for name, policy in answers.items():
             if common:
-                kept = np.array([prompt in common for prompt in policy.prompts[domain]])
-                found[name][domain] = policy.correct[domain][kept]
-    return found
+                in_common = np.array([prompt in common for prompt in policy.prompts[domain]])
+                paired_values[name][domain] = policy.correct[domain][in_common]
+    return paired_values
 
 
 def _known(values: NDArray[np.object_], domains: dict[str, list[int]]) -> dict[str, Values]:

@@ -36,10 +36,10 @@ class ComparedDomain:
     @property
     def verdict(self) -> str:
         """`B better`, `A better`, or `no difference found`: what the interval says, where McNemar's test agrees."""
-        found = self.accuracy or self.reward
-        if found is None or not found.found:
+        difference = self.accuracy or self.reward
+        if difference is None or not difference.is_significant:
             return "no difference found"
-        return "B better" if found.value > 0 else "A better"
+        return "B better" if difference.value > 0 else "A better"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +108,13 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     rows = [row for row in comparison.rows if row.accuracy or row.reward]
     figure = Figure(figsize=(6.4, 1.1 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for place, row in enumerate(rows):
-        found = row.accuracy or row.reward
-        assert found is not None
+    for index, row in enumerate(rows):
+        difference = row.accuracy or row.reward
+        assert difference is not None
         scale = 100 if row.accuracy else 1
-        colour = "#1f77b4" if found.found else "#888888"
-        axes.plot([scale * found.low, scale * found.high], [place, place], color=colour, linewidth=2)
-        axes.plot([scale * found.value], [place], "o", color=colour, markersize=6)
+        colour = "#1f77b4" if difference.is_significant else "#888888"
+        axes.plot([scale * difference.low, scale * difference.high], [index, index], color=colour, linewidth=2)
+        axes.plot([scale * difference.value], [index], "o", color=colour, markersize=6)
     axes.axvline(0, color="#444444", linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{row.domain} ({row.prompts})" for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -125,27 +125,27 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
 
 
 def _row(name: str, right: Columns, paid: Columns, domains: list[str]) -> ComparedDomain:
-    known, rewarded = [d for d in domains if d in right], [d for d in domains if d in paid]
-    a, b = ({d: right[d][side] for d in known} for side in (0, 1))
+    graded, rewarded = [d for d in domains if d in right], [d for d in domains if d in paid]
+    a, b = ({d: right[d][side] for d in graded} for side in (0, 1))
     prompts = sum(len((right.get(d) or paid[d])[0]) for d in domains)
     estimate = (lambda values: share(values[name])) if name in right else mean_share
     reward_a, reward_b = ({d: paid[d][side] for d in rewarded} for side in (0, 1))
     return ComparedDomain(
         domain=name,
         prompts=prompts,
-        a=estimate(a) if known else None,
-        b=estimate(b) if known else None,
-        accuracy=compare(a, b, binary=True) if known else None,
+        a=estimate(a) if graded else None,
+        b=estimate(b) if graded else None,
+        accuracy=compare(a, b, binary=True) if graded else None,
         reward=compare(reward_a, reward_b, binary=False) if rewarded else None,
     )
 
 
 def _places(first: _Policy, second: _Policy, domain: str) -> tuple[list[int], list[int]]:
     """Indices of the prompts that both answered and that have the same text."""
-    there = {prompt: place for place, prompt in enumerate(second.answers.prompts[domain])}
+    there = {prompt: index for index, prompt in enumerate(second.answers.prompts[domain])}
     pairs = [
-        (place, there[prompt])
-        for place, prompt in enumerate(first.answers.prompts[domain])
+        (index, there[prompt])
+        for index, prompt in enumerate(first.answers.prompts[domain])
         if prompt in there and first.texts.get(prompt) == second.texts.get(prompt)
     ]
     return [a for a, _ in pairs], [b for _, b in pairs]
@@ -160,18 +160,19 @@ def _read(name: str) -> _Policy:
     except UnknownNameError as error:
         hint = "" if named or "@" not in uri else "; a policy of a store is written STORE#STAGE@VERSION"
         raise UnknownNameError(f"{error}{hint}") from None
-    found = held_out(store)
-    if not found.policies:
+    answers = held_out(store)
+    if not answers.policies:
         raise UnknownNameError(f"{uri}: no policy was evaluated on held-out prompts; give its domains `eval` prompts")
-    stages = list(dict.fromkeys(policy for policy, _ in found.policies))
+    stages = list(dict.fromkeys(policy for policy, _ in answers.policies))
     stage = stage or stages[-1]
     if stage not in stages:
         raise UnknownNameError(f"{uri}: no policy of stage {stage!r} was evaluated: {nearest(stage, stages)}")
-    versions = sorted(number for policy, number in found.policies if policy == stage)
-    wanted = version or str(versions[-1])
-    if wanted not in map(str, versions):
+    versions = sorted(number for policy, number in answers.policies if policy == stage)
+    version_name = version or str(versions[-1])
+    if version_name not in map(str, versions):
         raise UnknownNameError(
-            f"{uri}: version {wanted!r} of {stage!r} was not evaluated; versions are {', '.join(map(str, versions))}"
+            f"{uri}: version {version_name!r} of {stage!r} was not evaluated; versions are "
+            f"{', '.join(map(str, versions))}"
         )
-    texts = {prompt.prompt_id: (prompt.text, prompt.answer) for prompt in store.prompts(split=found.split)}
-    return _Policy(f"{uri}#{stage}@{wanted}", found.split, found.policies[stage, int(wanted)], texts)
+    texts = {prompt.prompt_id: (prompt.text, prompt.answer) for prompt in store.prompts(split=answers.split)}
+    return _Policy(f"{uri}#{stage}@{version_name}", answers.split, answers.policies[stage, int(version_name)], texts)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.errors import UnknownNameError, nearest
-from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.format.lance_errors import reading
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -70,11 +70,11 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
         raise UnknownNameError(f"{uid!r} is not a sample uid (1 to 32 hex digits); {_LISTING}")
     samples = store.dataset("samples")
     with reading(samples.uri):
-        found = samples.to_table(columns=["uid"], filter=f"uid LIKE '{prefix}%'", with_row_id=True).sort_by("_rowid")
+        matches = samples.to_table(columns=["uid"], filter=f"uid LIKE '{prefix}%'", with_row_id=True).sort_by("_rowid")
         total = samples.count_rows()
-    uids = found["uid"].to_pylist()
+    uids = matches["uid"].to_pylist()
     if len(uids) == 1:
-        return uids[0], found["_rowid"][0].as_py()
+        return uids[0], matches["_rowid"][0].as_py()
     if not uids:
         raise UnknownNameError(f"no sample starts with {uid!r} among the {total:,} of {store.uri}; {_LISTING}")
     shown = ", ".join(full[: len(prefix) + 6] for full in uids[:_CANDIDATES])
@@ -108,13 +108,13 @@ def uses_of(store: Store, sample_rows: Sequence[int], snapshot: Snapshot | None 
 
     All plans are read once, whatever the number of rows.
     """
-    wanted = np.asarray(sample_rows, np.int64)
-    uses: dict[int, list[dict[str, object]]] = {int(row): [] for row in wanted}
+    row_array = np.asarray(sample_rows, np.int64)
+    uses: dict[int, list[dict[str, object]]] = {int(row): [] for row in row_array}
     columns = ["stage", "window", "digest", "sample_rows", "pack_starts", "step_starts"]
     plans = store.table("plans", columns, snapshot=snapshot).sort_by([("stage", "ascending"), ("window", "ascending")])
     for at in range(plans.num_rows):
         members, pack_starts, step_starts = (plans[name][at].values.to_numpy() for name in columns[3:])
-        places = np.flatnonzero(np.isin(members, wanted))
+        places = np.flatnonzero(np.isin(members, row_array))
         if not len(places):
             continue
         stage, window, digest = (plans[name][at].as_py() for name in columns[:3])
@@ -124,7 +124,7 @@ def uses_of(store: Store, sample_rows: Sequence[int], snapshot: Snapshot | None 
         for row, pack, order in zip(members[places].tolist(), packs.tolist(), orders.tolist(), strict=True):
             step = steps[order] if order < len(steps) else {"step": None, "policy_version": None}
             uses[row].append({"stage": stage, "window": window, "plan_digest": digest, "pack": pack, **step})
-    return {row: pa.Table.from_pylist(found, schema=USES) for row, found in uses.items()}
+    return {row: pa.Table.from_pylist(uses_of_row, schema=USES) for row, uses_of_row in uses.items()}
 
 
 def _steps_of(store: Store, stage: str, plan_digest: str, snapshot: Snapshot | None = None) -> pa.Table:
@@ -138,8 +138,12 @@ def step_lineage(store: Store, stage: str, step: int, snapshot: Snapshot | None 
     row = store.table("steps", filter=f"stage = {literal(stage)} and step = {int(step)}", snapshot=snapshot)
     if row.num_rows == 0:
         steps = store.table("steps", columns=["stage", "step"], snapshot=snapshot).to_pylist()
-        known = [r["step"] for r in steps if r["stage"] == stage]
-        there = f"it has {min(known)} to {max(known)}" if known else nearest(stage, {r["stage"] for r in steps})
+        steps_of_stage = [r["step"] for r in steps if r["stage"] == stage]
+        there = (
+            f"it has {min(steps_of_stage)} to {max(steps_of_stage)}"
+            if steps_of_stage
+            else nearest(stage, {r["stage"] for r in steps})
+        )
         raise UnknownNameError(f"stage {stage!r} has no step {step} in {store.uri}; {there}")
     digest = row["plan_digest"][0].as_py()
     keys = f"stage = {literal(stage)} and digest = {literal(digest)}"
@@ -158,11 +162,15 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int, snapshot: 
     counts = pack_starts[packs + 1] - pack_starts[packs]
     rows = np.asarray(plan["sample_rows"])[pack_starts[packs[0]] : pack_starts[packs[-1] + 1]]
     there = ~np.isin(rows, store.deletions.rows())
-    held = np.repeat(packs, counts)[there]
+    pack_of_sample = np.repeat(packs, counts)[there]
     names = np.array([*plan["teachers"], ""], dtype=object)  # index -1: no teacher
-    teachers = pa.array(names[np.asarray(plan["pack_teachers"])[held]].tolist(), pa.string())
+    teachers = pa.array(names[np.asarray(plan["pack_teachers"])[pack_of_sample]].tolist(), pa.string())
     samples = store.take_samples(rows[there], snapshot=snapshot)
-    for name, values in (("teacher", teachers), ("pack", pa.array(held)), ("sample_row", pa.array(rows[there]))):
+    for name, values in (
+        ("teacher", teachers),
+        ("pack", pa.array(pack_of_sample)),
+        ("sample_row", pa.array(rows[there])),
+    ):
         samples = samples.add_column(1, name, values)
     return samples
 

@@ -13,7 +13,7 @@ from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import recover, share, standard_error
-from mopd_dataplane.store.dataset_format import sql_name
+from mopd_dataplane.store.format.dataset_format import sql_name
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -164,21 +164,21 @@ def measure(store: Store) -> Measures:
         row.pop("extra")
     job = remembered_job(store)
     starts = stage_starts(job)
-    found = held_out(store, snapshot)
-    by_version = accuracies(found)
+    held_out_answers = held_out(store, snapshot)
+    by_version = accuracies(held_out_answers)
     answers["heldout_kl"] = from_the_start(answers["heldout_kl"], starts)
     name = job.get("name") or store.uri.rstrip("/").rpartition("/")[2]
     return Measures(
-        name=name, uri=store.uri, snapshot=snapshot, rows=rows, starts=starts, held_out=found,
+        name=name, uri=store.uri, snapshot=snapshot, rows=rows, starts=starts, held_out=held_out_answers,
         accuracy=newest(by_version), accuracy_by_version=from_the_start(by_version, starts), job=job,
         made_with=store.read_json("provenance.json") or {}, **answers,
     )  # fmt: skip
 
 
-def accuracies(found: HeldOut) -> Rows:
+def accuracies(held_out_answers: HeldOut) -> Rows:
     """Accuracy and mean reward of every (policy, version, domain), versions of a policy rising."""
     rows = []
-    for (policy, version), answers in found.policies.items():
+    for (policy, version), answers in held_out_answers.policies.items():
         for domain in answers.prompts:
             if domain not in answers.correct and domain not in answers.reward:
                 continue
@@ -248,19 +248,19 @@ def recovery(measures: Measures) -> Rows:
             measured = measures.held_out.newest(policy_of.get(teacher, ""))
             if measured is None or policy_of[teacher] == stage:
                 continue
-            found = paired({"base": base, "teacher": measured, "student": student}, [domain])
-            if domain in found["student"]:
-                parts[domain] = found
-                rows.append(_recovered(stage, domain, teacher, base_name, found))
+            pairs = paired({"base": base, "teacher": measured, "student": student}, [domain])
+            if domain in pairs["student"]:
+                parts[domain] = pairs
+                rows.append(_recovered(stage, domain, teacher, base_name, pairs))
         if parts:
             whole = {who: {d: part[who][d] for d, part in parts.items()} for who in ("base", "teacher", "student")}
             rows.append(_recovered(stage, "mean", ", ".join(routes[d] for d in parts), base_name, whole))
     return rows
 
 
-def _recovered(stage: str, domain: str, teacher: str, base: str, found: dict[str, dict[str, Values]]) -> dict[str, Any]:
-    result = recover(found["base"], found["teacher"], found["student"])
-    means = {who: float(np.mean([values.mean() for values in found[who].values()])) for who in found}
+def _recovered(stage: str, domain: str, teacher: str, base: str, pairs: dict[str, dict[str, Values]]) -> dict[str, Any]:
+    result = recover(pairs["base"], pairs["teacher"], pairs["student"])
+    means = {who: float(np.mean([values.mean() for values in pairs[who].values()])) for who in pairs}
     return {
         "policy": stage, "domain": domain, "teacher": teacher, "base": base, "accuracy": means["student"],
         "teacher_accuracy": means["teacher"], "base_accuracy": means["base"], "recovery": result.value,

@@ -58,9 +58,9 @@ def pick_sample(store: Store, by: Pick | None = None, *, domain: str | None = No
     store has a sample. Raises UnknownNameError when there is no such sample.
     """
     if domain is not None:
-        known = store.sql("select distinct domain from samples")["domain"].to_pylist()
-        if domain not in known:
-            raise UnknownNameError(f"no samples of domain {domain!r} in {store.uri}: {nearest(domain, known)}")
+        domains = store.sql("select distinct domain from samples")["domain"].to_pylist()
+        if domain not in domains:
+            raise UnknownNameError(f"no samples of domain {domain!r} in {store.uri}: {nearest(domain, domains)}")
     condition = "" if domain is None else f"and domain = {literal(domain)}"
     ways: list[tuple[Pick, str]] = [(way, "") for way in ((by,) if by else _DEFAULT)]
     for way, of in ways if by else [("disagreement", _LATEST), *ways]:

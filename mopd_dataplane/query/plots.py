@@ -169,7 +169,7 @@ def _inline(key: str, alt: str, document: str) -> str:
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{key}-\1"', svg)
-    svg = re.sub("|".join(_VARIABLES), lambda found: _VARIABLES[found.group()], svg)
+    svg = re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match.group()], svg)
     head = re.match(r"<svg[^>]*>", svg)
     assert head is not None
     box = re.search(r'viewBox="[^"]+"', head.group())

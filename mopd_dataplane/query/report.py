@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mopd_dataplane.base.file_urls import Place, write_file
+from mopd_dataplane.base.file_urls import PathOrUrl, write_file
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.run_sections import run_sections
 from mopd_dataplane.query.sections import cards, sections
 from mopd_dataplane.query.show import BINS, read_sample, strength
 from mopd_dataplane.query.text import number, visible
-from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.read.decode import find_decoder
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -38,7 +38,9 @@ _ANSWERS = f"""
     order by domain, correct desc nulls last limit {2 * EXCERPT_DOMAINS}"""
 
 
-def write_report(store: Store, out: Place, *, measures: Measures | None = None, tokenizer: Path | None = None) -> Place:
+def write_report(
+    store: Store, out: PathOrUrl, *, measures: Measures | None = None, tokenizer: Path | None = None
+) -> PathOrUrl:
     """Write the report of a store to one HTML file, a path or a URL, and return where it is.
 
     It has the measures and, to read beside them, for each domain the newest scored sample on which teacher and student

@@ -7,7 +7,7 @@ from typing import Any
 from mopd_dataplane.query.exactness import nat, part_name, verdict, worst_gaps
 from mopd_dataplane.query.measures import Measures, Rows
 from mopd_dataplane.query.plots import Line, grouped
-from mopd_dataplane.query.sections import Cell, Grid, Parts, Plots, Section, curves, lines_of, made
+from mopd_dataplane.query.sections import Cell, Grid, Parts, Plots, Section, build_sections, curves, lines_of
 from mopd_dataplane.query.text import count, percent
 
 STEP_CURVES = (
@@ -31,7 +31,7 @@ LONGEST_VALUE = 200
 
 def run_sections(measures: Measures) -> list[Section]:
     """In reading order, behind those of sections.py."""
-    return made(PARTS, measures)
+    return build_sections(PARTS, measures)
 
 
 def rollouts(measures: Measures) -> Section:
@@ -137,8 +137,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        for place, item in enumerate(value):
-            yield from _flat(item, f"{path}.{item.get('name', place)}")
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{path}.{item.get('name', index)}")
     else:
         text = str(value)
         yield path, text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
@@ -147,13 +147,13 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def _with_interval(name: str, rows: Rows, column: str) -> Line:
     half = [row[f"{column}_ci"] for row in rows]
     y = [row[column] for row in rows]
-    known = [
+    with_value = [
         (value, width) if value is not None and width is not None else None
         for value, width in zip(y, half, strict=True)
     ]
     least = 0.0 if column in BOUNDED else -math.inf
     return Line(
         name=name, x=[row["iteration"] for row in rows], y=y,
-        low=[pair and max(pair[0] - pair[1], least) for pair in known],
-        high=[pair and pair[0] + pair[1] for pair in known],
+        low=[pair and max(pair[0] - pair[1], least) for pair in with_value],
+        high=[pair and pair[0] + pair[1] for pair in with_value],
     )  # fmt: skip

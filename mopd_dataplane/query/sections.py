@@ -63,18 +63,18 @@ Parts = Sequence[tuple[str, str, Callable[[Measures], Section], str]]
 """Sections in reading order: key, title, what makes its text, plots and tables, the line that stands for it without."""
 
 
-def made(parts: Parts, measures: Measures) -> list[Section]:
+def build_sections(parts: Parts, measures: Measures) -> list[Section]:
     """Some sections of measures."""
-    found = [(key, title, make(measures), empty) for key, title, make, empty in parts]
+    built = [(key, title, make(measures), empty) for key, title, make, empty in parts]
     return [
         replace(part, key=key, title=title, empty="" if part.text or part.plots or part.grids else empty)
-        for key, title, part, empty in found
+        for key, title, part, empty in built
     ]
 
 
 def sections(measures: Measures) -> list[Section]:
     """Every section but the excerpts and those of run_sections.py."""
-    return made(PARTS, measures)
+    return build_sections(PARTS, measures)
 
 
 def cards(measures: Measures) -> list[tuple[str, str, str]]:
@@ -100,7 +100,7 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
 
 def accuracy_section(measures: Measures) -> Section:
     """The section on accuracy alone."""
-    return made(PARTS[:1], measures)[0]
+    return build_sections(PARTS[:1], measures)[0]
 
 
 def accuracy(measures: Measures) -> Section:
@@ -116,18 +116,18 @@ def accuracy(measures: Measures) -> Section:
     recovered = recovery(measures)
 
     def right(domain: str, policy: str) -> Cell:
-        row, place = at.get((domain, policy)), (domain, policy)
+        row, key = at.get((domain, policy)), (domain, policy)
         if row is None or row["accuracy"] is None:
             return NOTHING
         text = _share(row["accuracy"], row["low"], row["high"])
-        return Cell(text=text, heat=row["accuracy"], marked=place in own)
+        return Cell(text=text, heat=row["accuracy"], marked=key in own)
 
     def mean(policy: str) -> Cell:
         answers = measures.held_out.policies[policy, policies[policy]].correct
         if not answers:
             return NOTHING
-        found = mean_share(answers)
-        return Cell(text=_share(found.value, found.low, found.high), heat=found.value)
+        estimate = mean_share(answers)
+        return Cell(text=_share(estimate.value, estimate.low, estimate.high), heat=estimate.value)
 
     def paid(domain: str, policy: str) -> Cell:
         row = at.get((domain, policy))
@@ -144,8 +144,8 @@ def accuracy(measures: Measures) -> Section:
         *_recovered(recovered),
         Grid(head=head, rows=_matrix(domains, policies, paid), caption=MEAN_REWARD + _left_out(measures, policies)),
     ]
-    asked = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
-    text = f"Share of {asked} that is answered entirely right, with its 95 % interval; newest version of every policy."
+    which = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
+    text = f"Share of {which} that is answered entirely right, with its 95 % interval; newest version of every policy."
     return Section(text=text, grids=grids)
 
 
@@ -201,10 +201,14 @@ def comparison_grid(comparison: Comparison) -> Grid:
     head = ["domain", "prompts", "A", "B", "B − A, points", "only A · only B", "McNemar p", "mean reward, B − A", ""]
     body = []
     for row in comparison.rows:
-        found, paid = row.accuracy, row.reward
+        difference, paid = row.accuracy, row.reward
         cells = [row.domain, count(row.prompts)]
         cells += [_share(e.value, e.low, e.high) if e else "–" for e in (row.a, row.b)]
-        cells += [_points(found), f"{found.only_a} · {found.only_b}", f"{found.p:.2g}"] if found else ["–", "–", "–"]
+        cells += (
+            [_points(difference), f"{difference.only_a} · {difference.only_b}", f"{difference.p:.2g}"]
+            if difference
+            else ["–", "–", "–"]
+        )
         cells += [f"{paid.value:+.3f} ({paid.low:+.3f} to {paid.high:+.3f})" if paid else "–", row.verdict]
         body.append(_plain(*cells))
     caption = (
@@ -216,16 +220,16 @@ def comparison_grid(comparison: Comparison) -> Grid:
     return Grid(head=head, rows=body, caption=caption)
 
 
-def _points(found: Difference) -> str:
-    return f"{100 * found.value:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+def _points(difference: Difference) -> str:
+    return f"{100 * difference.value:+.1f} ({100 * difference.low:+.1f} to {100 * difference.high:+.1f})"
 
 
 def learning(measures: Measures) -> Section:
     """Accuracy per domain over policy versions."""
     plots: Plots = []
     theirs = {(r["policy"], r["domain"]): r["teacher_accuracy"] for r in recovery(measures)}
-    known = [row for row in measures.accuracy_by_version if row["accuracy"] is not None]
-    for policy, rows in _over_versions(known).items():
+    graded = [row for row in measures.accuracy_by_version if row["accuracy"] is not None]
+    for policy, rows in _over_versions(graded).items():
         lines = [
             replace(line, level=theirs.get((policy, line.name)))
             for line in lines_of(rows, "domain", "policy_version", "accuracy")
@@ -239,24 +243,24 @@ def learning(measures: Measures) -> Section:
 
 def divergence(measures: Measures) -> Section:
     """Reverse KL: per teacher over iterations, per stage over steps, held out over versions."""
-    found: list[tuple[str, str, str, list[Line]]] = []
+    charts: list[tuple[str, str, str, list[Line]]] = []
     for stage, rows in grouped(measures.teacher_kl, "stage").items():
         lines = lines_of(rows, "teacher", "iteration", "reverse_kl")
         if max(len(line.x) for line in lines) > 1:
             caption = f"{stage}: reverse KL to each teacher on its own rollouts."
-            found.append((caption, f"Reverse KL of {stage} to each teacher by iteration.", "iteration", lines))
+            charts.append((caption, f"Reverse KL of {stage} to each teacher by iteration.", "iteration", lines))
     for policy, rows in _over_versions(measures.heldout_kl).items():
         lines = lines_of(rows, "domain", "policy_version", "reverse_kl")
         caption = f"{policy}: reverse KL to the routed teacher on held-out prompts."
-        found.append((caption, f"Held-out reverse KL of {policy} by version.", "policy version", lines))
+        charts.append((caption, f"Held-out reverse KL of {policy} by version.", "policy version", lines))
     steps = [row for row in measures.steps if row["reverse_kl"] is not None]
     if steps:
         caption = "Reverse KL of the training batches."
         lines = lines_of(steps, "stage", "step", "reverse_kl")
-        found.append((caption, "Reverse KL of the training batches by step.", "step", lines))
+        charts.append((caption, "Reverse KL of the training batches by step.", "step", lines))
     plots = [
-        curves(f"kl{place}", caption, alt, lines, x=x, y="nat per token")
-        for place, (caption, alt, x, lines) in enumerate(found)
+        curves(f"kl{index}", caption, alt, lines, x=x, y="nat per token")
+        for index, (caption, alt, x, lines) in enumerate(charts)
     ]
     return Section(plots=plots)
 
@@ -350,7 +354,7 @@ def times(measures: Measures) -> Section:
     if not measures.times:
         return Section()
     spent = {(row["stage"], row["action"]): row["seconds"] for row in measures.times}
-    order = {action: place for place, action in enumerate(FLOW)}
+    order = {action: index for index, action in enumerate(FLOW)}
     actions = sorted({action for _, action in spent}, key=lambda action: (order.get(action, len(order)), action))
     stages = dict.fromkeys(stage for stage, _ in spent)
     rows = {stage: {action: spent.get((stage, action), 0.0) for action in actions} for stage in stages}
@@ -417,8 +421,8 @@ def curves(
 
 def _ends(lines: Iterable[Line], show: Callable[[float | None], str]) -> str:
     """First and last known value of each line, in words."""
-    known = [(line.name, [value for value in line.y if value is not None]) for line in lines]
-    return "; ".join(f"{name} from {show(y[0])} to {show(y[-1])}" for name, y in known if y) + "."
+    by_line = [(line.name, [value for value in line.y if value is not None]) for line in lines]
+    return "; ".join(f"{name} from {show(y[0])} to {show(y[-1])}" for name, y in by_line if y) + "."
 
 
 def _over_versions(rows: Rows) -> dict[str, Rows]:

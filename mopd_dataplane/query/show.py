@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
-from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.read.decode import find_decoder
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder, Numbers
+    from mopd_dataplane.store.read.decode import Decoder, Numbers
 
 BIN_EDGES = (0.1, 0.5, 1.0, 2.0)
 """Nats of |teacher − sampler| log-prob at which the colour of a token gets stronger."""
@@ -120,13 +120,13 @@ def disagreements(tokens: list[Token], limit: int) -> list[Token]:
     return sorted(compared, key=lambda token: -abs(token.log_ratio or 0.0))[:limit]
 
 
-def _choose_teacher(line: SampleLineage, wanted: str | None) -> str:
+def _choose_teacher(line: SampleLineage, teacher: str | None) -> str:
     scored = [row["teacher"] for row in line.scores.to_pylist() if row["kind"] == "logprob"]
-    if wanted is None:
+    if teacher is None:
         return scored[0] if scored else ""
-    if wanted not in scored:
-        raise UnknownNameError(f"teacher {wanted!r} has no log-probs for {line.uid}: {nearest(wanted, scored)}")
-    return wanted
+    if teacher not in scored:
+        raise UnknownNameError(f"teacher {teacher!r} has no log-probs for {line.uid}: {nearest(teacher, scored)}")
+    return teacher
 
 
 def version_spans(starts: list[int], versions: list[int], response_len: int) -> list[dict[str, int]]:

@@ -63,7 +63,7 @@ class Difference:
     and wrong."""
 
     @property
-    def found(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval excludes 0 and, for right and wrong, McNemar's test agrees: for a handful of prompts the
         bootstrap alone is too narrow."""
         return (self.low > 0 or self.high < 0) and (self.p is None or self.p <= 1 - LEVEL)
@@ -159,7 +159,7 @@ def recover(
     """
     lead = compare(base, teacher, binary=True)
     compare(base, student, binary=True)
-    if lead.value <= 0 or not lead.found:
+    if lead.value <= 0 or not lead.is_significant:
         return Recovery(value=None, low=None, high=None, lead=lead, n=lead.n)
     strata = {d: (_values(base[d]), _values(teacher[d]), _values(student[d])) for d in base}
     of_base, of_teacher, of_student = _means(strata)
@@ -170,8 +170,8 @@ def recover(
     return Recovery(value=gain / lead.value, low=low, high=high, lead=lead, n=lead.n)
 
 
-def _values(given: ArrayLike) -> Values:
-    values = np.asarray(given, np.float64)
+def _values(raw_values: ArrayLike) -> Values:
+    values = np.asarray(raw_values, np.float64)
     if values.ndim != 1 or not len(values):
         raise ValueError(f"one value a prompt is needed, found shape {values.shape}")
     return values

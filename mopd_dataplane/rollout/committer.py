@@ -128,7 +128,7 @@ class Committer:
         samples = [finished.sample for finished in batch]
         once_there_is_space(
             lambda: self._commit(samples), disk="the store's disk", pauses="commits pause",
-            continues="commits continue", kept="every finished sample is in the token log",
+            continues="commits continue", outcome="every finished sample is in the token log",
             wait_s=self._full_disk_wait_s, notice=self._notice,
         )  # fmt: skip
         fault_point("rollout.committed")

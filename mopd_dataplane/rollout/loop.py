@@ -88,22 +88,22 @@ class RolloutLoop:
     def sample(self, specs: Iterable[SampleSpec], stored_uids: Collection[str]) -> bool:
         """Continue what is unfinished, then admit what is new; False where a stop took the engine too."""
         self._settle(stored_uids)
-        known = {*stored_uids, *(partial.spec.uid for partial in self.ledger.partials.values())}
+        seen = {*stored_uids, *(partial.spec.uid for partial in self.ledger.partials.values())}
         try:
             if self.weights.pins:
                 for handles in self.weights.pinned(self.engine, self.ledger):
                     self._restore(handles)
                     self._run(handles)
-                    if self.stop.asked:
+                    if self.stop.is_requested:
                         break
-            if not self.stop.asked:
+            if not self.stop.is_requested:
                 self._restore(self.ledger.unfinished())
                 # Of no use twice; the other files of that name are what an interrupted save left.
                 for file in self.saved.parent.glob(f"{self.saved.stem}.*"):
                     file.unlink()
-                self._run([*self.ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
+                self._run([*self.ledger.unfinished(), *(spec for spec in specs if spec.uid not in seen)])
         except EngineError:
-            if not self.stop.asked:
+            if not self.stop.is_requested:
                 raise
             return False  # Ctrl-C goes to every process of the terminal, the engine's own too
         return True
@@ -128,7 +128,7 @@ class RolloutLoop:
         in_slots = {int(self._handle[slot]) for slot in self._live()}
         self._work.extend(item for item in work if item not in in_slots)
         refill = max(1, self.engine.slots // _REFILL)
-        while not self.stop.asked:
+        while not self.stop.is_requested:
             live = len(self._live())
             if not live and not self._work:
                 return
@@ -272,25 +272,25 @@ class RolloutLoop:
 
     def _say_kept(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
         """Record the sampling masks of the step's tokens, for the samples that ask."""
-        asked = self._asks[output.slots]
-        if not asked.any():
+        needs_mask = self._asks[output.slots]
+        if not needs_mask.any():
             return
-        masks = check_kept(output, asked)
-        ordinals = [self.ledger.partials[handle].masks.drawn for handle in handles[asked].tolist()]
-        own = SamplingMasks(masks.sizes[asked], masks.ids)
-        for message in log_records.SamplingMask.records(handles[asked], np.array(ordinals, np.uint32), own):
+        masks = check_kept(output, needs_mask)
+        ordinals = [self.ledger.partials[handle].masks.drawn for handle in handles[needs_mask].tolist()]
+        own = SamplingMasks(masks.sizes[needs_mask], masks.ids)
+        for message in log_records.SamplingMask.records(handles[needs_mask], np.array(ordinals, np.uint32), own):
             self._say(message)
 
     def _say_routes(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
         """Record the experts of what was read for the step's tokens, as far as the log does not have them yet."""
-        asked = self._asks_experts[output.slots]
-        if not asked.any():
+        needs_routes = self._asks_experts[output.slots]
+        if not needs_routes.any():
             return
         partials = [self.ledger.partials[handle] for handle in handles.tolist()]
         # The token at response position p is drawn when P + p tokens have been read.
         read = np.array([len(partial.spec.prompt_ids) for partial in partials]) + output.positions
-        lacking = np.where(asked, read - [partial.routed for partial in partials], 0)
-        routes = check_routes(output, asked, lacking)
+        lacking = np.where(needs_routes, read - [partial.routed for partial in partials], 0)
+        routes = check_routes(output, needs_routes, lacking)
         ends = np.cumsum(routes.counts)
         fresh = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lacking, strict=True)])
         places = np.concatenate([np.arange(last - n, last) for last, n in zip(read, lacking, strict=True)])

@@ -109,7 +109,7 @@ def run_rollout(
             alive = loop.sample(specs, frozenset(already))
             committer.drain()
             loop.collect_commits()
-            if stop.asked and alive:
+            if stop.is_requested and alive:
                 loop.save(task.wal.kv_bytes)
         except BaseException:
             committer.stop()
@@ -120,7 +120,7 @@ def run_rollout(
             report.seconds = time.monotonic() - began
         log.close(forget=not ledger.partials)
         log.ship()
-    if stop.asked:
+    if stop.is_requested:
         raise KeyboardInterrupt(
             f"stopped: {report.samples} samples committed, {len(ledger.partials)} unfinished ones are kept in the log "
             f"({report.level}); run the same command to continue them"
@@ -155,7 +155,7 @@ def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) 
         raise PromptError(
             f"stage {task.stage!r}: a prompt comes twice; use rollout.group_size to sample it several times"
         )
-    for place, prompt in enumerate(prompts):
+    for prompt_index, prompt in enumerate(prompts):
         uids = [
             sample_uid(task.seed, task.stage, prompt.prompt_id, index, task.iteration)
             for index in range(rollout.group_size)
@@ -176,7 +176,7 @@ def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) 
                 effort=prompt.effort,
                 stage=task.stage,
                 writer=task.writer,
-                writer_seq=place * rollout.group_size + index,
+                writer_seq=prompt_index * rollout.group_size + index,
                 policy=task.stage if rollout.policy == "self" else rollout.policy,
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,

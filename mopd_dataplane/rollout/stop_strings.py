@@ -33,11 +33,11 @@ class StopText:
         if not self._stop:
             return False
         self._ids.append(token)
-        known = str(self._tokenizer.decode(self._ids[self._context : self._read]))
+        text_before = str(self._tokenizer.decode(self._ids[self._context : self._read]))
         text = str(self._tokenizer.decode(self._ids[self._context :]))
         if text.endswith("\ufffd"):
             return False  # half a character; its other bytes are still to come
-        window = self._tail + text[len(known) :]
+        window = self._tail + text[len(text_before) :]
         self._context, self._read = self._read, len(self._ids)
         self._tail = window[-self._keep :] if self._keep else ""
         return any(stop in window for stop in self._stop)

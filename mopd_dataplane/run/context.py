@@ -26,8 +26,8 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import Decoder
-from mopd_dataplane.store.deletions import prompt_hash
+from mopd_dataplane.store.maintain.deletion_records import prompt_hash
+from mopd_dataplane.store.read.decode import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,10 +153,10 @@ def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) 
     for name, domain in job.domains.items():
         if domain.source == "store":
             continue
-        asked = domain.train + domain.eval + domain.tune
+        count = domain.train + domain.eval + domain.tune
         own = f"domain = '{name}' AND split != 'import'"
         stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
-        if stored == asked or (stored and _lacks_deleted_only(store, name, asked - stored)):
+        if stored == count or (stored and _lacks_deleted_only(store, name, count - stored)):
             continue
         if stored == 0:
             prompts = loaded[name] if name in loaded else load_prompts(name, domain)
@@ -193,18 +193,20 @@ def _pinned(job: Job, store: Store) -> Job:
     that its revision stands for now. Raises UnknownNameError."""
     before = store.read_json(JOB) or {}
     student = _pin(job.student, job.student.path, before.get("student", {}), "path")
-    known = before.get("teachers", {})
-    teachers = {name: _pin(one, one.source, known.get(name, {}), "source") for name, one in job.teachers.items()}
+    before_teachers = before.get("teachers", {})
+    teachers = {
+        name: _pin(one, one.source, before_teachers.get(name, {}), "source") for name, one in job.teachers.items()
+    }
     return job.model_copy(update={"student": student, "teachers": teachers})
 
 
-def _pin(section: Pinned, place: str, before: dict[str, Any], key: str) -> Pinned:
-    if not is_hub_name(place):
+def _pin(section: Pinned, source: str, before: dict[str, Any], key: str) -> Pinned:
+    if not is_hub_name(source):
         return section
-    known = before.get("revision") if before.get(key) == place else None
-    if known and section.revision in ("", known):
-        return section.model_copy(update={"revision": known})
-    return section.model_copy(update={"revision": commit_of(place, section.revision)})
+    revision = before.get("revision") if before.get(key) == source else None
+    if revision and section.revision in ("", revision):
+        return section.model_copy(update={"revision": revision})
+    return section.model_copy(update={"revision": commit_of(source, section.revision)})
 
 
 def _check_same_job(run: Run) -> dict[str, Any]:
@@ -214,17 +216,17 @@ def _check_same_job(run: Run) -> dict[str, Any]:
     if before is None:
         return current
     try:
-        known = Job.model_validate(before).model_dump(mode="json")
+        before_job = Job.model_validate(before).model_dump(mode="json")
     except ValidationError as error:
         raise MismatchError(
             f"{run.store.uri}/{JOB} holds a job that this version cannot read ({problems_text(error, most=3)}); "
             "continue with the version that made the store, or give another store (--store runs/NAME)"
         ) from None
     for key in ("seed", "student"):
-        _refuse_change(run, key, known[key], current[key])
-    for name in known["domains"].keys() & current["domains"].keys():
-        _refuse_change(run, f"domains.{name}", known["domains"][name], current["domains"][name])
-    stages = {stage["name"]: stage for stage in known["stages"]}
+        _refuse_change(run, key, before_job[key], current[key])
+    for name in before_job["domains"].keys() & current["domains"].keys():
+        _refuse_change(run, f"domains.{name}", before_job["domains"][name], current["domains"][name])
+    stages = {stage["name"]: stage for stage in before_job["stages"]}
     for stage in current["stages"]:
         if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):
             _refuse_change(run, f"stages.{stage['name']}", stages[stage["name"]], stage)

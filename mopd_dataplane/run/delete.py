@@ -24,9 +24,9 @@ from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import SAVED
 from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.deleting import Chosen, choose, pins_of, remove, rows_to_go
-from mopd_dataplane.store.deletions import Deletion, prompt_hash
-from mopd_dataplane.store.place import LOGS_LOCK
+from mopd_dataplane.store.location import LOGS_LOCK
+from mopd_dataplane.store.maintain.delete_samples import Chosen, choose, pins_of, remove, rows_to_go
+from mopd_dataplane.store.maintain.deletion_records import Deletion, prompt_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ def preview(store: Store, where: str) -> tuple[Chosen, Preview]:
     chosen = choose(store, where)
     if not chosen.uids and not chosen.prompts:
         raise UnknownNameError(f"{store.uri}: no sample fits {where!r:.200}, and no prompt without samples")
-    found = rows_to_go(store, chosen.uids, [prompt_hash(name) for name in chosen.prompts])
+    rows_by_table = rows_to_go(store, chosen.uids, [prompt_hash(name) for name in chosen.prompts])
     return chosen, Preview(
         samples=len(chosen.uids),
         prompts=len(chosen.prompts),
-        rows={name: len(rows) for name, rows in found.items()},
-        snapshots=pins_of(store, found),
+        rows={name: len(rows) for name, rows in rows_by_table.items()},
+        snapshots=pins_of(store, rows_by_table),
         uses=list(_uses(store, chosen.rows)),
     )
 
@@ -133,7 +133,7 @@ def _logs_locked(store: Store) -> Iterator[dict[str, int]]:
     locks: dict[str, int] = {}
     with ExitStack() as stack:
         if store.root is not None:
-            stack.enter_context(store._place.committing(LOGS_LOCK))
+            stack.enter_context(store._location.committing(LOGS_LOCK))
         stack.callback(_close, locks)
         for name in log_names(store) if store.root is not None else ():
             locks[name] = take_lock(store.path(name))
@@ -178,10 +178,12 @@ def _clean_log(store: Store, name: str, deletion: Deletion, lock: int | None) ->
         log, recovered = TokenLog.open(folder, Wal(), copy=copy, lock=lock)
         ledger, dropped = recovered.ledger, 0
         try:
-            done = tuple(handle for handle, held in ledger.partials.items() if held.spec.uid in stored)
+            done = tuple(
+                handle for handle, partial_sample in ledger.partials.items() if partial_sample.spec.uid in stored
+            )
             gone = tuple(
-                handle for handle, held in ledger.partials.items()
-                if handle not in done and prompt_hash(held.spec.prompt_id) in deletion.prompts
+                handle for handle, partial_sample in ledger.partials.items()
+                if handle not in done and prompt_hash(partial_sample.spec.prompt_id) in deletion.prompts
             )  # fmt: skip
             dropped = len(gone)
             if gone:  # the keys and values that a stop saved are of those samples too

@@ -71,32 +71,32 @@ def estimate_disk(
     teachers: sizes of those with weights. prompts: of every domain, as far as they are known. adapters: parameters of
     the adapter of each stage that trains one.
     """
-    found = DiskEstimate()
+    sizes = DiskEstimate()
     if not job.student.path:
-        found.parts["initial student"] = student if isinstance(student, str) else _policy_bytes(job, student)
+        sizes.parts["initial student"] = student if isinstance(student, str) else _policy_bytes(job, student)
     scorers = {name for stage in job.stages for teacher in job.scorers_of(stage) for name in job.members_of(teacher)}
     for name in sorted(name for name in scorers if not job.teachers[name].is_remote):  # a remote one has no head here
         size = teachers[name]
-        found.parts[f"LM head of teacher {name}"] = size if isinstance(size, str) else 4 * size.vocabulary * size.hidden
-    found.parts["prompts"] = sum(_bytes_of(p.text, p.answer, p.verifier_data, p.messages) for p in prompts)
+        sizes.parts[f"LM head of teacher {name}"] = size if isinstance(size, str) else 4 * size.vocabulary * size.hidden
+    sizes.parts["prompts"] = sum(_bytes_of(p.text, p.answer, p.verifier_data, p.messages) for p in prompts)
     for stage in job.stages:
         volume = _volume(job, stage, prompts, store)
-        found.parts[f"{stage.name} samples and signals"] = (
+        sizes.parts[f"{stage.name} samples and signals"] = (
             volume if isinstance(volume, str) else _sample_bytes(job, stage, volume)
         )
         if "hidden" in job.objective(stage).signals:
-            found.parts[f"{stage.name} hidden states"] = _hidden_bytes(job, stage, teachers, volume)
-        found.parts[f"{stage.name} policies and checkpoints"] = _trained_bytes(
+            sizes.parts[f"{stage.name} hidden states"] = _hidden_bytes(job, stage, teachers, volume)
+        sizes.parts[f"{stage.name} policies and checkpoints"] = _trained_bytes(
             job, stage, student, volume, adapters.get(stage.name)
         )
         if stage.discriminator:
-            found.parts[f"{stage.name} discriminator"] = "its checkpoints are not estimated"
+            sizes.parts[f"{stage.name} discriminator"] = "its checkpoints are not estimated"
         if "experts" in stage.rollout.record:
-            found.parts[f"{stage.name} recorded experts"] = "their number a token is the model's"
+            sizes.parts[f"{stage.name} recorded experts"] = "their number a token is the model's"
         if other := [kind for kind in stage.score.signals if kind not in SIGNAL_KINDS]:
-            found.parts[f"{stage.name} signals {', '.join(other)}"] = "their size is their package's"
-    found.parts["report"] = REPORT_BYTES
-    return found
+            sizes.parts[f"{stage.name} signals {', '.join(other)}"] = "their size is their package's"
+    sizes.parts["report"] = REPORT_BYTES
+    return sizes
 
 
 def _bytes_of(*texts: str) -> int:
@@ -122,9 +122,9 @@ def _volume(job: Job, stage: Stage, prompts: Sequence[Prompt], store: Store | No
         return "its prompts are not known"
     share = min(1.0, stage.examples / len(own)) if stage.examples else 1.0
     frame = len(job.student.prompt_template) + 1
-    asked = int(share * sum(_bytes_of(prompt.text) + frame for prompt in own))
+    prompt_tokens = int(share * sum(_bytes_of(prompt.text) + frame for prompt in own))
     answers = int(share * sum(_bytes_of(prompt.answer) + 1 for prompt in own))
-    return _Volume(int(share * len(own)), asked, answers, stage.iterations)
+    return _Volume(int(share * len(own)), prompt_tokens, answers, stage.iterations)
 
 
 def _of(stage: Stage) -> str:
@@ -163,12 +163,12 @@ def _hidden_bytes(job: Job, stage: Stage, teachers: Mapping[str, Size], volume: 
             if isinstance(size, str):
                 return f"the width of teacher {member} is not known: {size}"
             widest = max(widest, size.hidden)
-    kept = volume.windows
+    windows = volume.windows
     if job.retain.hidden_passes:
-        kept = min(kept, 1 + stage.plan.max_staleness)
+        windows = min(windows, 1 + stage.plan.max_staleness)
     if job.retain.hidden_versions:
-        kept = min(kept, 1 + job.retain.hidden_versions)
-    return row_bytes(stage.score.hidden_codec, widest) * volume.response_tokens * kept // max(volume.windows, 1)
+        windows = min(windows, 1 + job.retain.hidden_versions)
+    return row_bytes(stage.score.hidden_codec, widest) * volume.response_tokens * windows // max(volume.windows, 1)
 
 
 def _policy_bytes(job: Job, student: ModelSize) -> int:

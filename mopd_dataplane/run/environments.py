@@ -30,9 +30,9 @@ def environments_of(
     named = {name: job.domains[name] for name in domains if job.domains[name].environment}
     if not named:
         return None
-    made = {name: make_environment(own.environment, own.environment_args) for name, own in named.items()}
+    environments = {name: make_environment(own.environment, own.environment_args) for name, own in named.items()}
     replies = {name: reply_form_of(job, name, tokenizer) for name in named}
-    return answering(made, replies, decode)
+    return answering(environments, replies, decode)
 
 
 def reply_form_of(job: Job, domain: str, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:

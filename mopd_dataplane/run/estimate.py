@@ -68,22 +68,22 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, flo
 
     prompts: of the domains whose prompts are known. rates: response tokens a second of some of RATED.
     """
-    found = Estimate()
+    result = Estimate()
     store = _store(job)
     student = student_size(job, store)
     teachers = {name: teacher_size(job, name, student) for name, teacher in job.teachers.items() if teacher.source}
     for name, size in {"student": student, **teachers}.items():
-        found.models[name] = f"unknown: {size}" if isinstance(size, str) else _model_size(size.parameters)
-    _prompts(found, job, prompts)
+        result.models[name] = f"unknown: {size}" if isinstance(size, str) else _model_size(size.parameters)
+    _prompts(result, job, prompts)
     for stage in job.stages:
-        _tokens(found, job, stage)
-        _memory(found, job, stage, student, teachers)
+        _tokens(result, job, stage)
+        _memory(result, job, stage, student, teachers)
     every = [] if store is None else store.prompts()
     every += [prompt for own in prompts.values() for prompt in own]
     adapters = {stage.name: _adapter(job, stage) for stage in job.stages if stage.train.lora.r}
-    _disk(found, job, estimate_disk(job, student, teachers, every, store, adapters))
-    _time(found, job, rates)
-    return found
+    _disk(result, job, estimate_disk(job, student, teachers, every, store, adapters))
+    _time(result, job, rates)
+    return result
 
 
 def _store(job: Job) -> Store | None:
@@ -122,7 +122,7 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]]) -> None:
+def _prompts(result: Estimate, job: Job, prompts: dict[str, list[Prompt]]) -> None:
     """Templates on real prompts, and the longest sample against the packs."""
     tokenizer = _tokenizer(job)
     if tokenizer is None:
@@ -132,7 +132,7 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]]) -> Non
         if not own:
             continue
         step = max(1, len(own) // LOOKED_AT)
-        said = found.prompts[name] = {}
+        said = result.prompts[name] = {}
         try:
             lengths = [len(_read(job, prompt, tokenizer)) for prompt in own[::step]]
             said["student reads"] = _text(tokenizer, _read(job, own[0], tokenizer))
@@ -147,13 +147,13 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]]) -> Non
                     problem = (
                         f"fails on prompt {own[0].prompt_id!r}: {error!s:.200}; correct the template or the prompt"
                     )
-                    found.findings.append(Finding(f"teachers.{teacher}.prompt_template", problem))
+                    result.findings.append(Finding(f"teachers.{teacher}.prompt_template", problem))
         longest = max(longest, *lengths)
         said["longest"] = f"{max(lengths)} tokens, of {len(lengths):,} prompts"
     for stage in job.stages:
         most = longest + stage.rollout.max_new_tokens
         if stage.data == "rollout" and most > stage.plan.pack_tokens and stage.plan.overlong == "error":
-            found.doubt(
+            result.doubt(
                 f"stages.{stage.name}.plan.pack_tokens",
                 f"a sample may have {most:,} tokens, a pack holds {stage.plan.pack_tokens:,}, and "
                 'overlong = "error" stops at the first that is longer; raise it, or set overlong = "drop"',
@@ -188,16 +188,16 @@ def _most_tokens(job: Job, stage: Stage) -> int:
     return _samples(job, stage) * rounds * stage.rollout.max_new_tokens
 
 
-def _tokens(found: Estimate, job: Job, stage: Stage) -> None:
+def _tokens(result: Estimate, job: Job, stage: Stage) -> None:
     if stage.data == "rollout":
-        found.tokens[stage.name] = (
+        result.tokens[stage.name] = (
             f"{stage.iterations:,} x {_samples(job, stage):,} samples, at most {_most_tokens(job, stage):,} tokens"
         )
     else:
-        found.tokens[stage.name] = f"{_samples(job, stage):,} stored answers"
+        result.tokens[stage.name] = f"{_samples(job, stage):,} stored answers"
 
 
-def _time(found: Estimate, job: Job, rates: Mapping[str, float]) -> None:
+def _time(result: Estimate, job: Job, rates: Mapping[str, float]) -> None:
     """Seconds of steps at given rates when every answer is as long as it may be; what is stored is not counted."""
     total = 0.0
     for stage in job.stages:
@@ -207,48 +207,48 @@ def _time(found: Estimate, job: Job, rates: Mapping[str, float]) -> None:
             if step == "score" and not job.objective(stage).signals:
                 continue
             seconds = _most_tokens(job, stage) / rate
-            found.time[f"{stage.name} {step}"] = f"at most {_duration(seconds)} at {rate:,g} tokens/s"
+            result.time[f"{stage.name} {step}"] = f"at most {_duration(seconds)} at {rate:,g} tokens/s"
             total += seconds
-    if found.time:
-        found.time["all"] = f"at most {_duration(total)}"
+    if result.time:
+        result.time["all"] = f"at most {_duration(total)}"
         missing = [step for step in RATED if step not in rates]
         if missing:
-            found.time["all"] += f", without {' and '.join(missing)}, whose rate was not given"
+            result.time["all"] += f", without {' and '.join(missing)}, whose rate was not given"
 
 
-def _memory(found: Estimate, job: Job, stage: Stage, student: Size, teachers: Mapping[str, Size]) -> None:
+def _memory(result: Estimate, job: Job, stage: Stage, student: Size, teachers: Mapping[str, Size]) -> None:
     """Weights, keys and values, optimizer state of each step, each against what its device has free."""
     if not isinstance(student, str):
-        _rollout_memory(found, job, stage, student)
-    _score_memory(found, job, stage, teachers)
+        _rollout_memory(result, job, stage, student)
+    _score_memory(result, job, stage, teachers)
     if isinstance(student, str):
         steps = ["train", *["rollout"] * (stage.data == "rollout")]
-        found.memory |= {f"{stage.name} {step}": f"unknown: {student}" for step in sorted(steps)}
+        result.memory |= {f"{stage.name} {step}": f"unknown: {student}" for step in sorted(steps)}
         return
     adapter = _adapter(job, stage) if stage.train.lora.r else 0
     if isinstance(adapter, str):
-        found.memory[f"{stage.name} train"] = f"unknown: {adapter}"
+        result.memory[f"{stage.name} train"] = f"unknown: {adapter}"
         return
     trained, hosted = training_bytes(student.parameters, stage.train, dtype=job.student.dtype, adapter=adapter)
-    on_cpu = hosted and _place(stage.train.device) == "cpu"
+    on_cpu = hosted and _local_device(stage.train.device) == "cpu"
     here = (trained + hosted if on_cpu else trained) // job.scale.ranks
-    _fits(found, f"{stage.name} train", stage.train.device, here, "scale.ranks")
+    _fits(result, f"{stage.name} train", stage.train.device, here, "scale.ranks")
     if hosted and not on_cpu:
-        _fits(found, f"{stage.name} train, host", "cpu", hosted, "train.offload")
+        _fits(result, f"{stage.name} train, host", "cpu", hosted, "train.offload")
     if problem := rate_problem(stage, student.hidden, pretrained=not job.student.config):
-        found.doubt(f"stages.{stage.name}.train.learning_rate", problem)
+        result.doubt(f"stages.{stage.name}.train.learning_rate", problem)
 
 
-def _rollout_memory(found: Estimate, job: Job, stage: Stage, student: ModelSize) -> None:
+def _rollout_memory(result: Estimate, job: Job, stage: Stage, student: ModelSize) -> None:
     width = 2 if (job.engine.dtype or job.student.dtype) == "bfloat16" else 4
     rollout = stage.rollout
     longest = min(rollout.max_prompt_tokens + rollout.max_new_tokens, student.context or 1 << 31)
     cache = job.engine.slots * longest * student.kv_bytes * width // 2
     if stage.data == "rollout" and engine_kind(job.engine.kind).here:
-        _fits(found, f"{stage.name} rollout", job.engine.device, student.parameters * width + cache, "engine.slots")
+        _fits(result, f"{stage.name} rollout", job.engine.device, student.parameters * width + cache, "engine.slots")
 
 
-def _score_memory(found: Estimate, job: Job, stage: Stage, teachers: Mapping[str, Size]) -> None:
+def _score_memory(result: Estimate, job: Job, stage: Stage, teachers: Mapping[str, Size]) -> None:
     """The largest teachers of a stage, as many as are in memory together."""
     names = {member for name in job.teachers_of(stage) for member in job.members_of(name)}
     if not names or not SCORING[stage.score.engine].here:
@@ -257,11 +257,11 @@ def _score_memory(found: Estimate, job: Job, stage: Stage, teachers: Mapping[str
     for name in sorted(names):
         size = teachers[name]
         if isinstance(size, str):
-            found.memory[f"{stage.name} score"] = f"unknown: {size}"
+            result.memory[f"{stage.name} score"] = f"unknown: {size}"
             return
         sizes.append(size.parameters * (2 if job.teachers[name].dtype == "bfloat16" else 4))
     need = sum(sorted(sizes, reverse=True)[: stage.score.max_resident])
-    _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
+    _fits(result, f"{stage.name} score", stage.score.device, need, "score.max_resident")
 
 
 def _adapter(job: Job, stage: Stage) -> Amount:
@@ -272,7 +272,7 @@ def _adapter(job: Job, stage: Stage) -> Amount:
         return str(error)
 
 
-def _place(device: str) -> str:
+def _local_device(device: str) -> str:
     """A job's device on this machine; empty where it has none, which the preflight says."""
     try:
         return resolve_device(device)
@@ -280,32 +280,33 @@ def _place(device: str) -> str:
         return ""
 
 
-def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
-    where = _place(device)
+def _fits(result: Estimate, what: str, device: str, need: int, key: str) -> None:
+    where = _local_device(device)
     if not where:
         return
     free = available_memory() if where == "cpu" else free_memory(where)
-    found.memory[what] = f"{_size(need)} on {where}, {_size(free)} free"
+    result.memory[what] = f"{_size(need)} on {where}, {_size(free)} free"
     if need > free:
-        found.doubt(key, f"{what} needs about {_size(need)} on {where}, which has {_size(free)} free; change {key}")
+        result.doubt(key, f"{what} needs about {_size(need)} on {where}, which has {_size(free)} free; change {key}")
 
 
-def _disk(found: Estimate, job: Job, disk: DiskEstimate) -> None:
+def _disk(result: Estimate, job: Job, disk: DiskEstimate) -> None:
     """What the job writes, against the room beside the store."""
     for name, amount in disk.parts.items():
-        found.disk[name] = f"unknown: {amount}" if isinstance(amount, str) else f"about {_size(amount)}"
+        result.disk[name] = f"unknown: {amount}" if isinstance(amount, str) else f"about {_size(amount)}"
     missing = f", without {', '.join(disk.unknown)}" if disk.unknown else ""
-    found.disk["all"] = f"{'at least' if missing else 'about'} {_size(disk.total)}{missing}"
+    result.disk["all"] = f"{'at least' if missing else 'about'} {_size(disk.total)}{missing}"
     if "://" in job.store:
         return
     folder = Path(job.store).absolute()
-    place = next(folder for folder in (folder, *folder.parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    found.disk["free"] = f"{_size(free)} at {place}"
+    existing = next(folder for folder in (folder, *folder.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    result.disk["free"] = f"{_size(free)} at {existing}"
     if disk.total > free:
-        found.doubt(
+        result.doubt(
             "store",
-            f"may grow to {_size(disk.total)}, {place} has {_size(free)} free; set retain.hidden_passes = 1, a smaller "
+            f"may grow to {_size(disk.total)}, {existing} has {_size(free)} free; set retain.hidden_passes "
+            "= 1, a smaller "
             "score.hidden_codec or rollout.max_new_tokens, or another store",
         )
 

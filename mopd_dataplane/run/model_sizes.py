@@ -42,9 +42,9 @@ def student_size(job: Job, store: Store | None) -> Size:
     """Sizes of the student: those of its folder, of the one that the run made, or of its config."""
     if job.student.path:
         return folder_size(job.student.path, job.student.revision)
-    made = None if store is None or store.root is None else store.root / "policies" / "init"
-    if made is not None and made.is_dir():
-        return folder_size(str(made), "")
+    init_folder = None if store is None or store.root is None else store.root / "policies" / "init"
+    if init_folder is not None and init_folder.is_dir():
+        return folder_size(str(init_folder), "")
     if job.student.gguf:
         return "student.gguf is not converted yet; mopd run does it first"
     try:
@@ -53,8 +53,8 @@ def student_size(job: Job, store: Store | None) -> Size:
         return f"student.config does not build a model ({error!s:.120})"
     if model is None:
         return "nothing says the student's shape yet"
-    given = job.student.tokenizer
-    other_files = OTHER_FILES if given in ("", "characters") else _tokenizer_bytes(Path(given))
+    tokenizer = job.student.tokenizer
+    other_files = OTHER_FILES if tokenizer in ("", "characters") else _tokenizer_bytes(Path(tokenizer))
     return _size(model.config.to_dict(), sum(weight.numel() for weight in model.parameters()), other_files)
 
 
@@ -64,14 +64,14 @@ def teacher_size(job: Job, name: str, student: Size) -> Size:
     return student if teacher.of_this_job else folder_size(teacher.source, teacher.revision)
 
 
-def folder_size(place: str, revision: str) -> Size:
+def folder_size(source: str, revision: str) -> Size:
     """Sizes of the model in a folder or on the hub."""
     try:
-        folder = model_folder(place, revision)
+        folder = model_folder(source, revision)
         parameters = sum(map(_parameters, weights_folder(folder).glob("*.safetensors")))
         return _size(model_shape(folder), parameters, _tokenizer_bytes(tokenizer_folder(folder)))
     except (MopdError, OSError, ValueError, LookupError) as error:
-        return f"{place} cannot be read ({error!s:.120})"
+        return f"{source} cannot be read ({error!s:.120})"
 
 
 def _tokenizer_bytes(folder: Path) -> int:

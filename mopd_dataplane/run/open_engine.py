@@ -58,18 +58,18 @@ class Engines:
     def _ready(self, folder: Path, version: int, mixed_teacher: MixedTeacher | None, adapter: Lora | None) -> Engine:
         """The kept engine with this policy, or a new one."""
         free_device_memory()
-        kept, self._kept = self._kept, None
-        if kept is not None:
+        last_engine, self._kept = self._kept, None
+        if last_engine is not None:
             try:
                 if adapter is None or adapter == self._kept_for:
-                    kept.load_policy(folder, version)
-                    return kept
+                    last_engine.load_policy(folder, version)
+                    return last_engine
             except MismatchError:
                 pass  # a model of another shape or base: a new engine will say if it cannot be had
             except BaseException:
-                kept.close()
+                last_engine.close()
                 raise
-            kept.close()
+            last_engine.close()
         return start_engine(self._job, folder, version, mixed_teacher=mixed_teacher, adapter=adapter)
 
 

@@ -62,8 +62,8 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
             run_stage(run, stage, later=[other for other in stages[number:] if not run.is_done(other)])
     report = write_report(run.store, run.root / "report.html")
     run.work.publish_file("report.html")
-    found = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
-    evaluated = {name: by_domain for name, by_domain in found.items() if by_domain}
+    accuracies = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
+    evaluated = {name: by_domain for name, by_domain in accuracies.items() if by_domain}
     return {"store": run.store.uri, "accuracy": evaluated, "report": str(report)}
 
 

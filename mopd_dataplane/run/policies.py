@@ -42,7 +42,7 @@ class Policies:
         self.work.fetch(name)
         folder = self.work.root / name
         if is_adapter(folder):  # it needs its base, which may be in this store too
-            base = (folder / named_base(folder).place).resolve()
+            base = (folder / named_base(folder).location).resolve()
             if base.is_relative_to(self.work.root.resolve()):
                 self.work.fetch(base.relative_to(self.work.root.resolve()).as_posix())
         return folder

@@ -142,11 +142,11 @@ def _deletions(look: _Look, store: Store) -> None:
     """Tell what was deleted from the job's domains, and which deletion is not finished."""
     for name, domain in look.job.domains.items():
         if domain.source != "store" and (count := deleted_prompts(store, name)):
-            asked = domain.train + domain.eval + domain.tune
+            total = domain.train + domain.eval + domain.tune
             look.findings.append(
                 Finding(
                     f"domains.{name}",
-                    f"{count:,} of its {asked:,} prompts were deleted (`mopd store delete`); the job goes on with the "
+                    f"{count:,} of its {total:,} prompts were deleted (`mopd store delete`); the job goes on with the "
                     "others, and with the samples that are left",
                     certain=False,
                 )
@@ -177,9 +177,9 @@ def _is_verified(job: Job, domain: str) -> bool:
 def _student(look: _Look, store: Store | None) -> None:
     """The student opens, or its config builds, and its template fits its tokenizer."""
     student = look.job.student
-    made = store.root / "policies" / "init" if store is not None and store.root is not None else None
-    if made is not None and made.is_dir():
-        look.tokenizer = look.at("student", lambda: load_tokenizer(made))
+    init_folder = store.root / "policies" / "init" if store is not None and store.root is not None else None
+    if init_folder is not None and init_folder.is_dir():
+        look.tokenizer = look.at("student", lambda: load_tokenizer(init_folder))
     elif student.path:
         folder = look.at("student.path", lambda: _checked_folder(student.path, student.revision))
         if folder is not None:
@@ -196,8 +196,8 @@ def _template(look: _Look, key: str, template: str) -> None:
         if look.tokenizer is not None and not look.tokenizer.chat_template:
             look.refuse(key, "the student's tokenizer has no chat template; write one out, with `{prompt}` in it")
     elif "{prompt}" not in template:
-        found = f"{template!r:.80} has no {{prompt}}, so the model would never read it"
-        look.refuse(key, f"{found}; write it where the prompt's text belongs, or set `chat`")
+        problem = f"{template!r:.80} has no {{prompt}}, so the model would never read it"
+        look.refuse(key, f"{problem}; write it where the prompt's text belongs, or set `chat`")
 
 
 def _environments(look: _Look) -> None:
@@ -206,21 +206,23 @@ def _environments(look: _Look) -> None:
         if not domain.environment:
             continue
         key = f"domains.{name}.environment"
-        made = look.at(key, partial(make_environment, domain.environment, domain.environment_args))
-        if made is not None and look.tokenizer is not None:
+        environment = look.at(key, partial(make_environment, domain.environment, domain.environment_args))
+        if environment is not None and look.tokenizer is not None:
             look.at(key, partial(environments_of, look.job, [name], look.tokenizer, str))
 
 
 def _prompt_lengths(look: _Look, store: Store | None) -> None:
     """Prompts fit their budget and the model's context; without a template that works there is nothing to tokenise."""
     if not any(finding.key == "student.prompt_template" for finding in look.findings):
-        look.findings += [Finding(*found) for found in prompt_problems(look.job, store, look.prompts, look.tokenizer)]
+        look.findings += [
+            Finding(*problem) for problem in prompt_problems(look.job, store, look.prompts, look.tokenizer)
+        ]
 
 
 def check_converted(job: Job, store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check the prompts of a job whose student could only be tokenised with once it was converted. Raises
     JobFileError."""
-    findings = [Finding(*found) for found in prompt_problems(job, store, {}, tokenizer)]
+    findings = [Finding(*problem) for problem in prompt_problems(job, store, {}, tokenizer)]
     refuse(job, findings, written="only the converted student and the prompts were")
 
 
@@ -242,17 +244,17 @@ def _teacher(look: _Look, name: str) -> None:
     look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source, teacher.revision))
 
 
-def _checked_folder(place: str, revision: str) -> Path:
+def _checked_folder(source: str, revision: str) -> Path:
     """Folder of a model that can be opened; one of the hub is downloaded."""
-    folder = model_folder(place, revision)
+    folder = model_folder(source, revision)
     check_model_folder(folder)
     if is_adapter(folder):
         check_adapter(folder)
     return folder
 
 
-def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
-    folder = _checked_folder(place, revision)
+def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
+    folder = _checked_folder(source, revision)
     _check_context(look, name, folder)
     tokenizer = load_tokenizer(folder)
     if look.tokenizer is None:
@@ -310,19 +312,19 @@ def _other_signal(kind: str, named: Mapping[str, str]) -> None:
 def _packages(look: _Look) -> None:
     """Packages and plug-ins that settings need are there, and folders that they name are folders."""
     job = look.job
-    wanted: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for stage in job.stages:
         track, key = stage.train.track, f"stages.{stage.name}.train.track"
         if track in TRACKERS:
-            wanted[track] = key
+            packages[track] = key
         elif track != "none":
             look.at(key, partial(find_plugin, "mopd.trackers", track, TRACKERS))
         for kind in (*job.objective(stage).signals, *stage.score.signals):
             if kind not in SIGNAL_KINDS:
                 look.at(f"stages.{stage.name}.score.signals", partial(_other_signal, kind, stage.score.signals))
     if not job.engine.url and (package := engine_kind(job.engine.kind).package):
-        wanted[package] = "engine.kind"
-    for package, key in wanted.items():
+        packages[package] = "engine.kind"
+    for package, key in packages.items():
         if not is_installed(package):
             look.refuse(key, f"{package!r} is not installed here; pip install it, or change the setting")
     for key, folder in (("work", job.work), ("load.cache_dir", job.load.cache_dir)):

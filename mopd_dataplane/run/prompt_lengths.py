@@ -63,7 +63,7 @@ def prompt_problems(
         yield "student.prompt_template", str(error), True
         return
     contexts = _Contexts(job, store)
-    found: dict[Problem, list[str]] = {}
+    stages_of_problem: dict[Problem, list[str]] = {}
     for stage in to_run:
         own = uses.get(stage.name, [])
         for problem in (
@@ -71,8 +71,8 @@ def prompt_problems(
             *_beyond_context(job, stage, own, measured, contexts),
             *_beyond_pack(job, stage, own, measured),
         ):
-            found.setdefault(problem, []).append(stage.name)
-    for (key, text, is_certain), (first, *others) in found.items():
+            stages_of_problem.setdefault(problem, []).append(stage.name)
+    for (key, text, is_certain), (first, *others) in stages_of_problem.items():
         same = f"; the same in stage {', '.join(others)}" if others else ""
         yield f"stages.{first}.{key}", f"{text}{same}", is_certain
 
@@ -257,9 +257,9 @@ class _Contexts:
         teacher = self._job.teachers.get(reader)
         if teacher is not None and not teacher.of_this_job:
             return model_shape(model_folder(teacher.source, teacher.revision))
-        made = None if store is None or store.root is None else Path(store.root) / "policies" / "init"
+        init_folder = None if store is None or store.root is None else Path(store.root) / "policies" / "init"
         if student.path:
             return model_shape(model_folder(student.path, student.revision))
-        if made is not None and made.is_dir():
-            return model_shape(made)
+        if init_folder is not None and init_folder.is_dir():
+            return model_shape(init_folder)
         return student_config(student) if student.config else {}

@@ -57,10 +57,10 @@ def _own_sources(job: Job) -> dict[str, str]:
     """SHA-256 of each module that draws prompts of the job (`package.module:Name`), by the module's name."""
     parts = [domain.source.partition(":") for domain in job.domains.values()]
     named = {module for module, _, attribute in parts if attribute.isidentifier()}  # what follows a URL's colon is none
-    found = {name: importlib.util.find_spec(name) for name in sorted(named)}
+    specs = {name: importlib.util.find_spec(name) for name in sorted(named)}
     return {
         name: hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-        for name, spec in found.items()
+        for name, spec in specs.items()
         if spec is not None and spec.origin is not None
     }
 
@@ -72,9 +72,9 @@ def commit() -> str:
     """
     folder = Path(__file__).parent
     try:
-        found = _git(folder, "rev-parse", "HEAD").strip()[:12]
+        revision = _git(folder, "rev-parse", "HEAD").strip()[:12]
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no", ":/", RESULTS).strip()
-        return found + ("+" if changed else "")
+        return revision + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -95,10 +95,10 @@ def _processor() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

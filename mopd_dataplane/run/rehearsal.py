@@ -70,15 +70,15 @@ def rehearse(job: Job) -> Rehearsal:
     """
     folder = _new_folder(job)
     small = Rehearsal(job, folder)
-    given = job.model_dump(mode="json")
-    given |= {"store": str(folder / "store"), "work": "", "single_writer": False}
-    _models(small, given)
-    _domains(small, given)
-    _engines(small, given)
-    for stage in given["stages"]:
+    raw_job = job.model_dump(mode="json")
+    raw_job |= {"store": str(folder / "store"), "work": "", "single_writer": False}
+    _models(small, raw_job)
+    _domains(small, raw_job)
+    _engines(small, raw_job)
+    for stage in raw_job["stages"]:
         _stage(small, stage)
-    _surroundings(small, given)
-    small.job = check_job(given, where=f"rehearsal of {job.name}")
+    _surroundings(small, raw_job)
+    small.job = check_job(raw_job, where=f"rehearsal of {job.name}")
     publish_file(folder / MARK, json.dumps(small.facts(), indent=1).encode())
     return small
 
@@ -100,25 +100,25 @@ class _Wanted:
     """A model of the job."""
 
     key: str
-    place: str
+    source: str
     revision: str
     dtype: str
 
 
-def _models(small: Rehearsal, given: dict[str, Any]) -> None:
+def _models(small: Rehearsal, raw_job: dict[str, Any]) -> None:
     """A tiny model for every one the job names: with its own config and tokenizer where they are here, else with those
     of another of its models, else of the family that its name says, or the student's."""
     job, student = small.job, small.job.student
-    wanted = [_Wanted("student", student.path or student.gguf.partition("==")[0], student.revision, student.dtype)]
-    wanted += [
+    models = [_Wanted("student", student.path or student.gguf.partition("==")[0], student.revision, student.dtype)]
+    models += [
         _Wanted(f"teachers.{name}", teacher.source, teacher.revision, teacher.dtype)
         for name, teacher in job.teachers.items()
         if teacher.source and not teacher.of_this_job
     ]
-    folders = {one.key: folder for one in wanted[bool(student.config) :] if (folder := _here(job, one)) is not None}
-    family = family_of(wanted[0].place) or next(filter(None, (family_of(one.place) for one in wanted)), USUAL)
+    folders = {one.key: folder for one in models[bool(student.config) :] if (folder := _here(job, one)) is not None}
+    family = family_of(models[0].source) or next(filter(None, (family_of(one.source) for one in models)), USUAL)
     tokenizer_of = next(iter(folders.values()), None)
-    for seed, one in enumerate(wanted):
+    for seed, one in enumerate(models):
         target = small.folder / "models" / one.key.removeprefix("teachers.")
         how: dict[str, Any] = {"seed": job.seed + seed, "dtype": one.dtype}
         if one.key == "student" and student.config:
@@ -129,39 +129,39 @@ def _models(small: Rehearsal, given: dict[str, Any]) -> None:
             small.rehearsed[one.key] = f"a tiny random {tiny.shrunk(source, target, **how)} with its own tokenizer"
         elif tokenizer_of is not None:
             kind = tiny.shrunk(tokenizer_of, target, **how)
-            small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind} with another model's tokenizer"
+            small.replaced[one.key] = f"{one.source} is not here: a tiny random {kind} with another model's tokenizer"
         else:
             small.reads_bytes = True
-            like = tiny.stand_in(one.place) if family_of(one.place) == family else FAMILIES[family]
+            like = tiny.stand_in(one.source) if family_of(one.source) == family else FAMILIES[family]
             kind = tiny.of_family(like, target, **how)
-            known = "its name says" if family_of(one.place) else "stands in, its name says none"
-            small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind}; the family {family} {known}"
+            origin = "its name says" if family_of(one.source) else "stands in, its name says none"
+            small.replaced[one.key] = f"{one.source} is not here: a tiny random {kind}; the family {family} {origin}"
         if one.key == "student":
             nothing = {"revision": "", "config": {}, "gguf": "", "tokenizer": "", "tokens": ()}
-            given["student"] |= {"path": str(target), **nothing}
+            raw_job["student"] |= {"path": str(target), **nothing}
         else:
-            given["teachers"][one.key.removeprefix("teachers.")] |= {"source": str(target), "revision": ""}
+            raw_job["teachers"][one.key.removeprefix("teachers.")] |= {"source": str(target), "revision": ""}
     small.never_run["weights"] = "of every model: memory, time and what comes out are not the job's"
 
 
 def _here(job: Job, one: _Wanted) -> Path | None:
     """Folder with a model's config and tokenizer; the hub is asked for no weights."""
     store = None if "://" in job.store else Store.find(job.store)
-    made = store.root / "policies" / "init" if store is not None and store.root is not None else None
-    if one.key == "student" and made is not None and made.is_dir():
-        return made
-    if not one.place or (one.key == "student" and job.student.gguf):
+    init_folder = store.root / "policies" / "init" if store is not None and store.root is not None else None
+    if one.key == "student" and init_folder is not None and init_folder.is_dir():
+        return init_folder
+    if not one.source or (one.key == "student" and job.student.gguf):
         return None
     try:
-        folder = model_folder(one.place, one.revision, weights=False)
+        folder = model_folder(one.source, one.revision, weights=False)
     except MopdError:
         return None
     return folder if (folder / "config.json").is_file() else None
 
 
-def _domains(small: Rehearsal, given: dict[str, Any]) -> None:
+def _domains(small: Rehearsal, raw_job: dict[str, Any]) -> None:
     for name, domain in small.job.domains.items():
-        key, own = f"domains.{name}", given["domains"][name]
+        key, own = f"domains.{name}", raw_job["domains"][name]
         own |= {
             "train": min(domain.train, PROMPTS),
             "eval": min(domain.eval, HELD_OUT),
@@ -174,10 +174,10 @@ def _domains(small: Rehearsal, given: dict[str, Any]) -> None:
             small.rehearsed[key] = f"prompts of {domain.source}"
         try:
             resolve_reward(domain.reward)
-            known = domain.reward not in ("reasoning-gym", "verifiers") or own["source"] == domain.source
+            is_usable = domain.reward not in ("reasoning-gym", "verifiers") or own["source"] == domain.source
         except MopdError:
-            known = False
-        if not known:
+            is_usable = False
+        if not is_usable:
             own["reward"] = "exact"
             small.replaced[f"{key}.reward"] = f"{domain.reward} cannot be called here: exact"
 
@@ -199,23 +199,27 @@ def _no_prompts(domain: Domain) -> str:
 
 def _prompts(folder: Path, name: str, domain: Domain) -> Path:
     """A file of made-up prompts, with a column for every placeholder of the domain's templates."""
-    named = {place for text in (domain.template, domain.teacher_context) for _, place, *_ in Formatter().parse(text)}
+    named = {
+        field_names
+        for text in (domain.template, domain.teacher_context)
+        for _, field_names, *_ in Formatter().parse(text)
+    }
     file = folder / "prompts" / f"{name}.jsonl"
     file.parent.mkdir(exist_ok=True)
     rows = []
     for number in range(2 * (PROMPTS + 2 * HELD_OUT)):
-        words = {place: f"{place} {number}" for place in named if place}
+        words = {field_names: f"{field_names} {number}" for field_names in named if field_names}
         rows.append(words | {"text": f"What is {number} and {number} in {name}?", "answer": str(2 * number)})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
+def _engines(small: Rehearsal, raw_job: dict[str, Any]) -> None:
     """vLLM where it is installed, without what needs its hardware; else the Hugging Face engine and scorer."""
     engine, has_vllm = small.job.engine, is_installed("vllm")
-    given["engine"] |= {"slots": min(engine.slots, SLOTS), "url": "", "reload": False, "options": {}}
+    raw_job["engine"] |= {"slots": min(engine.slots, SLOTS), "url": "", "reload": False, "options": {}}
     if engine_kind(engine.kind).package == "vllm" and not has_vllm:
-        given["engine"] |= {"kind": "hf", "noise": "keyed", "keep": True}
+        raw_job["engine"] |= {"kind": "hf", "noise": "keyed", "keep": True}
         small.replaced["engine"] = "vLLM is not installed here: the Hugging Face engine"
         small.never_run["vLLM"] = "sampling" + (" and its handing over of memory" if not engine.keep else "")
     else:
@@ -224,7 +228,7 @@ def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
         small.replaced["engine.url"] = "a running server is not asked"
     if engine.options:
         small.never_run["engine.options"] = ", ".join(engine.options)
-    for stage in given["stages"]:
+    for stage in raw_job["stages"]:
         if SCORING[stage["score"]["engine"]].package == "vllm":
             stage["score"]["options"] = {}
             if not has_vllm:
@@ -232,15 +236,15 @@ def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
                 small.replaced["score.engine"] = "vLLM is not installed here: Hugging Face teachers"
                 small.never_run.setdefault("vLLM", "scoring")
     for name, teacher in small.job.teachers.items():
-        given["teachers"][name]["url"] = ""
+        raw_job["teachers"][name]["url"] = ""
         if teacher.is_remote:
-            given["teachers"][name]["source"] = "student"
+            raw_job["teachers"][name]["source"] = "student"
             small.replaced[f"teachers.{name}"] = "a running server is not asked: the student stands in"
         if teacher.quantisation != "none" and not is_installed("torchao"):
-            given["teachers"][name]["quantisation"] = "none"
+            raw_job["teachers"][name]["quantisation"] = "none"
             small.replaced[f"teachers.{name}.quantisation"] = "torchao is not installed here: none"
-    _device(small, "engine", given["engine"])
-    for stage in given["stages"]:
+    _device(small, "engine", raw_job["engine"])
+    for stage in raw_job["stages"]:
         for part in ("score", "train"):
             _device(small, f"{stage['name']}.{part}", stage[part])
 
@@ -289,15 +293,15 @@ def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
     )
 
 
-def _surroundings(small: Rehearsal, given: dict[str, Any]) -> None:
+def _surroundings(small: Rehearsal, raw_job: dict[str, Any]) -> None:
     """Ranks, cache and evaluation."""
-    scale, job = given["scale"], small.job
+    scale, job = raw_job["scale"], small.job
     ranks, parallel = min(scale["ranks"], 2), min(scale["context_parallel"], 2)
     if (ranks, parallel) != (scale["ranks"], scale["context_parallel"]):
         small.replaced["scale.ranks"] = f"{scale['ranks']} ranks: {ranks} on this machine"
         small.never_run["nodes"] = "more than one, and the network between them"
-    given["scale"] |= {"ranks": ranks, "context_parallel": parallel}
-    given["load"] |= {"cache_dir": "", "cache_bytes": 0, "ring_bytes": 0, "slot_bytes": 0}
-    given["eval"]["max_new_tokens"] = min(given["eval"]["max_new_tokens"] or NEW_TOKENS, NEW_TOKENS)
+    raw_job["scale"] |= {"ranks": ranks, "context_parallel": parallel}
+    raw_job["load"] |= {"cache_dir": "", "cache_bytes": 0, "ring_bytes": 0, "slot_bytes": 0}
+    raw_job["eval"]["max_new_tokens"] = min(raw_job["eval"]["max_new_tokens"] or NEW_TOKENS, NEW_TOKENS)
     if "://" in job.store:
         small.never_run["store"] = f"an object store ({job.store.partition('://')[0]}); this was a folder"

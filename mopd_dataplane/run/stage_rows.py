@@ -37,11 +37,11 @@ def scan_stage(
         if iteration is not None:
             mask = pc.and_(mask, pc.equal(batch["iteration"], iteration))
         inside = mask.true_count
-        asked = batch.select(list(columns))
+        columns_batch = batch.select(list(columns))
         if inside == batch.num_rows:
-            yield rows, asked
+            yield rows, columns_batch
         elif inside:
-            yield rows[mask.to_numpy(zero_copy_only=False)], asked.filter(mask)
+            yield rows[mask.to_numpy(zero_copy_only=False)], columns_batch.filter(mask)
 
 
 def stage_samples(

@@ -22,14 +22,14 @@ from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 from mopd_dataplane.rollout.runner import SAVED
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.remote.objects import ObjectFiles
 
 _LISTING = "shipped.json"
 
 
 def log_names(store: Store) -> list[str]:
     """Token logs of a store, wal/<stage>/<writer>."""
-    children = store._place.children
+    children = store._location.children
     return [f"wal/{stage}/{writer}" for stage in children("wal") for writer in children(f"wal/{stage}")]
 
 

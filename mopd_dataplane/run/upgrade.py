@@ -19,11 +19,11 @@ from mopd_dataplane.base.sealed_json import seal, seal_line
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.run.whole_copy import copy_log_folder
-from mopd_dataplane.store.dataset_format import MARK, write_mark
-from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.table import Table
-from mopd_dataplane.store.upgrade import PROGRESS, link_file, open_source, upgrade_tables
-from mopd_dataplane.store.verify import verify
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format.dataset_format import MARK, write_mark
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain.upgrade import PROGRESS, link_file, open_source, upgrade_tables
+from mopd_dataplane.store.maintain.verify import verify
 
 _WEIGHTS = ("policies", "discriminators")
 _CHECKPOINT_FORMAT = 3
@@ -40,17 +40,17 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
     Raises InputError for places that cannot be used, MismatchError for another format or another half-made target,
     DamagedError naming what of the source is damaged.
     """
-    old, place = _folder(source), Place(target)
+    old, location = _folder(source), StoreLocation(target)
     root = _folder(target)
     if root == old or root.is_relative_to(old) or old.is_relative_to(root):
         raise InputError(f"{target} and {source} overlap; give a folder of its own")
-    versions = _begin(old, place, root)
-    yield from upgrade_tables(old, place, versions)
+    versions = _begin(old, location, root)
+    yield from upgrade_tables(old, location, versions)
     for name, work in _FILES.items():
         work(old, root)
         fault_point(f"upgrade.{name}")
         yield name
-    report = verify(place, {name: Table(place, name) for name in versions}, deep=True)
+    report = verify(location, {name: Table(location, name) for name in versions}, deep=True)
     if not report.ok:
         said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
         raise DamagedError(
@@ -59,29 +59,29 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
         )
     old_mark = json.loads((old / MARK).read_text())
     promised = {"single_writer": True} if old_mark.get("single_writer") else {}
-    write_mark(place, upgraded_from=str(old_mark.get("uuid", "")), **promised)
-    place.remove(PROGRESS)
+    write_mark(location, upgraded_from=str(old_mark.get("uuid", "")), **promised)
+    location.remove(PROGRESS)
     yield "checked"
 
 
 def _folder(name: str | Path) -> Path:
-    root = Place(name).root
+    root = StoreLocation(name).root
     if root is None:
         raise InputError(f"{name} is an object store; copy the store to a folder, upgrade it there, and copy it back")
     return root
 
 
-def _begin(old: Path, place: Place, root: Path) -> dict[str, int]:
+def _begin(old: Path, location: StoreLocation, root: Path) -> dict[str, int]:
     """Versions of the source's tables that are copied: those of the first call, when this one goes on."""
     if (root / MARK).exists():
         raise InputError(f"{root} is a store already; give another folder")
-    begun = place.read_json(PROGRESS)
+    begun = location.read_json(PROGRESS)
     now = open_source(old)
     identity = json.loads((old / MARK).read_text()).get("uuid", "")
     if begun is None:
         if root.exists() and any(root.iterdir()):
             raise InputError(f"{root} is not empty; give a folder that does not exist")
-        place.write_json(PROGRESS, {"source": str(old), "uuid": identity, "versions": now})
+        location.write_json(PROGRESS, {"source": str(old), "uuid": identity, "versions": now})
         return now
     if begun["uuid"] != identity:
         raise MismatchError(
@@ -132,8 +132,8 @@ def _checkpoint(staging: Path) -> None:
     """Write state.json in the form of format 2, after checking the shards against it. Raises DamagedError."""
     state = json.loads((staging / "state.json").read_text())
     for name, digest in state.pop("digests").items():
-        if (found := file_digest(staging / name)) != digest:
-            raise DamagedError(f"checkpoint shard {name} has sha256 {found[:16]}…, {digest[:16]}… was written")
+        if (digest_now := file_digest(staging / name)) != digest:
+            raise DamagedError(f"checkpoint shard {name} has sha256 {digest_now[:16]}…, {digest[:16]}… was written")
     _rename(state["identity"]["objective"].get("divergence"), _DIVERGENCE_KEYS)
     for part in staging.glob("shard-*.json"):
         part.unlink()

@@ -24,8 +24,9 @@ from mopd_dataplane.rollout.log.ownership import LOCK
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 from mopd_dataplane.run.delete import resume
 from mopd_dataplane.run.token_log_copy import StoredLog, log_names
-from mopd_dataplane.store.artifacts import ArtifactStore
-from mopd_dataplane.store.copy_files import (
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.location import LOGS_LOCK, StoreLocation
+from mopd_dataplane.store.maintain.copy_files import (
     PROGRESS,
     begin_copy,
     copy_file,
@@ -34,11 +35,10 @@ from mopd_dataplane.store.copy_files import (
     copy_weights,
     finish_copy,
 )
-from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.deletions import FOLDER as DELETIONS
-from mopd_dataplane.store.deletions import Deletion
-from mopd_dataplane.store.place import LOGS_LOCK, Place
-from mopd_dataplane.store.whole_copy import copy_tables, table_names
+from mopd_dataplane.store.maintain.copy_tables import copy_tables, table_names
+from mopd_dataplane.store.maintain.deletion_records import FOLDER as DELETIONS
+from mopd_dataplane.store.maintain.deletion_records import Deletion
+from mopd_dataplane.store.remote.artifacts import ArtifactStore
 from mopd_dataplane.train.metrics import FILE as METRICS
 from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
 
@@ -51,33 +51,35 @@ def copy_whole(source: Store, target: str) -> Iterator[str]:
     Raises ResourceError while a rollout writes the store's token log, InputError for a place that cannot be used,
     MismatchError for half a copy of something else, DamagedError naming what of the source is damaged.
     """
-    place = Place(target)
-    is_new = place.read_json(PROGRESS) is None  # half a copy may have what was deleted since it was interrupted
+    location = StoreLocation(target)
+    is_new = location.read_json(PROGRESS) is None  # half a copy may have what was deleted since it was interrupted
     finished = {deletion.name for deletion in source.deletions.all() if deletion.finished and is_new}
     with _logs_at_rest(source) as logs:
-        begin_copy(source, place, "")
+        begin_copy(source, location, "")
         for name in logs:
-            _copy_log(source, place, name)
+            _copy_log(source, location, name)
             fault_point("whole_copy.log")
         yield f"token logs: {len(logs)}"
-        for stage in source._place.children(_CHECKPOINTS):
-            _copy_checkpoints(source, place, stage)
+        for stage in source._location.children(_CHECKPOINTS):
+            _copy_checkpoints(source, location, stage)
             fault_point("whole_copy.checkpoints")
         yield "checkpoints"
-        yield from copy_tables(source, place)
-    copy_weights(source, place)
-    copy_job(source, place)
+        yield from copy_tables(source, location)
+    copy_weights(source, location)
+    copy_job(source, location)
     yield "files"
-    finish_copy(source, place, table_names(source), partial(_leave_out, source, place, finished))
+    finish_copy(source, location, table_names(source), partial(_leave_out, source, location, finished))
     yield "verified"
 
 
-def _leave_out(source: Store, place: Place, finished: Collection[str], deletions: Collection[Deletion]) -> None:
+def _leave_out(
+    source: Store, location: StoreLocation, finished: Collection[str], deletions: Collection[Deletion]
+) -> None:
     """Copy the records of deletions, and carry out in the copy those that were not finished when the copy began."""
-    for name in source._place.children(DELETIONS):
+    for name in source._location.children(DELETIONS):
         if name.endswith(".json"):
-            copy_file(source, place, f"{DELETIONS}/{name}")
-    copy, removed = Store(place), False
+            copy_file(source, location, f"{DELETIONS}/{name}")
+    copy, removed = Store(location), False
     for deletion in deletions:
         if deletion.name not in finished:
             removed |= any([*resume(copy, deletion)])
@@ -91,7 +93,7 @@ def _logs_at_rest(source: Store) -> Iterator[list[str]]:
     logs = log_names(source)
     with ExitStack() as stack:
         if source.root is not None and os.access(source.root, os.W_OK):
-            stack.enter_context(source._place.committing(LOGS_LOCK))
+            stack.enter_context(source._location.committing(LOGS_LOCK))
         for name in logs if source.root is not None else ():
             lock = source.path(name) / LOCK
             if not lock.is_file():
@@ -107,21 +109,21 @@ def _logs_at_rest(source: Store) -> Iterator[list[str]]:
         yield logs
 
 
-def _copy_log(source: Store, place: Place, name: str) -> None:
+def _copy_log(source: Store, location: StoreLocation, name: str) -> None:
     """One token log; on an object store it has another form (token_log_copy.py)."""
-    if source.files is None and place.files is None:
-        copy_log_folder(source.path(name), place.local(name))
+    if source.files is None and location.files is None:
+        copy_log_folder(source.path(name), location.local(name))
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
-        folder = Path(scratch) if place.files is not None else place.local(name)
+        folder = Path(scratch) if location.files is not None else location.local(name)
         if source.files is None:
             folder = source.path(name)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             StoredLog(source.files, name).fetch(folder)
         epoch = max(epoch_folders(folder), default=0)
-        if place.files is not None and epoch:
-            stored = StoredLog(place.files, name)
+        if location.files is not None and epoch:
+            stored = StoredLog(location.files, name)
             stored.claim(epoch)
             stored.ship(folder, epoch)
 
@@ -134,19 +136,19 @@ def copy_log_folder(folder: Path, target: Path) -> None:
             publish_file(beside, file.read_bytes())
 
 
-def _copy_checkpoints(source: Store, place: Place, stage: str) -> None:
+def _copy_checkpoints(source: Store, location: StoreLocation, stage: str) -> None:
     """Checkpoints of a stage with its metrics, and which of them is the newest."""
     name = f"{_CHECKPOINTS}/{stage}"
     newest = newest_checkpoint(source.path(name)) if source.files is None else ""
-    if source.files is None and place.files is not None:  # the newest are kept there, as a job does
-        artifacts = ArtifactStore(place.files)
+    if source.files is None and location.files is not None:  # the newest are kept there, as a job does
+        artifacts = ArtifactStore(location.files)
         folders = sorted(path for path in source.path(name).glob("step-*") if path.name <= newest)
         for folder in folders[-KEEP:]:
             artifacts.publish(f"{name}/{folder.name}", folder)
     else:
-        copy_folders(source, place, name)
-    copy_file(source, place, f"{name}/{METRICS}")
-    if place.files is None:
-        folders = sorted(path for path in place.local(name).glob("step-*"))
+        copy_folders(source, location, name)
+    copy_file(source, location, f"{name}/{METRICS}")
+    if location.files is None:
+        folders = sorted(path for path in location.local(name).glob("step-*"))
         if newest or folders:
-            name_newest(place.local(name), newest or folders[-1].name)
+            name_newest(location.local(name), newest or folders[-1].name)

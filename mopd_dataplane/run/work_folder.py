@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.remote.artifacts import ArtifactStore
+from mopd_dataplane.store.remote.objects import ObjectFiles
 
 _MARK = "work.json"
 

@@ -66,28 +66,28 @@ class Discriminator:
         Accuracy is the share of pairs whose teacher side scores higher, before the update that used them; equal texts
         count half. Raises EngineError, naming the update, when the loss is not finite.
         """
-        found = {"loss": float("nan"), "accuracy": float("nan")}
+        figures = {"loss": float("nan"), "accuracy": float("nan")}
         size = self._settings.batch_pairs
         for _ in range(epochs):
             order = np.random.default_rng((self._seed, self.steps)).permutation(len(pairs))
             losses, right = 0.0, 0.0
             for start in range(0, len(order), size):
-                loss, margin = self._step([pairs[place] for place in order[start : start + size].tolist()])
+                loss, margin = self._step([pairs[index] for index in order[start : start + size].tolist()])
                 losses += loss * len(margin)
                 right += float((margin > 0).sum() + 0.5 * (margin == 0).sum())
                 progress(self.steps)
-            found = {"loss": losses / len(pairs), "accuracy": right / len(pairs)}
-        return found
+            figures = {"loss": losses / len(pairs), "accuracy": right / len(pairs)}
+        return figures
 
     @torch.no_grad()
     def scores(self, texts: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
         """[N] score of each prompt with its response."""
         scores = np.zeros(len(texts), np.float32)
-        ordered = sorted(range(len(texts)), key=lambda place: (-len(texts[place]), place))
+        ordered = sorted(range(len(texts)), key=lambda index: (-len(texts[index]), index))
         while ordered:
             rows = max(1, SCORE_TOKENS // len(texts[ordered[0]]))
             places, ordered = ordered[:rows], ordered[rows:]
-            scores[places] = self._critic([texts[place] for place in places]).cpu().numpy()
+            scores[places] = self._critic([texts[index] for index in places]).cpu().numpy()
         return scores
 
     def save(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class Discriminator:
         """One update: the mean loss, and D(teacher) - D(student) of each pair before it."""
         fault_point("discriminator.step")
         margin = np.zeros(len(pairs), np.float32)
-        apart = [place for place, pair in enumerate(pairs) if not np.array_equal(pair.teacher, pair.student)]
+        apart = [index for index, pair in enumerate(pairs) if not np.array_equal(pair.teacher, pair.student)]
         if apart:
             self._optimizer.zero_grad(set_to_none=True)
             scores = self._critic([pairs[i].teacher for i in apart] + [pairs[i].student for i in apart])

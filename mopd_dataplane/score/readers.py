@@ -116,8 +116,8 @@ class TeacherForward:
 
     def states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """[sum of M, sum of D] states before each predicted token; see Reader.predicting_states."""
-        found = [reader.predicting_states(sequences, predicted) for reader in self.readers]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        states = [reader.predicting_states(sequences, predicted) for reader in self.readers]
+        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
 
 
 def blended_head(heads: Sequence[Head], weights: Sequence[float]) -> Head:

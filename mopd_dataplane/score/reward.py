@@ -160,8 +160,8 @@ def _verifier(dataset: str) -> Callable[[str, dict[str, Any]], float]:
 def _version(module: ModuleType) -> str:
     """`__version__` of the module or its top package; for a loose file, 12 hex digits of its source."""
     top = importlib.import_module(module.__name__.partition(".")[0])
-    for place in (module, top):
-        if version := getattr(place, "__version__", None):
+    for package in (module, top):
+        if version := getattr(package, "__version__", None):
             return str(version)
     source = Path(module.__file__ or "")
     return hashlib.sha256(source.read_bytes()).hexdigest()[:12] if source.is_file() else "unknown"

@@ -38,11 +38,11 @@ def score_samples(
     Raises EngineError naming teacher and sample when the teacher answers with NaN or infinity; MismatchError when a
     sample has tokens the teacher does not know, or is longer than it reads.
     """
-    wanted = [signal_kind(kind, settings.signals) for kind in kinds]
+    kind_classes = [signal_kind(kind, settings.signals) for kind in kinds]
     inputs = [model_input(sample, render_prompt) for sample in samples]
     _check_readable(pool, teacher, inputs)
     if settings.reads == "prompt_logprobs":
-        yield from _said_of_text(pool.logprob_reader(teacher), teacher, wanted, inputs, settings)
+        yield from _said_of_text(pool.logprob_reader(teacher), teacher, kind_classes, inputs, settings)
         return
     forward = pool.teacher(teacher)
     head = forward.head
@@ -51,7 +51,7 @@ def score_samples(
         states = forward.states([item.tokens for item in batch], [item.masked for item in batch])
         check_finite(teacher, batch, states)
         output = TeacherOutput(batch, teacher, states, head, temperature, settings, student)
-        for kind in wanted:
+        for kind in kind_classes:
             yield from kind.signals(output)
 
 

@@ -61,13 +61,13 @@ class StudentTopk:
                 [sample.tokens.astype(np.int64) for sample, _ in chosen],
                 [np.flatnonzero(sample.loss_mask)[mine] + sample.prompt_len for sample, mine in chosen],
             )
-            found, _ = topk_logprobs(states, head, min(k, len(head.weight)))
-            parts.append((np.flatnonzero(every == version), found))
+            top_ids, _ = topk_logprobs(states, head, min(k, len(head.weight)))
+            parts.append((np.flatnonzero(every == version), top_ids))
         if not parts:
             return torch.zeros(0, k, dtype=torch.int64, device=self._device)
         ids = parts[0][1].new_zeros(len(every), parts[0][1].shape[1])
-        for places, found in parts:
-            ids[torch.from_numpy(places).to(ids.device)] = found
+        for places, top_ids in parts:
+            ids[torch.from_numpy(places).to(ids.device)] = top_ids
         return ids
 
     def _load(self, version: int) -> HfReader:
@@ -137,14 +137,15 @@ class TokenSignal(SignalKind):
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         with torch.no_grad():
-            found = self.values(output.states, output.head, output.targets, temperature=output.temperature)
-        if found.shape != output.targets.shape:
+            signals = self.values(output.states, output.head, output.targets, temperature=output.temperature)
+        if signals.shape != output.targets.shape:
             raise MismatchError(
-                f"signal {self.name!r}: values have shape {list(found.shape)}, expected {list(output.targets.shape)}, "
+                f"signal {self.name!r}: values have shape {list(signals.shape)}, expected "
+                f"{list(output.targets.shape)}, "
                 "one for each trained token"
             )
-        check_finite(output.teacher, output.items, found, f"signal {self.name!r} of ")
-        for item, values in zip(output.items, output.split(found.float()), strict=True):
+        check_finite(output.teacher, output.items, signals, f"signal {self.name!r} of ")
+        for item, values in zip(output.items, output.split(signals.float()), strict=True):
             yield _signal(item, self.name, extra={self.name: _at_responses(item, values.numpy())})
 
 
@@ -155,13 +156,13 @@ class Logprob(SignalKind):
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         with torch.no_grad():
-            found, entropy = token_logprob(
+            logprobs, entropy = token_logprob(
                 output.states, output.head, output.targets, temperature=output.temperature, return_entropy=True
             )
-        check_finite(output.teacher, output.items, found)
-        kept = keeps_stats(output.settings.stats, [item.sample.sample_row for item in output.items])
+        check_finite(output.teacher, output.items, logprobs)
+        is_kept = keeps_stats(output.settings.stats, [item.sample.sample_row for item in output.items])
         for item, keep, values, entropies in zip(
-            output.items, kept, output.split(found), output.split(entropy), strict=True
+            output.items, is_kept, output.split(logprobs), output.split(entropy), strict=True
         ):
             yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
 
@@ -217,11 +218,11 @@ def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
     """
     if name in SIGNALS:
         return SIGNALS[name](name)
-    found: Any = find_plugin("mopd.signals", named.get(name, name), SIGNALS)
+    plugin: Any = find_plugin("mopd.signals", named.get(name, name), SIGNALS)
     plugin_field(name)
-    if not (isinstance(found, type) and issubclass(found, TokenSignal)):
+    if not (isinstance(plugin, type) and issubclass(plugin, TokenSignal)):
         raise UnknownNameError(f"signal {name!r} is no class derived from {__name__}.TokenSignal")
-    return found(name)
+    return plugin(name)
 
 
 def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: str = "") -> None:

@@ -150,9 +150,9 @@ def _columns(
 
 
 def _logprob(states: Tensor, head: Head, targets: Tensor) -> Tensor:
-    found = token_logprob(states, head, targets)
-    assert isinstance(found, Tensor)
-    return found
+    logprobs = token_logprob(states, head, targets)
+    assert isinstance(logprobs, Tensor)
+    return logprobs
 
 
 @dataclass(frozen=True, kw_only=True)

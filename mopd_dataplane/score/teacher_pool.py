@@ -101,8 +101,8 @@ class TeacherPool:
     @property
     def resident(self) -> tuple[str, ...]:
         """Teachers in memory, least recently used first; adapters with their base."""
-        held = self._resident.items()
-        return tuple(name for key, one in held for name in getattr(one, "teachers", (key,)))
+        resident = self._resident.items()
+        return tuple(name for key, one in resident for name in getattr(one, "teachers", (key,)))
 
     @property
     def switches(self) -> int:
@@ -113,7 +113,7 @@ class TeacherPool:
         """The teacher, ready to score. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
         `max_resident`."""
         blend = self._spec(name).settings.blend or {name: 1.0}
-        places = len({self._place(member) for member in blend})
+        places = len({self._pool_key(member) for member in blend})
         if places > self._max_resident:
             raise MismatchError(
                 f"teacher {name!r} blends {places} teachers, score.max_resident = {self._max_resident} may be in "
@@ -148,7 +148,7 @@ class TeacherPool:
 
     def self_check(self, name: str) -> SelfCheck | None:
         """Self-check of a teacher, or of an adapter's base, that was loaded here; None where it was not."""
-        return self._self_checks.get(self._place(name))
+        return self._self_checks.get(self._pool_key(name))
 
     def server_reader(self, name: str) -> ServerLogprobs:
         """A teacher that a server gives log-probs of. Raises MismatchError for another."""
@@ -191,27 +191,27 @@ class TeacherPool:
             self._resident.popitem()[1].close()
 
     def _held(self, name: str) -> Reader | LogprobReader:
-        place = self._place(name)
-        if place not in self._resident:
+        key = self._pool_key(name)
+        if key not in self._resident:
             spec = self._spec(name)
             folder = None if spec.settings.is_remote else self._checked(name)
             while len(self._resident) >= self._max_resident:
                 self._resident.popitem(last=False)[1].close()
                 gc.collect()
             if folder is None:
-                self._resident[place] = self._open_remote(spec.settings.url)
-            elif place == name:
-                self._resident[place] = self._open(name, folder, spec.settings)
+                self._resident[key] = self._open_remote(spec.settings.url)
+            elif key == name:
+                self._resident[key] = self._open(name, folder, spec.settings)
             else:
-                self._resident[place] = self._open_base(place, base_folder(folder), spec.settings.dtype)
-            self.loads[place] = self.loads.get(place, 0) + 1
-        self._resident.move_to_end(place)
-        held = self._resident[place]
-        if place == name:
-            return held  # type: ignore[return-value]
-        return held.reader(name, self._checked(name))  # type: ignore[union-attr]
+                self._resident[key] = self._open_base(key, base_folder(folder), spec.settings.dtype)
+            self.loads[key] = self.loads.get(key, 0) + 1
+        self._resident.move_to_end(key)
+        reader = self._resident[key]
+        if key == name:
+            return reader  # type: ignore[return-value]
+        return reader.reader(name, self._checked(name))  # type: ignore[union-attr]
 
-    def _place(self, name: str) -> str:
+    def _pool_key(self, name: str) -> str:
         """Key of a teacher in the pool: its name, or one shared by all adapters on one base in one dtype. Adapters
         behind a server have keys of their own."""
         spec = self._spec(name)
@@ -221,14 +221,14 @@ class TeacherPool:
         check_base(spec.folder, base)
         return f"{base} in {spec.settings.dtype}"
 
-    def _open_base(self, place: str, base: Path, dtype: str) -> AdaptedBase | VllmAdaptedBase:
+    def _open_base(self, source: str, base: Path, dtype: str) -> AdaptedBase | VllmAdaptedBase:
         """A base for every adapter in the pool that has its place there."""
         if self._engine.here:
             model = hf.load_model(base, dtype=dtype, device=self._device)
-            self._self_checks[place] = check_forward(model, f"Scoring with adapters on {base.name}")
+            self._self_checks[source] = check_forward(model, f"Scoring with adapters on {base.name}")
             return AdaptedBase(model)
         require_vllm()
-        adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._place(name) == place]
+        adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._pool_key(name) == source]
         room = room_for(base, adapters, dtype=dtype)
         shared: Any = self._vllm_reader(base, dtype, room | dict(self._options))
         return VllmAdaptedBase(shared)
@@ -267,8 +267,8 @@ class TeacherPool:
         head = exchanged_head(hf.load_head(folder, dtype="float32", device=self._device), exchanged)
         if url:
             return ServerReader(folder, head, url=url)
-        made = ExtractingReader if self._reads == "extract_hidden_states" else VllmReader
-        return made(folder, head, dtype=dtype, options=options)
+        reader_class = ExtractingReader if self._reads == "extract_hidden_states" else VllmReader
+        return reader_class(folder, head, dtype=dtype, options=options)
 
     def _hf_reader(self, name: str, folder: Path, settings: sections.Teacher) -> HfReader:
         model = hf.load_model(folder, dtype=settings.dtype, device=self._device)

@@ -47,16 +47,16 @@ class VllmBatches:
         places: dict[str, int] = {}
         answers: dict[int, Any] = {}
         with answering():
-            for place, ids in enumerate(sequences):
+            for index, ids in enumerate(sequences):
                 self._asked += 1
-                places[str(self._asked)] = place
+                places[str(self._asked)] = index
                 prompt = {"prompt_token_ids": ids.tolist()}
                 self.engine.add_request(str(self._asked), prompt, parameters, lora_request=self.adapter)
             while len(answers) < len(sequences):
                 for answer in self.engine.step():
                     if answer.finished:
                         answers[places[answer.request_id]] = answer
-        return [answers[place] for place in range(len(sequences))]
+        return [answers[index] for index in range(len(sequences))]
 
     def close(self) -> None:
         """End vLLM's process."""

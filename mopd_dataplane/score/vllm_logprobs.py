@@ -122,5 +122,7 @@ def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]
             raise EngineError(f"vLLM gave {len(row)} log-probs for token {token} and its {k} likeliest; run again")
         own.append(row[token][1])
         top.append([(other, logprob) for _, other, logprob in likeliest])
-    found = np.array(top, np.float64).reshape(len(own), k, 2)
-    return SequenceLogprobs(np.array(own, np.float32), found[..., 0].astype(np.int32), found[..., 1].astype(np.float32))
+    entries = np.array(top, np.float64).reshape(len(own), k, 2)
+    return SequenceLogprobs(
+        np.array(own, np.float32), entries[..., 0].astype(np.int32), entries[..., 1].astype(np.float32)
+    )

@@ -17,22 +17,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
-from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
-from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.arrow_rows import plan_of, plan_record, reward_rows, to_rows
-from mopd_dataplane.store.cache import RangeCache
-from mopd_dataplane.store.commit import CommitReceipt
-from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
-from mopd_dataplane.store.deleting import remove_since
-from mopd_dataplane.store.deletions import Deletions
-from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.reading import PayloadReader, take_rows
-from mopd_dataplane.store.retire import Freed
-from mopd_dataplane.store.row_ids import in_row_order
-from mopd_dataplane.store.sidecars import ObjectSidecars
-from mopd_dataplane.store.table import Table
-from mopd_dataplane.store.verify_report import VerifyReport
+from mopd_dataplane.store.commit import signals
+from mopd_dataplane.store.commit.samples import CommitReceipt, commit_others
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format import lance_errors
+from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, to_rows
+from mopd_dataplane.store.format.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
+from mopd_dataplane.store.format.row_ids import in_row_order
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain import compaction, verify
+from mopd_dataplane.store.maintain.delete_samples import remove_since
+from mopd_dataplane.store.maintain.deletion_records import Deletions
+from mopd_dataplane.store.maintain.free_hidden import Freed, free_hidden
+from mopd_dataplane.store.maintain.verify_report import VerifyReport
+from mopd_dataplane.store.read import row_reader
+from mopd_dataplane.store.read import snapshot as snapshots
+from mopd_dataplane.store.read.hidden import HiddenReader
+from mopd_dataplane.store.remote.range_cache import RangeCache
+from mopd_dataplane.store.remote.sidecars import ObjectSidecars
 from mopd_dataplane.tables import LATER, TABLES, signal_table
 
 Rows = NDArray[np.int64]
@@ -48,8 +50,8 @@ class Store:
         store.sql("select domain, count(*) from samples group by 1")
     """
 
-    def __init__(self, location: Place) -> None:
-        self._place = location
+    def __init__(self, location: StoreLocation) -> None:
+        self._location = location
         self._tables: dict[str, Table] = {}
         self.uri = location.uri
         self.root = location.root
@@ -79,7 +81,7 @@ class Store:
         store = cls.find(uri, storage_options)
         if store is None:
             raise UnknownNameError(
-                f"no store at {Place(uri).uri} (it has no {MARK}); `mopd run JOB` and `mopd import` write one, "
+                f"no store at {StoreLocation(uri).uri} (it has no {MARK}); `mopd run JOB` and `mopd import` write one, "
                 "create_store in Python"
             )
         return store
@@ -90,9 +92,8 @@ class Store:
 
         Raises InputError for a place where none can be made, MismatchError and DamagedError as `open` does.
         """
-        location = Place(uri, storage_options)
-        mark = read_mark(location)
-        if mark is None:
+        location = StoreLocation(uri, storage_options)
+        if (mark := read_mark(location)) is None:
             location.check_new()
             return None
         location.single_writer = bool(mark.get("single_writer"))
@@ -109,9 +110,9 @@ class Store:
         """
         existing = cls.find(uri, storage_options)
         if existing is not None:
-            existing._place.admit_writer()
+            existing._location.admit_writer()
             return existing
-        location = Place(uri, storage_options)
+        location = StoreLocation(uri, storage_options)
         if location.root is not None:
             location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         location.single_writer = single_writer
@@ -125,19 +126,19 @@ class Store:
     @property
     def uuid(self) -> str:
         """Random id of this store, which no other store at the same place ever has."""
-        return str((self._place.read_json(MARK) or {}).get("uuid", ""))
+        return str((self._location.read_json(MARK) or {}).get("uuid", ""))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A small JSON file of the store, None when there is none."""
-        return self._place.read_json(name)
+        return self._location.read_json(name)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON file of the store, atomically and durably."""
-        self._place.write_json(name, value)
+        self._location.write_json(name, value)
 
     def path(self, name: str) -> Path:
         """A file or folder of the store that is not a dataset: "wal", "heads", "policies/student/v3"."""
-        return self._place.local(name)
+        return self._location.local(name)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -145,8 +146,8 @@ class Store:
         """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. None is opened."""
         names = [
             signal_table(teacher, kind)
-            for teacher in self._place.children("signals")
-            for kind in self._place.children(f"signals/{teacher}")
+            for teacher in self._location.children("signals")
+            for kind in self._location.children(f"signals/{teacher}")
             if is_table(signal_table(teacher, kind))
         ]
         return [*(name for name in TABLES if name not in LATER or self._table(name).was_made()), *names]
@@ -180,9 +181,9 @@ class Store:
         Raises UnknownNameError for a table or column there is not, InputError for a filter that is no predicate.
         """
         dataset = self.dataset(name, snapshot)
-        reading.check_columns(name, dataset, columns or ())
+        row_reader.check_columns(name, dataset, columns or ())
         if filter is not None:
-            reading.check_predicate(dataset, name, filter)
+            row_reader.check_predicate(dataset, name, filter)
         with lance_errors.reading(dataset.uri):
             read: dict[str, Any] = {"columns": None if columns is None else list(columns), "filter": filter}
             return in_row_order(dataset, read, limit)
@@ -200,45 +201,41 @@ class Store:
 
         For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch.
         """
-        return reading.scan_rows(self.dataset("samples", snapshot), columns, first, limit)
+        return row_reader.scan_rows(self.dataset("samples", snapshot), columns, first, limit)
 
     def take_samples(
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None
     ) -> pa.Table:
         """Metadata of given rows of `samples`, in the asked order. Raises UnknownNameError for one that was deleted."""
         try:
-            return take_rows(self.dataset("samples", snapshot), sample_rows, columns)
+            return row_reader.take_rows(self.dataset("samples", snapshot), sample_rows, columns)
         except InputError:
             self.deletions.refuse_rows(sample_rows)
             raise
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:
-        """One read-only SQL statement over the tables (DuckDB); see store/sql.py."""
-        from mopd_dataplane.store.sql import run_sql
+        """One read-only SQL statement over the tables (DuckDB); see store/sql/query.py."""
+        from mopd_dataplane.store.sql.query import run_sql
 
         return run_sql(self, query, snapshot)
 
     def read_tokens(
-        self,
-        sample_rows: ArrayLike,
-        columns: Sequence[str] | None = None,
-        snapshot: Snapshot | None = None,
-        *,
-        verify: bool = False,
-    ) -> pa.Table:
+        self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None,
+        *, verify: bool = False,
+    ) -> pa.Table:  # fmt: skip
         """Payload of given rows of `samples`, in the asked order: columns of `tokens`.
 
         Raises UnknownNameError for a column that there is not, DamagedError when a payload row is not the sample's
         (uid echo) or, with `verify`, when its checksum differs.
         """
-        tokens = self.dataset("tokens", snapshot)
-        column_names = list(columns) if columns is not None else list(tokens.schema.names)
-        return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, column_names, verify=verify)
+        samples, tokens = self.dataset("samples", snapshot), self.dataset("tokens", snapshot)
+        names = list(columns) if columns is not None else list(tokens.schema.names)
+        return row_reader.read_tokens(samples, tokens, sample_rows, names, verify=verify)
 
-    def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> PayloadReader:
+    def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> row_reader.PayloadReader:
         """Reader of token payload for any of the given rows of `samples`, each looked up when it is first read."""
         rows = np.unique(np.asarray(sample_rows, np.int64))
-        return reading.token_reader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot), rows)
+        return row_reader.token_reader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot), rows)
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 
@@ -252,8 +249,7 @@ class Store:
 
     def has_prompts(self, domain: str) -> bool:
         """Whether prompts of a domain were added, apart from imported ones."""
-        own = f"domain = '{domain}' AND split != 'import'"
-        return len(self.table("prompts", ["prompt_id"], own, limit=1)) > 0
+        return len(self.table("prompts", ["prompt_id"], f"domain = '{domain}' AND split != 'import'", limit=1)) > 0
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]:
         """Prompts in the order they were added, of one split and some domains."""
@@ -279,8 +275,7 @@ class Store:
             if deleted.any() and not keep_first:
                 self.deletions.refuse_uids([sample.uid for sample in batch])
                 self.deletions.refuse_prompts([sample.prompt_id for sample in batch])
-            samples, tokens = self._table("samples"), self._table("tokens")
-            return commit.commit_others(samples, tokens, batch, deleted, keep_first=keep_first)
+            return commit_others(self._table("samples"), self._table("tokens"), batch, deleted, keep_first=keep_first)
 
     # -- teachers and signals --------------------------------------------------------------------------------------
 
@@ -319,7 +314,7 @@ class Store:
     def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
         """[m] those of the given rows of `samples` that lack this signal, in the asked order."""
         rows = np.asarray(sample_rows, np.int64)
-        have = reading.scored_rows(self.dataset("scores"), teacher, kind)["sample_row"].to_numpy()
+        have = row_reader.scored_rows(self.dataset("scores"), teacher, kind)["sample_row"].to_numpy()
         return rows[~np.isin(rows, have)]
 
     def signal_rows(
@@ -329,18 +324,18 @@ class Store:
 
         Raises UnknownNameError naming the first sample that lacks it.
         """
-        return reading.signal_rows(self.dataset("scores", snapshot), teacher, kind, sample_rows)
+        return row_reader.signal_rows(self.dataset("scores", snapshot), teacher, kind, sample_rows)
 
     def signal_reader(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
-    ) -> PayloadReader:
+    ) -> row_reader.PayloadReader:
         """Reader of one signal for any of the given rows of `samples`, which are looked up once.
 
         Raises UnknownNameError naming the first sample that lacks it.
         """
         rows = np.unique(np.asarray(sample_rows, np.int64))
         stored = self.signal_rows(teacher, kind, rows, snapshot)
-        return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, stored)
+        return row_reader.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, stored)
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
@@ -358,7 +353,7 @@ class Store:
         """
         stored = self.signal_rows(teacher, kind, sample_rows, snapshot)
         dataset = self.dataset(signal_table(teacher, kind), snapshot)
-        return reading.read_signal(dataset, kind, stored, verify=verify)
+        return row_reader.read_signal(dataset, kind, stored, verify=verify)
 
     def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
         """Free the hidden states of these samples; after it they cannot be read at the newest version.
@@ -367,9 +362,9 @@ class Store:
         leave the disk when these are released and this is called again.
         """
         table = self._existing(signal_table(teacher, "hidden"))
-        scored = reading.scored_rows(self.dataset("scores"), teacher, "hidden")
+        scored = row_reader.scored_rows(self.dataset("scores"), teacher, "hidden")
         served = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64))
-        return retire.free_hidden(self._place, table, scored["payload_row"].to_numpy()[served], in_use)
+        return free_hidden(self._location, table, scored["payload_row"].to_numpy()[served], in_use)
 
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 
@@ -412,7 +407,7 @@ class Store:
         """A recorded window, None when there is none."""
         keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
         rows, dataset = self._table("plans").find(keys)
-        return None if rows[0] < 0 else plan_of(take_rows(dataset, rows, None))
+        return None if rows[0] < 0 else plan_of(row_reader.take_rows(dataset, rows, None))
 
     def plans(self, stage: str) -> list[int]:
         """Windows recorded for a stage, in order."""
@@ -428,10 +423,10 @@ class Store:
 
     def snapshot(self, tag: str | None = None) -> Snapshot:
         """The newest version of every table; with a tag, pinned against clean-up and the same at every later call."""
-        tables = {name: self._table(name) for name in self.names()}
+        tables = self._all_tables()
         if tag is not None:
-            return snapshots.pin(self._place, tables, tag)
-        self._taken.append((taken := snapshots.take_snapshot(self._place, tables))[1])
+            return snapshots.pin(self._location, tables, tag)
+        self._taken.append((taken := snapshots.take_snapshot(self._location, tables))[1])
         return taken[0]
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
@@ -439,26 +434,26 @@ class Store:
 
         Raises DamagedError when it is more than a day old and clean-up has been there.
         """
-        snapshots.pin(self._place, {name: self._table(name) for name in self.names()}, tag, snapshot)
+        snapshots.pin(self._location, self._all_tables(), tag, snapshot)
 
     def release(self, tag: str) -> None:
         """Release a tagged snapshot."""
-        snapshots.release(self._place, {name: self._table(name) for name in self.names()}, tag)
+        snapshots.release(self._location, self._all_tables(), tag)
 
     def info(self) -> dict[str, Any]:
         """Rows, bytes, files and version of every table; format version and pinned snapshots."""
-        return maintain.describe(self._place, {name: self._table(name) for name in self.names()})
+        return compaction.describe(self._location, self._all_tables())
 
     def verify(self, deep: bool = True) -> VerifyReport:
         """Audit every row and file and, when `deep`, every byte of payload and tensors; nothing is changed.
 
         It reads in this process, which damaged bytes may end; verify_apart.verify_apart audits in a child process.
         """
-        return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
+        return verify.verify(self._location, self._all_tables(), deep=deep)
 
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
-        """Merge small files and drop old versions; see maintain.compact."""
-        return maintain.compact(self._place, {name: self._table(name) for name in self.names()}, now=now)
+        """Merge small files and drop old versions; see compaction.compact."""
+        return compaction.compact(self._location, self._all_tables(), now=now)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -469,13 +464,16 @@ class Store:
         A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
         """
         looked_at = self.deletions.names()
-        with self._place.committing(name):
+        with self._location.committing(name):
             yield
         remove_since(self, looked_at)
 
+    def _all_tables(self) -> dict[str, Table]:
+        return {name: self._table(name) for name in self.names()}
+
     def _table(self, name: str) -> Table:
         if name not in self._tables:
-            self._tables[name] = Table(self._place, name)
+            self._tables[name] = Table(self._location, name)
         return self._tables[name]
 
     def _existing(self, name: str) -> Table:

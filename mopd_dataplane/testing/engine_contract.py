@@ -50,10 +50,10 @@ def _requests(engine: Engine, count: int, budget: int) -> list[Request]:
     sampler = engine.samplers[0] if engine.samplers else OWN_NOISE
     return [
         Request(
-            uid=f"contract-{place}", prompt_ids=draw.integers(0, engine.vocab_size, 1 + place % 5).astype(np.int32),
-            key=sample_key(f"contract-{place}"), max_new_tokens=budget, sampler=sampler,
+            uid=f"contract-{index}", prompt_ids=draw.integers(0, engine.vocab_size, 1 + index % 5).astype(np.int32),
+            key=sample_key(f"contract-{index}"), max_new_tokens=budget, sampler=sampler,
         )
-        for place in range(count)
+        for index in range(count)
     ]  # fmt: skip
 
 
@@ -78,9 +78,11 @@ def _check_resume(engine: Engine, requests: Sequence[Request], answers: dict[str
         engine.release(0)
         if engine.samplers:
             assert 0 in rescored, "an engine with samplers scores a resumed prefix again (admit)"
-            wanted = logprobs[:cut][-RESCORED:]
-            assert len(rescored[0]) == len(wanted), f"{len(rescored[0])} prefix tokens scored, expected {len(wanted)}"
-            gap = np.abs(rescored[0] - np.array(wanted, np.float32)).max()
+            expected = logprobs[:cut][-RESCORED:]
+            assert len(rescored[0]) == len(expected), (
+                f"{len(rescored[0])} prefix tokens scored, expected {len(expected)}"
+            )
+            gap = np.abs(rescored[0] - np.array(expected, np.float32)).max()
             assert gap <= TOLERANCE, f"a resumed prefix has log-probs {gap:g} away from those it was sampled with"
         went_on = _decode(engine, [prefix])[request.uid]
         if stochastic:
@@ -119,7 +121,7 @@ def _decode(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
     return answers
 
 
-def _same(found: dict[str, Answer], wanted: dict[str, Answer], requests: Sequence[Request]) -> bool:
+def _same(answers: dict[str, Answer], expected: dict[str, Answer], requests: Sequence[Request]) -> bool:
     """Whether requests have the same tokens and endings, and log-probs within TOLERANCE."""
-    pairs = [(found[request.uid], wanted[request.uid]) for request in requests]
+    pairs = [(answers[request.uid], expected[request.uid]) for request in requests]
     return all((a[0], a[2]) == (b[0], b[2]) and np.allclose(a[1], b[1], rtol=0, atol=TOLERANCE) for a, b in pairs)

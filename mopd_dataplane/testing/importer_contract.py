@@ -14,17 +14,17 @@ def check_importer(reader: Reader, rows: Iterable[Mapping[str, Any]]) -> None:
 
     rows: at least one, as parsed from JSON or Parquet.
     """
-    given = [dict(row) for row in rows]
-    assert given, "give at least one row of the format"
-    for fields in given:
+    copies = [dict(row) for row in rows]
+    assert copies, "give at least one row of the format"
+    for fields in copies:
         before = repr(fields)
-        found = list(reader(fields, PLACE))
-        assert found, f"no response in {before:.200}"
+        rows_read = list(reader(fields, PLACE))
+        assert rows_read, f"no response in {before:.200}"
         assert repr(fields) == before, "the reader changed the row that it was given"
-        assert list(reader(fields, PLACE)) == found, "the same row read twice gives other responses"
-        for row in found:
+        assert list(reader(fields, PLACE)) == rows_read, "the same row read twice gives other responses"
+        for row in rows_read:
             _check_row(row)
-    for malformed in ({}, {name: object() for name in given[0]}):
+    for malformed in ({}, {name: object() for name in copies[0]}):
         try:
             list(reader(malformed, PLACE))
         except InputError as error:
@@ -38,7 +38,7 @@ def check_importer(reader: Reader, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _check_row(row: Row) -> None:
     assert isinstance(row, Row), f"{type(row).__name__} is no Row"
-    assert row.place == PLACE, f"place is {row.place!r}, expected the one that was given"
+    assert row.location == PLACE, f"place is {row.location!r}, expected the one that was given"
     assert (row.prompt_ids is None) == (row.response_ids is None), "prompt_ids and response_ids: both or neither"
     if row.prompt_ids is None or row.response_ids is None:
         assert row.prompt is not None, "neither ids nor a prompt"

@@ -41,33 +41,33 @@ def check_signal(kind: SignalKind) -> None:
         ]
         for item, signal, alone in zip(items, together, apart, strict=True):
             for field in fields:
-                found = _array(signal, field.name)
+                array = _array(signal, field.name)
                 rows = len(item.sample.loss_mask) if field.axis == "response" else len(item.masked)
                 where = f"{field.name} of sample {item.sample.uid}"
-                assert len(found) == rows, f"{where} has {len(found)} rows, expected {rows}"
+                assert len(array) == rows, f"{where} has {len(array)} rows, expected {rows}"
                 if field.is_float:
-                    assert np.isfinite(found).all(), f"{where} holds NaN or infinity"
+                    assert np.isfinite(array).all(), f"{where} holds NaN or infinity"
                     silent = np.flatnonzero(np.equal(item.sample.loss_mask, 0))
-                    assert field.axis != "response" or not found[silent].any(), f"{where} is not 0 where loss_mask is 0"
-                gap = np.abs(found.astype(np.float64) - _array(alone, field.name)).max(initial=0)
+                    assert field.axis != "response" or not array[silent].any(), f"{where} is not 0 where loss_mask is 0"
+                gap = np.abs(array.astype(np.float64) - _array(alone, field.name)).max(initial=0)
                 assert gap <= TOLERANCE, f"{where} changes by {gap:g} with the samples beside it"
 
 
 def _signals(kind: SignalKind, items: list[ModelInput], states: Tensor, head: Head, temperature: float) -> list[Signal]:
     before = states.clone()
-    found = list(kind.signals(TeacherOutput(items, "teacher", states, head, temperature, sections.Score(topk=4))))
+    signals = list(kind.signals(TeacherOutput(items, "teacher", states, head, temperature, sections.Score(topk=4))))
     assert torch.equal(states, before), "the teacher's states were changed; other kinds read them too"
     uids = [item.sample.uid for item in items]
-    assert [signal.uid for signal in found] == uids, f"signals of {[s.uid for s in found]}, expected {uids}"
-    for signal in found:
+    assert [signal.uid for signal in signals] == uids, f"signals of {[s.uid for s in signals]}, expected {uids}"
+    for signal in signals:
         assert signal.kind == kind.name, f"the signal is of kind {signal.kind!r}, expected {kind.name!r}"
-    return found
+    return signals
 
 
 def _array(signal: Signal, name: str) -> NDArray[np.float32]:
-    found = value(signal, name)
-    assert found is not None, f"{name} of sample {signal.uid} is missing"
-    return np.asarray(found)
+    value_of_name = value(signal, name)
+    assert value_of_name is not None, f"{name} of sample {signal.uid} is missing"
+    return np.asarray(value_of_name)
 
 
 def _item(number: int, mask: tuple[int, ...]) -> ModelInput:

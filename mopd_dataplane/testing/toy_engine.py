@@ -71,11 +71,11 @@ class ToyEngine:
         tokens, logprobs = np.zeros(len(live), np.int32), np.zeros(len(live), np.float32)
         inside = np.zeros(logits.shape, np.bool_)
         for kind, rows in by_sampler([request.sampler for request in requests]):
-            found = kind.of(logits[rows], temperature[rows], top_k[rows], top_p[rows])
-            tokens[rows] = found.draw(keys[rows], positions[rows], temperature[rows])
-            logprobs[rows], inside[rows] = found.logprobs(tokens[rows]), found.kept()
-        asked = np.array([request.sampling_mask for request in requests])
-        kept = sampling_masks_of(inside, asked) if asked.any() else None
+            distribution = kind.of(logits[rows], temperature[rows], top_k[rows], top_p[rows])
+            tokens[rows] = distribution.draw(keys[rows], positions[rows], temperature[rows])
+            logprobs[rows], inside[rows] = distribution.logprobs(tokens[rows]), distribution.kept()
+        needs_mask = np.array([request.sampling_mask for request in requests])
+        inside_masks = sampling_masks_of(inside, needs_mask) if needs_mask.any() else None
         finished = np.zeros(len(slots), np.uint8)
         for row, (request, response) in enumerate(live):
             response.append(int(tokens[row]))
@@ -83,7 +83,7 @@ class ToyEngine:
             finished[row] = STOP if tokens[row] == EOS else LENGTH if full else GOING
             if finished[row]:
                 del self._live[int(slots[row])]
-        return StepOutput(slots, positions.astype(np.int32), tokens, logprobs, finished, kept)
+        return StepOutput(slots, positions.astype(np.int32), tokens, logprobs, finished, inside_masks)
 
     def release(self, slot: int) -> None:
         """See Engine.release."""
@@ -115,9 +115,9 @@ class ToyEngine:
     def _rescore(self, request: Request) -> NDArray[np.float32]:
         ids = request.prefix_ids.tolist()
         count = min(len(ids), RESCORED)
-        logits = np.stack([self._logits(request, ids[:place]) for place in range(len(ids) - count, len(ids))])
-        found = sampler(request.sampler).of(logits, *_settings([request] * count))
-        return found.logprobs(request.prefix_ids[-count:])
+        logits = np.stack([self._logits(request, ids[:length]) for length in range(len(ids) - count, len(ids))])
+        distribution = sampler(request.sampler).of(logits, *_settings([request] * count))
+        return distribution.logprobs(request.prefix_ids[-count:])
 
 
 def _settings(requests: list[Request]) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:

@@ -113,13 +113,13 @@ class Checkpoints:
 
         name = newest_checkpoint(self.folder)
         _read_state(self.folder, name)
-        place = self.folder / name
-        self._check_files(place)
-        reader = HuggingFaceStorageReader(str(place))
+        folder = self.folder / name
+        self._check_files(folder)
+        reader = HuggingFaceStorageReader(str(folder))
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         saved = {name: tuple(entry.size) for name, entry in entries.items()}
         parameters = _trained(module)
-        _check_parameters(place, parameters, saved)
+        _check_parameters(folder, parameters, saved)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key, parameter in parameters.items():
             if id(parameter) in trained:
@@ -164,15 +164,15 @@ class Checkpoints:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _check_files(self, place: Path) -> None:
+    def _check_files(self, folder: Path) -> None:
         """Every file once, shared out over the ranks; all raise when one finds damage."""
         damage = ""
-        for number, (name, known) in enumerate(sorted((read_checksums(place) or {}).items())):
+        for number, (name, record) in enumerate(sorted((read_checksums(folder) or {}).items())):
             if number % self._ranks.world == self._ranks.rank and not damage:
-                problem = file_damage(place / name, known)
-                damage = f"{place / name} {problem}" if problem else ""
+                problem = file_damage(folder / name, record)
+                damage = f"{folder / name} {problem}" if problem else ""
         if self._ranks.max(int(bool(damage))):
-            raise DamagedError(f"{damage or f'{place}: another rank found damage'}; use an older checkpoint")
+            raise DamagedError(f"{damage or f'{folder}: another rank found damage'}; use an older checkpoint")
 
 
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
@@ -220,16 +220,16 @@ def _position_of(folder: Path, name: str) -> tuple[Position, Identity]:
         raise DamagedError(f"checkpoint {name} in {folder}: {error}; use an older one") from None
 
 
-def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_window: bool) -> None:
+def check_identity(saved: Identity, identity: Identity, folder: Path, *, inside_window: bool) -> None:
     """Raise MismatchError naming both values when a checkpoint belongs to something else.
 
     inside_window: the resume continues the window the checkpoint was taken in, so its plan must be the same.
     """
     for field in ("stage", "objective", "base_digest", *(("plan_digest", "snapshot_digest") if inside_window else ())):
-        before, now = getattr(saved, field), getattr(wanted, field)
+        before, now = getattr(saved, field), getattr(identity, field)
         if before != now:
             raise MismatchError(
-                f"checkpoint in {place} has {field} {before!r}, this run has {now!r}; "
+                f"checkpoint in {folder} has {field} {before!r}, this run has {now!r}; "
                 "go back to that value, or delete the folder to train the stage from its start"
             )
 
@@ -240,23 +240,23 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
         recorded = read_checksums(file.parent)
         content = file.read_bytes() if recorded is None else read_recorded(file.parent, _STATE)
         state: dict[str, Any] = json.loads(content)
-        found = state["format"]
+        file_format = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"checkpoint {file}: {error}; point {folder / LATEST} at another one") from None
-    if found != FORMAT:
-        raise MismatchError(f"{file} has format {found}, this version reads {FORMAT}; use the one that wrote it")
+    if file_format != FORMAT:
+        raise MismatchError(f"{file} has format {file_format}, this version reads {FORMAT}; use the one that wrote it")
     if recorded is None:
         raise DamagedError(f"checkpoint {file} lies without its {CHECKSUMS}; point {folder / LATEST} at another one")
     return state
 
 
-def _check_parameters(place: Path, parameters: dict[str, nn.Parameter], saved: dict[str, tuple[int, ...]]) -> None:
+def _check_parameters(folder: Path, parameters: dict[str, nn.Parameter], saved: dict[str, tuple[int, ...]]) -> None:
     here = {f"policy/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
     there = {name: size for name, size in saved.items() if name.startswith("policy/")}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             shapes = f"{list(there.get(name, ()))} there, {list(here.get(name, ()))} here"
-            raise MismatchError(f"{place}: parameter {name.partition('/')[2]!r} is {shapes}: another model")
+            raise MismatchError(f"{folder}: parameter {name.partition('/')[2]!r} is {shapes}: another model")
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -47,7 +47,10 @@ class TeacherHeads:
 
     def prefetch(self, teacher: str) -> None:
         """Start reading a head that will be asked for soon into host memory, unless it is here or on its way."""
-        if any(place is not None and self._same(place[0], teacher) for place in (self._resident, self._ahead)):
+        if any(
+            entry_pair is not None and self._same(entry_pair[0], teacher)
+            for entry_pair in (self._resident, self._ahead)
+        ):
             return
         require_known(teacher, self._files, "no head file for teacher")
         self._ahead = (teacher, self._reader.submit(self._read, teacher))
@@ -66,9 +69,9 @@ class TeacherHeads:
         path = Path(entry.path)
         try:
             if teacher not in self._verified:
-                if (found := file_digest(path)) != entry.digest:
+                if (digest := file_digest(path)) != entry.digest:
                     raise DamagedError(
-                        f"{path} has sha256 {found[:16]}…, the store recorded {entry.digest[:16]}…; restore the file"
+                        f"{path} has sha256 {digest[:16]}…, the store recorded {entry.digest[:16]}…; restore the file"
                     )
                 self._verified.add(teacher)
             with safe_open(path, framework="pt") as stored:

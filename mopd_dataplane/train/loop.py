@@ -120,15 +120,15 @@ class Trainer:
 
     def _compared(self, gap: SamplerGap | None, batch: Batch, window: Window) -> dict[str, float]:
         """Figures of the comparison with the sampler, where there was one. Raises MismatchError far above the band."""
-        found = None if gap is None else gap.over_ranks(self.ranks)
-        if found is None or self.sampling is None:
+        mean_gap = None if gap is None else gap.over_ranks(self.ranks)
+        if mean_gap is None or self.sampling is None:
             return {}
-        if not found.mean <= STOPS_AT * allowed_gap(self.sampling, self._dtype):
+        if not mean_gap.mean <= STOPS_AT * allowed_gap(self.sampling, self._dtype):
             problem = gap_problem(
-                found, self.sampling, stage=batch.stage, policy_version=window.policy_version, dtype=self._dtype
+                mean_gap, self.sampling, stage=batch.stage, policy_version=window.policy_version, dtype=self._dtype
             )
             raise MismatchError(f"{problem}. Window {window.window} was not trained")
-        return found.metrics()
+        return mean_gap.metrics()
 
     def _gradients(self, batch: Batch, window: Window, step: int, gap: SamplerGap | None) -> _StepSums:
         totals = Totals(batch.loss_tokens, batch.sequences, step)
@@ -138,10 +138,10 @@ class Trainer:
         most = self.ranks.max(len(passes))
         for number, pieces in enumerate(passes):
             following = passes[(number + 1) % len(passes)]
-            teacher_head = self._teacher_head(teachers[pieces[0].place], teachers[following[0].place])
-            asked = time.perf_counter()
-            packs = [batch.packs[piece.place] for piece in pieces]
-            sums.waited_s += time.perf_counter() - asked
+            teacher_head = self._teacher_head(teachers[pieces[0].pack_index], teachers[following[0].pack_index])
+            wait_start = time.perf_counter()
+            packs = [batch.packs[piece.pack_index] for piece in pieces]
+            sums.waited_s += time.perf_counter() - wait_start
             parts = [samples_of(pack, at.first, at.last) for pack, at in zip(packs, pieces, strict=True)]
             micro = build(parts, self.student.layout)
             if self.ranks.member == 0:
@@ -151,7 +151,7 @@ class Trainer:
             share = self.copies.to_device(share)
             self._backward(share, totals, teacher_head, sums, picked, gap)
             del micro, share, parts
-            used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
+            used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.pack_index])]
             if used:  # without a name everything would go back
                 self.copies.finish()
                 batch.release(*used)
@@ -180,18 +180,18 @@ class Trainer:
                 )
 
         def compute_loss(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
-            loss, found = self.objective(
+            loss, term_sums = self.objective(
                 hidden, head, micro, totals, teacher_head=teacher_head, proximal_logprobs=proximal
             )
             if picked is not None and self.stats is not None:
-                self.stats.add(picked, found.per_token, hidden, head, micro)
+                self.stats.add(picked, term_sums.per_token, hidden, head, micro)
             if gap is not None:
                 self._compare(gap, hidden, head, micro)
-            return loss, found
+            return loss, term_sums
 
-        loss, found = self.student(micro, compute_loss if trains else _zero)
+        loss, term_sums = self.student(micro, compute_loss if trains else _zero)
         loss.backward()
-        sums.add(loss, found, micro)
+        sums.add(loss, term_sums, micro)
 
     @torch.no_grad()
     def _compare(self, gap: SamplerGap, hidden: Tensor, head: Head, micro: MicroBatch) -> None:
@@ -226,12 +226,12 @@ class _StepSums:
         self.waited_s = 0.0
         """Seconds this rank waited for packs."""
 
-    def add(self, loss: Tensor, found: TermSums, micro: MicroBatch) -> None:
+    def add(self, loss: Tensor, term_sums: TermSums, micro: MicroBatch) -> None:
         self._add("loss", loss.detach().double())
-        for name, value in found.values.items():
+        for name, value in term_sums.values.items():
             self._add(name, value)
-        if micro.teacher in self._teachers and "reverse_kl" in found.values:
-            self._add(f"teacher/{micro.teacher}/reverse_kl", found.values["reverse_kl"])
+        if micro.teacher in self._teachers and "reverse_kl" in term_sums.values:
+            self._add(f"teacher/{micro.teacher}/reverse_kl", term_sums.values["reverse_kl"])
             self._add(f"teacher/{micro.teacher}/tokens", len(micro.targets))
 
     def count(self, micro: MicroBatch, policy_version: int) -> None:

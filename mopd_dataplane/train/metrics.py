@@ -31,8 +31,8 @@ class MetricsLog:
     def __init__(self, folder: Path, *, steps_done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
-        kept = [asdict(metrics) for metrics in MetricsReader(folder).steps() if metrics.step < steps_done]
-        publish_file(self._path, "".join(f"{seal_line(metrics)}\n" for metrics in kept).encode())
+        earlier_steps = [asdict(metrics) for metrics in MetricsReader(folder).steps() if metrics.step < steps_done]
+        publish_file(self._path, "".join(f"{seal_line(metrics)}\n" for metrics in earlier_steps).encode())
         self._file = self._path.open("a")
 
     def write(self, metrics: StepMetrics) -> None:

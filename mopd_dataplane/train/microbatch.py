@@ -77,7 +77,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        tensors = {name: given for name, given in vars(self).items() if torch.is_tensor(given)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         extra = {name: tensor.to(device, non_blocking=True) for name, tensor in self.extra.items()}
         return replace(self, extra=extra, **moved)
@@ -176,9 +176,9 @@ class DeviceCopies:
             self._copied = self._stream.record_event()
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(self._copied)
-        for given in (*vars(moved).values(), *moved.extra.values()):
-            if torch.is_tensor(given):
-                given.record_stream(computing)  # else its memory could be used for a later copy while it is read
+        for tensor in (*vars(moved).values(), *moved.extra.values()):
+            if torch.is_tensor(tensor):
+                tensor.record_stream(computing)  # else its memory could be used for a later copy while it is read
         return moved
 
     def finish(self) -> None:

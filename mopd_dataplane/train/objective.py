@@ -68,9 +68,9 @@ class TermSums:
     """[M] what terms found on their way, by the names of records.PER_TOKEN_STATS, and of the student over its whole
     vocabulary at the sampler's temperature: `logprob` of the token, or the `logsumexp` of its logits."""
 
-    def add(self, **found: Tensor) -> None:
+    def add(self, **values: Tensor) -> None:
         """Add a scalar, or the sum of a vector, to the value of each name."""
-        for name, value in found.items():
+        for name, value in values.items():
             total = value.detach().double().sum()
             self.values[name] = self.values[name] + total if name in self.values else total
 
@@ -127,11 +127,11 @@ class ObjectiveLoss:
 
     def logprob(self, hidden: Tensor, head: Head, batch: MicroBatch) -> Tensor:
         """[M] log-prob of each trained token at the sampling temperature, over its sampling mask."""
-        found = token_logprob(
+        logprobs = token_logprob(
             hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask
         )
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(logprobs, Tensor)
+        return logprobs
 
     def __call__(
         self,
@@ -150,25 +150,25 @@ class ObjectiveLoss:
         """
         sums = TermSums()
         loss = hidden.new_zeros((), dtype=torch.float32)
-        objective, given = self.objective, _Inputs(hidden, head, batch, teacher_head)
+        objective, inputs = self.objective, _Inputs(hidden, head, batch, teacher_head)
         if (term := objective.policy_gradient) is not None:
             weights = self._weights(term, batch, totals)
-            loss = loss + term.weight * self._policy(term, given, weights, proximal_logprobs, sums)
+            loss = loss + term.weight * self._policy(term, inputs, weights, proximal_logprobs, sums)
             if term.kl_coef:
-                loss = loss + term.weight * term.kl_coef * self._reference_kl(given, weights, sums)
+                loss = loss + term.weight * term.kl_coef * self._reference_kl(inputs, weights, sums)
         if (divergence_term := objective.divergence) is not None:
             weights = self._weights(divergence_term, batch, totals)
             if divergence_term.signal == "hidden":
-                value = _hidden_divergence(divergence_term, given, weights, sums)
-                self._drop_unlike(divergence_term, given, totals, sums)
+                value = _hidden_divergence(divergence_term, inputs, weights, sums)
+                self._drop_unlike(divergence_term, inputs, totals, sums)
             else:
-                value = _topk_divergence(divergence_term, given, weights, sums)
+                value = _topk_divergence(divergence_term, inputs, weights, sums)
             if divergence_term.topk_agreement:
-                found = measure_topk_agreement(hidden, head, *given.teacher, divergence_term.topk_agreement)
-                sums.add(**found._asdict())
+                agreement = measure_topk_agreement(hidden, head, *inputs.teacher, divergence_term.topk_agreement)
+                sums.add(**agreement._asdict())
             loss = loss + divergence_term.weight * value
         if (ce := objective.cross_entropy) is not None:
-            loss = loss + ce.weight * self._cross_entropy(given, self._weights(ce, batch, totals), sums)
+            loss = loss + ce.weight * self._cross_entropy(inputs, self._weights(ce, batch, totals), sums)
         if (bonus := objective.entropy) is not None:
             rows = _entropy(hidden, head)
             loss = loss - bonus.weight * (rows * self._weights(bonus, batch, totals)).sum()
@@ -182,13 +182,13 @@ class ObjectiveLoss:
             loss = loss + other.weight * (rows * self._weights(other, batch, totals)).sum()
         return loss, sums
 
-    def _drop_unlike(self, term: DivergenceTerm, given: _Inputs, totals: Totals, sums: TermSums) -> None:
+    def _drop_unlike(self, term: DivergenceTerm, inputs: _Inputs, totals: Totals, sums: TermSums) -> None:
         """Forget a divergence's figures of tokens without weight, which it did not read, and a `logsumexp` that is not
         of the distribution that was sampled from: at another temperature, or over a smaller vocabulary."""
-        if not self.teacher_weight(given.batch.teacher, totals.step):
+        if not self.teacher_weight(inputs.batch.teacher, totals.step):
             for name in (*EXACT, "logsumexp"):
                 del sums.per_token[name]
-        elif term.temperature != self._temperature or len(given.teacher[1].weight) < len(given.head.weight):
+        elif term.temperature != self._temperature or len(inputs.teacher[1].weight) < len(inputs.head.weight):
             del sums.per_token["logsumexp"]
 
     def _weights(self, term: Term, batch: MicroBatch, totals: Totals) -> Tensor:
@@ -204,23 +204,23 @@ class ObjectiveLoss:
         return float(weight_at(self.objective.teacher_weights.get(teacher, 1.0), step))
 
     @torch.no_grad()
-    def _baseline(self, term: PolicyGradientTerm, given: _Inputs) -> Tensor | None:
+    def _baseline(self, term: PolicyGradientTerm, inputs: _Inputs) -> Tensor | None:
         """[M] f32: KL(student, teacher) at each position, from what the term says; None without a baseline."""
         if term.baseline == "none":
             return None
         if term.baseline == "hidden":
-            return divergence(given.hidden, given.head, *given.teacher, temperature=self._temperature)
-        return topk_divergence(given.hidden, given.head, *given.topk, mode="tail", temperature=self._temperature)
+            return divergence(inputs.hidden, inputs.head, *inputs.teacher, temperature=self._temperature)
+        return topk_divergence(inputs.hidden, inputs.head, *inputs.topk, mode="tail", temperature=self._temperature)
 
     def _policy(
-        self, term: PolicyGradientTerm, given: _Inputs, weights: Tensor, proximal: Tensor | None, sums: TermSums
+        self, term: PolicyGradientTerm, inputs: _Inputs, weights: Tensor, proximal: Tensor | None, sums: TermSums
     ) -> Tensor:
-        hidden, head, batch = given.hidden, given.head, given.batch
+        hidden, head, batch = inputs.hidden, inputs.head, inputs.batch
         current = None
         if term.discount and term.student_logprob == "current":
             with torch.no_grad():
                 current = self.logprob(hidden, head, batch)
-        advantage = token_advantage(term, batch, current, self._baseline(term, given))
+        advantage = token_advantage(term, batch, current, self._baseline(term, inputs))
         if term.correction == "none":
             old, sampler = batch.sampler_logprobs, None
         elif term.clip is None:
@@ -233,7 +233,7 @@ class ObjectiveLoss:
             "band": term.band, "weights": weights,
         }  # fmt: skip
         if term.correction == "mis":
-            result = self._by_sequence(given, old, advantage.constant, settings)
+            result = self._by_sequence(inputs, old, advantage.constant, settings)
         else:
             result = fused_policy_loss(
                 hidden, head, batch.targets, advantage=advantage.constant, old_logprob=old, sampler_logprob=sampler,
@@ -247,31 +247,31 @@ class ObjectiveLoss:
             sums.add(reverse_kl=result.logprob - batch.teacher_logprobs)
         return result.loss
 
-    def _cross_entropy(self, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+    def _cross_entropy(self, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
         logprob, entropy = token_logprob(
-            given.hidden, given.head, given.batch.targets, return_entropy=True, entropy_gradient=False
+            inputs.hidden, inputs.head, inputs.batch.targets, return_entropy=True, entropy_gradient=False
         )
         sums.add(nll=-logprob)
         # At another temperature, or over a sampling mask, the sampler's distribution was another.
-        if self._temperature == 1.0 and given.batch.sampling_mask is None:
+        if self._temperature == 1.0 and inputs.batch.sampling_mask is None:
             sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy} | sums.per_token
         return -(logprob * weights).sum()
 
-    def _reference_kl(self, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+    def _reference_kl(self, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
         """KL(student, reference) from the sampled tokens: never negative, unbiased on the student's own tokens."""
-        known = _present(given.batch.reference_logprobs, "log-probs of the reference policy")
-        gap = known - self.logprob(given.hidden, given.head, given.batch)
+        reference = _present(inputs.batch.reference_logprobs, "log-probs of the reference policy")
+        gap = reference - self.logprob(inputs.hidden, inputs.head, inputs.batch)
         rows = gap.exp() - gap - 1
         sums.add(reference_kl=rows)
         return (rows * weights).sum()
 
     def _by_sequence(
-        self, given: _Inputs, old: Tensor | None, advantage: Tensor | None, settings: dict[str, Any]
+        self, inputs: _Inputs, old: Tensor | None, advantage: Tensor | None, settings: dict[str, Any]
     ) -> PolicyResult:
         """A correction that looks at whole sequences: every log-prob is known before the first gradient."""
-        batch = given.batch
+        batch = inputs.batch
         logprob, entropy = token_logprob(
-            given.hidden, given.head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
+            inputs.hidden, inputs.head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
             return_entropy=True,
         )  # fmt: skip
         loss, metrics = policy_loss(
@@ -304,21 +304,21 @@ class _Inputs:
         return _present(batch.topk_ids, "top-k token ids"), _present(batch.topk_logprobs, "top-k log-probs")
 
 
-def _hidden_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+def _hidden_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
     kind = term.form_kind
     if kind is None:
-        return _plugin_divergence(term, given, weights, sums)
+        return _plugin_divergence(term, inputs, weights, sums)
     loss, stats = divergence(
-        given.hidden, given.head, *given.teacher, kind=kind, beta=term.beta, alpha=term.alpha,
+        inputs.hidden, inputs.head, *inputs.teacher, kind=kind, beta=term.beta, alpha=term.alpha,
         temperature=term.temperature, weights=weights, reduction="sum", return_stats=True,
     )  # fmt: skip
     _add_exact(stats, sums)
     return loss
 
 
-def _plugin_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+def _plugin_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
     """A divergence of another package, and the usual statistics of the two models from a second pass."""
-    plugin, models = term.plugin, (given.hidden, given.head, *given.teacher)
+    plugin, models = term.plugin, (inputs.hidden, inputs.head, *inputs.teacher)
     assert plugin is not None
     rows = plugin_divergence(plugin, term, *models)
     with torch.no_grad():
@@ -328,9 +328,9 @@ def _plugin_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, su
 
 
 def _add_exact(stats: RowStats, sums: TermSums) -> None:
-    found = {name: getattr(stats, name) for name in EXACT}
-    sums.add(**found)
-    sums.per_token |= found | {"logsumexp": stats.student_logsumexp}
+    stats_by_name = {name: getattr(stats, name) for name in EXACT}
+    sums.add(**stats_by_name)
+    sums.per_token |= stats_by_name | {"logsumexp": stats.student_logsumexp}
 
 
 def _divergence_metrics(term: DivergenceTerm) -> list[str]:
@@ -340,11 +340,11 @@ def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     return [*names, *TopkAgreement._fields] if term.topk_agreement else names
 
 
-def _topk_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+def _topk_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
     kind = term.form_kind
     assert kind is not None, "the settings ask for hidden states then"
     rows = topk_divergence(
-        given.hidden, given.head, *given.topk, mode=term.topk_mode, kind=kind, beta=term.beta, alpha=term.alpha,
+        inputs.hidden, inputs.head, *inputs.topk, mode=term.topk_mode, kind=kind, beta=term.beta, alpha=term.alpha,
         temperature=term.temperature,
     )  # fmt: skip
     sums.add(**{_divergence_metrics(term)[0]: rows})

@@ -41,8 +41,8 @@ class MasterAdamW(Optimizer):
         self._masters: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                place = torch.device("cpu") if on_host else parameter.device
-                self._masters[parameter] = parameter.detach().to(place, torch.float32, copy=True)
+                device = torch.device("cpu") if on_host else parameter.device
+                self._masters[parameter] = parameter.detach().to(device, torch.float32, copy=True)
                 if on_host:
                     parameter.register_post_accumulate_grad_hook(self._take)
 

@@ -16,9 +16,9 @@ from mopd_dataplane.records import Pack
 
 
 class Piece(NamedTuple):
-    """Neighbouring samples of one pack: `first` to `last` - 1 of the one at `place` in its batch."""
+    """Neighbouring samples of one pack: `first` to `last` - 1 of pack `pack_index` of its batch."""
 
-    place: int
+    pack_index: int
     first: int
     last: int
 
@@ -30,7 +30,7 @@ def cut_step(teachers: Sequence[str], lengths: Sequence[Sequence[int]], packs: i
     of one teacher and `tokens` tokens of them (0 is no bound); a longer sample is a pass of its own.
     """
     passes: list[list[Piece]] = []
-    for _, run in groupby(range(len(teachers)), key=lambda place: teachers[place]):
+    for _, run in groupby(range(len(teachers)), key=lambda index: teachers[index]):
         places = list(run)
         for start in range(0, len(places), packs):
             passes += _cut(places[start : start + packs], lengths, tokens)
@@ -39,17 +39,17 @@ def cut_step(teachers: Sequence[str], lengths: Sequence[Sequence[int]], packs: i
 
 def _cut(places: Sequence[int], lengths: Sequence[Sequence[int]], tokens: int) -> list[list[Piece]]:
     passes: list[list[Piece]] = [[]]
-    held = 0
-    for place in places:
+    load = 0
+    for index in places:
         first = 0
-        for sample, length in enumerate(lengths[place]):
-            if tokens and held and held + length > tokens:
+        for sample, length in enumerate(lengths[index]):
+            if tokens and load and load + length > tokens:
                 if sample > first:
-                    passes[-1].append(Piece(place, first, sample))
+                    passes[-1].append(Piece(index, first, sample))
                 passes.append([])
-                first, held = sample, 0
-            held += length
-        passes[-1].append(Piece(place, first, len(lengths[place])))
+                first, load = sample, 0
+            load += length
+        passes[-1].append(Piece(index, first, len(lengths[index])))
     return passes
 
 

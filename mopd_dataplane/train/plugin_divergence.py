@@ -33,12 +33,12 @@ def plugin_divergence(
     def part(own: Tensor, other: Tensor) -> Tensor:
         with torch.no_grad():
             scored = logprobs(other, teacher)
-        found = kind.rows(logprobs(own, head), scored, beta=term.beta, alpha=term.alpha)
-        if found.shape != own.shape[:1]:
+        row_values = kind.rows(logprobs(own, head), scored, beta=term.beta, alpha=term.alpha)
+        if row_values.shape != own.shape[:1]:
             raise MismatchError(
-                f"divergence {term.kind!r} gave shape {list(found.shape)}, expected {[len(own)]}: one number a row"
+                f"divergence {term.kind!r} gave shape {list(row_values.shape)}, expected {[len(own)]}: one number a row"
             )
-        return found.float()
+        return row_values.float()
 
     size = max(1, PART // vocabulary)
     parts = zip(torch.split(hidden, size), torch.split(states, size), strict=True)

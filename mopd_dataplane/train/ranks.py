@@ -59,19 +59,19 @@ class Ranks:
                 f"scale.context_parallel = {members} does not divide the {on_node} ranks of a node, and a group shares "
                 "the node's loader; change it, or the ranks per node"
             )
-        place = _own_device(device, local, on_node)
+        own_device = _own_device(device, local, on_node)
         if world == 1:
-            return cls(rank, world, place)
+            return cls(rank, world, own_device)
         with peers_lost_named(rank):
             if not dist.is_initialized():
                 dist.init_process_group(
-                    dist.get_default_backend_for_device(place), timeout=timedelta(seconds=deadline_s), world_size=world,
-                    rank=rank, init_method=f"file://{rendezvous}" if rendezvous else "env://",
+                    dist.get_default_backend_for_device(own_device), timeout=timedelta(seconds=deadline_s),
+                    rank=rank, world_size=world, init_method=f"file://{rendezvous}" if rendezvous else "env://",
                 )  # fmt: skip
             group = None
             if members > 1:
                 group, _ = dist.new_subgroups(group_size=members, timeout=timedelta(seconds=deadline_s))
-        return cls(rank, world, place, members, group)
+        return cls(rank, world, own_device, members, group)
 
     @property
     def leads(self) -> bool:
@@ -124,9 +124,9 @@ class Ranks:
         """Largest of a value over ranks."""
         if self.world == 1:
             return value
-        found = torch.tensor(value, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        tensor = torch.tensor(value, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -139,18 +139,18 @@ class Ranks:
 
 def _own_device(name: str, local: int, on_node: int) -> torch.device:
     """The device of the rank `local` of a node's `on_node`, made the current one."""
-    found = torch.device(resolve_device(name))
-    if found.type == "cpu":
-        return found
+    resolved = torch.device(resolve_device(name))
+    if resolved.type == "cpu":
+        return resolved
     here = torch.accelerator.device_count()
-    if on_node > here or (on_node > 1 and found.index is not None):
+    if on_node > here or (on_node > 1 and resolved.index is not None):
         raise InputError(
-            f'train.device = "{name}": {on_node} ranks on this node, which has {here} {found.type} devices; give each '
-            f'rank one of its own ("auto" or "{found.type}", scale.ranks at most {here} a node), or set "cpu"'
+            f'train.device = "{name}": {on_node} ranks on this node, which has {here} {resolved.type} devices; '
+            f'give each rank one of its own ("auto" or "{resolved.type}", scale.ranks at most {here} a node) or "cpu"'
         )
-    place = torch.device(found.type, local if found.index is None else found.index)
-    torch.accelerator.set_device_index(place)
-    return place
+    device_of_rank = torch.device(resolved.type, local if resolved.index is None else resolved.index)
+    torch.accelerator.set_device_index(device_of_rank)
+    return device_of_rank
 
 
 @contextmanager

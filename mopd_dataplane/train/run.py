@@ -193,8 +193,8 @@ class Run:
                 weights = full_weights(student, self._ranks)
             fault_point("train.publish")
             if self._ranks.leads and adapted:
-                place = self.spec.hub_name or str(weights_folder(self.spec.start).resolve())
-                base = Base(place, self.spec.hub_revision, self._base_digest)
+                source = self.spec.hub_name or str(weights_folder(self.spec.start).resolve())
+                base = Base(source, self.spec.hub_revision, self._base_digest)
                 save_adapter(model, weights, folder, start=Path(self.spec.start), base=base)
             elif self._ranks.leads:
                 save_policy(model, self.spec.start, folder, state_dict=weights)

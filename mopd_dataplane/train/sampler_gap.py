@@ -95,12 +95,12 @@ class SamplerGap:
         total, outside, tokens, *counts = ranks.sum(self._sums).cpu().tolist()
         if not tokens:
             return None
-        reached, place = 0.0, 0
-        while reached + counts[place] < 0.99 * tokens:
-            reached += counts[place]
-            place += 1
+        reached, index = 0.0, 0
+        while reached + counts[index] < 0.99 * tokens:
+            reached += counts[index]
+            index += 1
         edges = [*self._edges.tolist(), math.inf]
-        return Gap(total / tokens, edges[place], outside / tokens, int(tokens))
+        return Gap(total / tokens, edges[index], outside / tokens, int(tokens))
 
 
 def gap_problem(gap: Gap, sampling: Sampling, *, stage: str, policy_version: int, dtype: str) -> str:

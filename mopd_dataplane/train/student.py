@@ -138,8 +138,8 @@ def load_student(
         torch.manual_seed(seed)
         model = _adapted(folder, train.lora, dtype=_name(dtype), device=device)
     else:
-        held = dtype if train.master_weights or train.offload else torch.float32
-        model = load_merged(folder, dtype=_name(held), device=device)
+        weights_dtype = dtype if train.master_weights or train.offload else torch.float32
+        model = load_merged(folder, dtype=_name(weights_dtype), device=device)
     passed = check_forward(model, "Training")
     student = Student(model, dtype=dtype, freeze_head=train.freeze_head, context_group=ranks.group)
     student.self_check = passed

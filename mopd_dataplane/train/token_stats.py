@@ -74,23 +74,27 @@ class StatsOfSteps:
     def pick(self, batch: MicroBatch, device: torch.device) -> Picked | None:
         """Tokens of a forward pass, still on the CPU, that will be kept; None when there are none."""
         sample_rows = batch.sample_rows.numpy()
-        kept = keeps_stats(self._mode, sample_rows)
-        if not kept.any():
+        is_kept = keeps_stats(self._mode, sample_rows)
+        if not is_kept.any():
             return None
         sequence = batch.sequence.numpy()
-        index = np.flatnonzero(kept[sequence])
+        index = np.flatnonzero(is_kept[sequence])
         if not len(index):
             return None
-        place = torch.from_numpy(index).to(device, non_blocking=True)
-        return Picked(place, sample_rows[sequence[index]], batch.position.numpy()[index])
+        device_index = torch.from_numpy(index).to(device, non_blocking=True)
+        return Picked(device_index, sample_rows[sequence[index]], batch.position.numpy()[index])
 
     @torch.no_grad()
-    def add(self, picked: Picked, found: dict[str, Tensor], hidden: Tensor, head: Head, batch: MicroBatch) -> None:
+    def add(
+        self, picked: Picked, values_of_term: dict[str, Tensor], hidden: Tensor, head: Head, batch: MicroBatch
+    ) -> None:
         """Keep the picked tokens' statistics of a pass: those that the objective computed, and the missing ones."""
-        names = [name for name in PER_TOKEN_STATS if name in found]
-        given = names + [name for name in ("logprob", "logsumexp") if name in found]
-        rows = torch.stack([*(found[name].detach() for name in given), batch.sampler_logprobs])[:, picked.index]
-        values = dict(zip(given, rows, strict=False))
+        names = [name for name in PER_TOKEN_STATS if name in values_of_term]
+        given_names = names + [name for name in ("logprob", "logsumexp") if name in values_of_term]
+        rows = torch.stack([*(values_of_term[name].detach() for name in given_names), batch.sampler_logprobs])[
+            :, picked.index
+        ]
+        values = dict(zip(given_names, rows, strict=False))
         mask = batch.sampling_mask
         if "logprob" in values and "student_entropy" in values:
             logprob = values["logprob"]
@@ -105,9 +109,9 @@ class StatsOfSteps:
             )  # fmt: skip
             values.setdefault("student_entropy", entropy)
         values["logprob_gap"] = logprob - rows[-1]
-        kept = tuple(name for name in PER_TOKEN_STATS if name in values)
-        halves = torch.stack([values[name] for name in kept]).clamp_(-LARGEST, LARGEST).half()
-        self._passes.append(_Part(kept, halves, picked.sample_rows, picked.positions, batch.teacher))
+        names_present = tuple(name for name in PER_TOKEN_STATS if name in values)
+        halves = torch.stack([values[name] for name in names_present]).clamp_(-LARGEST, LARGEST).half()
+        self._passes.append(_Part(names_present, halves, picked.sample_rows, picked.positions, batch.teacher))
 
     def end_step(self, step: int, policy_version: int) -> None:
         """The passes since the last call were this step; every STEPS of them are written."""
@@ -123,19 +127,19 @@ class StatsOfSteps:
 
         Every rank calls this after the same steps, so that their files of a sample that they share are of one name.
         """
-        held, first = self._steps, self._since
+        steps, first = self._steps, self._since
         self._steps, self._since = [], None
-        if not held or first is None:
+        if not steps or first is None:
             return
-        parts = [part for *_, passes in held for part in passes]
+        parts = [part for *_, passes in steps for part in passes]
         names = [name for name in PER_TOKEN_STATS if any(name in part.names for part in parts)]
         values = torch.cat([_spread(part, names) for part in parts], dim=1).cpu()
         rows = np.concatenate([part.sample_rows for part in parts])
         positions = np.concatenate([part.positions for part in parts])
         places = np.stack([rows, positions, np.repeat(np.arange(len(parts)), [len(part.positions) for part in parts])])
         about = {
-            "parts": json.dumps([[step, version, part.teacher] for step, version, passes in held for part in passes]),
-            "names": " ".join(names), "last": str(held[-1][0]),
+            "parts": json.dumps([[step, version, part.teacher] for step, version, passes in steps for part in passes]),
+            "names": " ".join(names), "last": str(steps[-1][0]),
         }  # fmt: skip
         path = self._folder / f"{first:08d}-{self._rank}.safetensors"
         staging = path.with_suffix(".tmp")
@@ -208,5 +212,5 @@ def read_stats(files: Sequence[Path]) -> Iterator[FoundOfSample]:
         order = np.argsort(np.concatenate([positions for positions, _ in some]), kind="stable")
         shared = [name for name in some[0][1] if all(name in of for _, of in some)]
         values = {name: np.concatenate([of[name] for _, of in some])[order] for name in shared}
-        known = {name: array for name, array in values.items() if not np.isnan(array).all()}
-        yield FoundOfSample(row, step, *about[step, row], known)
+        present = {name: array for name, array in values.items() if not np.isnan(array).all()}
+        yield FoundOfSample(row, step, *about[step, row], present)

@@ -21,7 +21,7 @@ from transfer_queue.utils.logging_utils import get_logger
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.store.queue import Key, Queue
+from mopd_dataplane.store.commit.queue import Key, Queue
 from mopd_dataplane.transferqueue.codec import decode, encode
 
 NAME = "MopdStore"
@@ -85,10 +85,10 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Pin the present values."""
-        place, pin = Path(checkpoint_dir), uuid4().hex
+        folder, pin = Path(checkpoint_dir), uuid4().hex
         self.storage_client.queue.pin(pin)
-        place.mkdir(parents=True, exist_ok=True)
-        publish_file(place / CHECKPOINT, json.dumps({"pin": pin}).encode())
+        folder.mkdir(parents=True, exist_ok=True)
+        publish_file(folder / CHECKPOINT, json.dumps({"pin": pin}).encode())
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Restore exactly the values of a checkpoint. Raises UnknownNameError when they are no longer kept."""
@@ -99,9 +99,9 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
 def initialize(conf: DictConfig) -> dict[str, Any]:
     """Once, in the process that starts TransferQueue: open the queue, and have every other process know the backend."""
     section = conf.backend[NAME]
-    held = opened(section).keys()
-    if held:
-        _log.warning(f"{section.store} holds {len(held)} values of an earlier run; load a checkpoint to go on with it")
+    keys = opened(section).keys()
+    if keys:
+        _log.warning(f"{section.store} holds {len(keys)} values of an earlier run; load a checkpoint to go on with it")
     section.backend = Backend(str(section.store), str(section.get("queue", "queue")))
     return {}
 
@@ -112,8 +112,8 @@ def _parsed(key: str) -> Key:
 
 
 def _check_lists(keys: Any, values: Any = None) -> None:
-    for name, given in (("keys", keys), ("values", values)):
-        if given is not None and not isinstance(given, list):
-            raise InputError(f"{name} must be a list, found {type(given).__name__}")
+    for name, values_given in (("keys", keys), ("values", values)):
+        if values_given is not None and not isinstance(values_given, list):
+            raise InputError(f"{name} must be a list, found {type(values_given).__name__}")
     if values is not None and len(keys) != len(values):
         raise InputError(f"{len(keys)} keys for {len(values)} values; give one value a key")

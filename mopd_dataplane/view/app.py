@@ -33,7 +33,7 @@ def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
     """The server's application. token: what every request must show; port: the one it listens on."""
     routes = [
         Route("/", lambda request: FileResponse(bundle.ASSETS / "index.html")),
-        Route("/api/stores", _answering(lambda asked: stores.describe())),
+        Route("/api/stores", _answering(lambda query: stores.describe())),
         *(Route(f"/api/{name}", _answering(partial(_of_one, stores, answer))) for name, answer in ANSWERS.items()),
         Route("/api/search", _answering(partial(_searching, stores))),
         Route("/api/sql", _answering(partial(_typed, stores))),
@@ -66,36 +66,36 @@ def _answering(answer: Callable[[dict[str, str]], Any]) -> Callable[[Request], A
 
 def _answered(work: Callable[[], Any]) -> Response:
     try:
-        found = work()
-        return found if isinstance(found, Response) else _json(found)
+        result = work()
+        return result if isinstance(result, Response) else _json(result)
     except MopdError as error:
         return _error(error)
 
 
-def _of_one(stores: ShownStores, answer: Answer, asked: dict[str, str]) -> Response:
-    shown = stores.get(asked.get("store", "0"))
-    with shown.asked.asking():
-        return _json(answer(shown, asked))
+def _of_one(stores: ShownStores, answer: Answer, query: dict[str, str]) -> Response:
+    shown = stores.get(query.get("store", "0"))
+    with shown.queries.asking():
+        return _json(answer(shown, query))
 
 
-def _of_two(stores: ShownStores, answer: Callable[[Shown, Shown, dict[str, str]], Any], asked: dict[str, str]) -> Any:
+def _of_two(stores: ShownStores, answer: Callable[[Shown, Shown, dict[str, str]], Any], query: dict[str, str]) -> Any:
     """An answer that reads the store that was asked and `other`, by default the same."""
-    one = asked.get("store", "0")
-    return answer(stores.get(one), stores.get(asked.get("other", one)), asked)
+    one = query.get("store", "0")
+    return answer(stores.get(one), stores.get(query.get("other", one)), query)
 
 
-def _typed(stores: ShownStores, asked: dict[str, str]) -> Response:
+def _typed(stores: ShownStores, query: dict[str, str]) -> Response:
     """Any read-only statement, in the sandbox of `mopd query`."""
-    shown = stores.get(asked.get("store", "0"))
+    shown = stores.get(query.get("store", "0"))
     shown.prepare()  # both at once would take more memory than the server promises
-    found = typed_query.ask(shown.store, shown.index().snapshot, asked.get("q", ""))
-    return Response(found, media_type="application/json")
+    answer = typed_query.ask(shown.store, shown.index().snapshot, query.get("q", ""))
+    return Response(answer, media_type="application/json")
 
 
-def _searching(stores: ShownStores, asked: dict[str, str]) -> Response:
-    shown = stores.get(asked.get("store", "0"))
-    search = Search(shown.store, shown.index(), shown.decoder, kind=asked.get("kind", "text"),
-                    wanted=asked.get("q", ""), where=asked.get("where", ""))  # fmt: skip
+def _searching(stores: ShownStores, query: dict[str, str]) -> Response:
+    shown = stores.get(query.get("store", "0"))
+    search = Search(shown.store, shown.index(), shown.decoder, kind=query.get("kind", "text"),
+                    pattern=query.get("q", ""), where=query.get("where", ""))  # fmt: skip
 
     def lines() -> Iterator[str]:
         try:
@@ -110,7 +110,7 @@ def _searching(stores: ShownStores, asked: dict[str, str]) -> Response:
 def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         try:
-            given = json.loads(await request.body())
+            body = json.loads(await request.body())
         except (ValueError, RecursionError):
             return _json({"error": "the body is not JSON"}, 400)
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
@@ -118,7 +118,7 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
 
         def work() -> Any:
             shown = stores.get(request.query_params.get("store", "0"))
-            return labels.write(shown.store, shown.index(), shown.labelled, given)
+            return labels.write(shown.store, shown.index(), shown.labelled, body)
 
         return await run_in_threadpool(_answered, work)
 
@@ -128,48 +128,48 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def _number(asked: dict[str, str], name: str, default: int, most: int | None = None) -> int:
-    text = asked.get(name, str(default))
+def _number(query: dict[str, str], name: str, default: int, most: int | None = None) -> int:
+    text = query.get(name, str(default))
     if not text.isdecimal() or len(text) > 12:
         raise InputError(f"{name}={text!r} is not a whole number")
     return min(int(text), most) if most is not None else int(text)
 
 
-def _page(shown: Shown, asked: dict[str, str]) -> Any:
-    limit, offset = _number(asked, "limit", 50, MOST_ROWS), _number(asked, "offset", 0)
-    where, order = asked.get("where", ""), asked.get("order", "")
-    return shown.index().page(where, order, offset, limit, whole=asked.get("whole") == "1")
+def _page(shown: Shown, query: dict[str, str]) -> Any:
+    limit, offset = _number(query, "limit", 50, MOST_ROWS), _number(query, "offset", 0)
+    where, order = query.get("where", ""), query.get("order", "")
+    return shown.index().page(where, order, offset, limit, whole=query.get("whole") == "1")
 
 
-def _histograms(shown: Shown, asked: dict[str, str]) -> Any:
-    names = [name for name in asked.get("columns", "").split(",") if name]
-    return shown.index().histograms(asked.get("where", ""), names)
+def _histograms(shown: Shown, query: dict[str, str]) -> Any:
+    names = [name for name in query.get("columns", "").split(",") if name]
+    return shown.index().histograms(query.get("where", ""), names)
 
 
-def _excerpts(shown: Shown, asked: dict[str, str]) -> Any:
+def _excerpts(shown: Shown, query: dict[str, str]) -> Any:
     """Start of prompt and response of some samples, for the page of a table."""
     table = shown.index()
-    rows = table.rows_of([uid for uid in asked.get("uids", "").split(",")[:MOST_ROWS] if uid])
+    rows = table.rows_of([uid for uid in query.get("uids", "").split(",")[:MOST_ROWS] if uid])
     return excerpts(shown.store, list(rows.values()), table.snapshot, shown.decoder)
 
 
-def _sample(shown: Shown, asked: dict[str, str]) -> Any:
+def _sample(shown: Shown, query: dict[str, str]) -> Any:
     index = shown.index()
-    row = index.row(asked.get("uid", ""))
+    row = index.row(query.get("uid", ""))
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
     return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.whole}
 
 
-def _row(shown: Shown, asked: dict[str, str]) -> Any:
+def _row(shown: Shown, query: dict[str, str]) -> Any:
     """A sample's row of the table with the columns that compare it with others."""
-    uid = asked.get("uid", "")
+    uid = query.get("uid", "")
     return shown.index().rows_of([uid], whole=True)[uid]
 
 
-def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
+def _candidates(shown: Shown, query: dict[str, str]) -> Any:
     index = shown.index()
-    row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
+    row, position = index.row(query.get("uid", "")), _number(query, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask):
         raise InputError(f"position {position}; allowed: 0 to {len(payload.mask) - 1}, the tokens of the response")
@@ -178,14 +178,14 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
     ordinal = int(payload.mask[:position].sum())
     token = int(payload.response[position])
     scores = score_rows(shown.store, row["sample_row"], index.snapshot)
-    [found] = candidates(shown.store, row, scores, [(token, ordinal)], index.snapshot)
-    return {"teachers": [with_pieces(said, shown.decoder) for said in found], "note": ""}
+    [candidate] = candidates(shown.store, row, scores, [(token, ordinal)], index.snapshot)
+    return {"teachers": [with_pieces(said, shown.decoder) for said in candidate], "note": ""}
 
 
-def _student(shown: Shown, asked: dict[str, str]) -> Any:
+def _student(shown: Shown, query: dict[str, str]) -> Any:
     """The student's likeliest tokens at a position, or a `note` why they are not known."""
     index = shown.index()
-    row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
+    row, position = index.row(query.get("uid", "")), _number(query, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask) or not payload.mask[position]:
         raise InputError(f"position {position} is no token that the policy wrote; choose one")
@@ -195,23 +195,23 @@ def _student(shown: Shown, asked: dict[str, str]) -> Any:
         return {"note": str(error)}
 
 
-def _prompt(shown: Shown, asked: dict[str, str]) -> Any:
+def _prompt(shown: Shown, query: dict[str, str]) -> Any:
     return prompt.answers(
-        shown.store, shown.index(), shown.decoder, prompt_id=asked.get("prompt", ""), group=asked.get("group", ""),
-        stage=asked.get("stage", ""), offset=_number(asked, "offset", 0),
+        shown.store, shown.index(), shown.decoder, prompt_id=query.get("prompt", ""), group=query.get("group", ""),
+        stage=query.get("stage", ""), offset=_number(query, "offset", 0),
     )  # fmt: skip
 
 
-def _compare(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
-    return compare(one.index(), other.index(), asked.get("a", ""), asked.get("b", ""))
+def _compare(one: Shown, other: Shown, query: dict[str, str]) -> Any:
+    return compare(one.index(), other.index(), query.get("a", ""), query.get("b", ""))
 
 
-def _difference(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
-    return prompt.compared(one, asked.get("a", ""), other, asked.get("b", ""))
+def _difference(one: Shown, other: Shown, query: dict[str, str]) -> Any:
+    return prompt.compared(one, query.get("a", ""), other, query.get("b", ""))
 
 
-def _step(shown: Shown, asked: dict[str, str]) -> Any:
-    stage, step, ranks = asked.get("stage", ""), _number(asked, "step", 0), _number(asked, "ranks", 0)
+def _step(shown: Shown, query: dict[str, str]) -> Any:
+    stage, step, ranks = query.get("stage", ""), _number(query, "step", 0), _number(query, "ranks", 0)
     return packs.step_page(shown.store, shown.index().snapshot, stage, step, ranks)
 
 
@@ -219,14 +219,14 @@ ANSWERS: dict[str, Answer] = {
     "samples": _page, "row": _row, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample,
     "candidates": _candidates, "student": _student,
     "prompt": _prompt, "step": _step,
-    "life": lambda shown, asked: life.life(shown.store, shown.index(), asked.get("uid", "")),
-    "run": lambda shown, asked: shown.remembered("run", lambda index: run_page.run_page(shown.store, index)),
-    "trace": lambda shown, asked: run_page.trace(shown.store, shown.index()),
-    "teachers": lambda shown, asked: shown.remembered(
+    "life": lambda shown, query: life.life(shown.store, shown.index(), query.get("uid", "")),
+    "run": lambda shown, query: shown.remembered("run", lambda index: run_page.run_page(shown.store, index)),
+    "trace": lambda shown, query: run_page.trace(shown.store, shown.index()),
+    "teachers": lambda shown, query: shown.remembered(
         "teachers", lambda index: teachers_page.teachers_page(shown.store, index)
     ),
-    "pulse": lambda shown, asked: shown.pulse(),
-    "stages": lambda shown, asked: shown.stages(),
-    "store": lambda shown, asked: shown.describe(),
-    "labelled": lambda shown, asked: labels.standing(shown.store),
+    "pulse": lambda shown, query: shown.pulse(),
+    "stages": lambda shown, query: shown.stages(),
+    "store": lambda shown, query: shown.describe(),
+    "labelled": lambda shown, query: labels.standing(shown.store),
 }  # fmt: skip

@@ -42,7 +42,7 @@ def _add(folder: Path, name: str, done: list[str], parts: list[str], above: tupl
         _add(folder, needed, done, parts, (*above, name))
     names = list(_EXPORT.findall(text))
     names += [word.strip() for group in _AGAIN.findall(text) for word in group.split(",")]
-    text = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = of_{found[2]};", text)
+    text = _IMPORT.sub(lambda match: f"const {{{match[1]}}} = of_{match[2]};", text)
     text = _AGAIN.sub("", _EXPORT.sub("", text))
     if re.search(r"^(import|export)\b", text, re.MULTILINE):
         raise InputError(f"{name}.js imports or exports in a form that an export cannot carry")

@@ -106,7 +106,7 @@ def described(schema: pa.Schema) -> dict[str, Column]:
     return {field.name: column_of(field.name, field.type) for field in schema if field.name not in HIDDEN}
 
 
-def held(store: Store, snapshot: Snapshot) -> Iterator[str]:
+def optional_sources(store: Store, snapshot: Snapshot) -> Iterator[str]:
     """The optional sources (SPREAD, STATS, REPETITION) that a snapshot has."""
     if SPREAD in store.dataset("scores", snapshot).schema.names:
         yield SPREAD

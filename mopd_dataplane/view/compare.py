@@ -47,14 +47,14 @@ def _means(index: Index, where: str) -> str:
 
 
 def _compared(domain: str, prompts: list[str], a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"domain": domain, "prompts": len(prompts)}
+    result: dict[str, Any] = {"domain": domain, "prompts": len(prompts)}
     for name in MEASURES:
         pairs = [(a[p][name], b[p][name]) for p in prompts if a[p][name] is not None and b[p][name] is not None]
         if not pairs:
-            found[name] = None
+            result[name] = None
             continue
         gaps = [y - x for x, y in pairs]
         half = half_width(stdev(gaps) if len(gaps) > 1 else None, len(gaps))
         of_a, of_b = map(fmean, zip(*pairs, strict=True))
-        found[name] = {"a": of_a, "b": of_b, "difference": fmean(gaps), "ci": half}
-    return found
+        result[name] = {"a": of_a, "b": of_b, "difference": fmean(gaps), "ci": half}
+    return result

@@ -47,13 +47,13 @@ def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
     """All derived columns. vocabularies: size of the vocabulary of each teacher; has: as for `definition`."""
     own = sorted(vocabularies)[:MOST_TEACHERS]
     spread = SPREAD in has
-    known = vocabularies if spread else None
+    names = vocabularies if spread else None
     divergences = ("sample_row", "teacher", "mean_reverse_kl")
-    found = [
+    parts = [
         Part(("reward",), (), _reward, "rewards", READ["rewards"]),
         Part(("kl", "teachers", "kl_spread", *(f"kl_{name}" for name in own)), (),
-             lambda rows, _, scores: _said(rows, scores, own, known), "scores", divergences),
-        Part(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, known), "scores",
+             lambda rows, _, scores: _said(rows, scores, own, names), "scores", divergences),
+        Part(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, names), "scores",
              ("sample_row", "teacher", "bytes")),
         Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped),
         Part(("unscored",), ("stage", "iteration", "teachers"), _unscored),
@@ -61,16 +61,16 @@ def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
         *(Part((name,), needs, partial(_flag, name, of)) for name, (needs, of) in _FLAGS.items()),
     ]  # fmt: skip
     if spread:
-        found.append(Part(ALIKE, ("mean_logprob",), lambda rows, own, scores: _alike(rows, own, scores, vocabularies),
+        parts.append(Part(ALIKE, ("mean_logprob",), lambda rows, own, scores: _alike(rows, own, scores, vocabularies),
                           "scores", (*divergences, SPREAD, "rows")))  # fmt: skip
     if REPETITION in has:
-        found.append(
+        parts.append(
             Part(("repetitive",), (REPETITION,), lambda _, own, __: {"repetitive": _above(own[REPETITION], 0.5)})
         )
     if STATS in has:
-        found.append(Part(("gap", "student_entropy", "teacher_entropy"), (), _trained, STATS, READ[STATS]))
-        found.append(Part(("far_trainer",), ("gap",), lambda _, own, __: {"far_trainer": _above(own["gap"], 0.1)}))
-    return found
+        parts.append(Part(("gap", "student_entropy", "teacher_entropy"), (), _trained, STATS, READ[STATS]))
+        parts.append(Part(("far_trainer",), ("gap",), lambda _, own, __: {"far_trainer": _above(own["gap"], 0.1)}))
+    return parts
 
 
 _FLAGS: dict[str, tuple[tuple[str, ...], Callable[[Columns], pa.ChunkedArray]]] = {
@@ -105,20 +105,20 @@ class Rows:
 
     def places(self, table: pa.Table) -> tuple[Places, Flags]:
         """[m] place of each row's sample, and whether it has one."""
-        wanted = table["sample_row"].to_numpy()
+        sample_rows = table["sample_row"].to_numpy()
         if self.total and self._ids[-1] - self._ids[0] == self.total - 1:
-            places = wanted - self._ids[0]
+            places = sample_rows - self._ids[0]
             return places, (places >= 0) & (places < self.total)
-        places = np.searchsorted(self._ids, wanted)
-        return places, np.append(self._ids, -1)[places] == wanted
+        places = np.searchsorted(self._ids, sample_rows)
+        return places, np.append(self._ids, -1)[places] == sample_rows
 
     def spread(self, places: Places, values: NDArray[Any], kind: pa.DataType) -> pa.Array:
         """[n] one value for each of these places, null elsewhere."""
         there = np.zeros(self.total, np.bool_)
         there[places] = True
-        held = np.zeros(self.total, kind.to_pandas_dtype())
-        held[places] = values
-        return pa.array(held, kind, mask=~there)
+        array = np.zeros(self.total, kind.to_pandas_dtype())
+        array[places] = values
+        return pa.array(array, kind, mask=~there)
 
 
 class _Groups:
@@ -144,33 +144,35 @@ class _Groups:
 
 
 def _reward(rows: Rows, own: Columns, rewards: pa.Table) -> dict[str, pa.Array]:
-    places, known = rows.places(rewards)
+    places, has_value = rows.places(rewards)
     values = rewards["reward"].to_numpy()
-    kept = known & ~np.isnan(values)
-    groups = _Groups(places[kept])
-    return {"reward": rows.spread(groups.places, groups.mean(values[kept]), pa.float32())}
+    chosen = has_value & ~np.isnan(values)
+    groups = _Groups(places[chosen])
+    return {"reward": rows.spread(groups.places, groups.mean(values[chosen]), pa.float32())}
 
 
 def _of_teachers(
-    rows: Rows, scores: pa.Table, known: Collection[str] | None
+    rows: Rows, scores: pa.Table, teachers: Collection[str] | None
 ) -> Iterator[tuple[str, NDArray[np.int64], Places]]:
-    """Each teacher, of `known` only where they are given: its rows of `scores`, and the place of the sample of each."""
+    """Each teacher, of `teachers` only where given: its rows of `scores`, and the position of the sample of each."""
     places, there = rows.places(scores)
     coded = scores["teacher"].combine_chunks().dictionary_encode()
     codes = coded.indices.to_numpy()
     for code, name in enumerate(coded.dictionary.to_pylist()):
-        if known is None or name in known:
+        if teachers is None or name in teachers:
             mine = np.flatnonzero(there & (codes == code))
             yield name, mine, places[mine]
 
 
-def _said(rows: Rows, scores: pa.Table, own: Collection[str], known: Collection[str] | None) -> dict[str, pa.Array]:
+def _said(
+    rows: Rows, scores: pa.Table, own: Collection[str], vocabularies: Collection[str] | None
+) -> dict[str, pa.Array]:
     """Divergences from the teachers of each sample; those of `own` have a column each."""
     kls, total = scores["mean_reverse_kl"].to_numpy(), rows.total
     kl, highest, lowest = np.zeros(total), np.full(total, -np.inf), np.full(total, np.inf)
     teachers, judges = np.zeros(total, np.int32), np.zeros(total, np.int32)
     each = {f"kl_{name}": pa.nulls(total, pa.float32()) for name in own}
-    for name, mine, places in _of_teachers(rows, scores, known):
+    for name, mine, places in _of_teachers(rows, scores, vocabularies):
         teachers[_Groups(places).places] += 1
         judged = ~np.isnan(kls[mine])
         said = _Groups(places[judged])
@@ -188,9 +190,9 @@ def _said(rows: Rows, scores: pa.Table, own: Collection[str], known: Collection[
     }  # fmt: skip
 
 
-def _bytes(rows: Rows, scores: pa.Table, known: Collection[str] | None) -> dict[str, pa.Array]:
+def _bytes(rows: Rows, scores: pa.Table, teachers: Collection[str] | None) -> dict[str, pa.Array]:
     sizes, size, scored = scores["bytes"].to_numpy(), np.zeros(rows.total, np.int64), np.zeros(rows.total, np.bool_)
-    for _, mine, places in _of_teachers(rows, scores, known):
+    for _, mine, places in _of_teachers(rows, scores, teachers):
         groups = _Groups(places)
         size[groups.places] += groups.reduce(np.add, sizes[mine])
         scored[groups.places] = True
@@ -226,18 +228,18 @@ def _constant(groups: _Groups, scores: pa.Table) -> Places:
 
 def _trained(rows: Rows, own: Columns, stats: pa.Table) -> dict[str, pa.Array]:
     """Gap and entropy at the first step that trained each sample, and the entropy of its teachers."""
-    places, known = rows.places(stats)
+    places, has_value = rows.places(stats)
     steps = stats["step"].to_numpy()
-    found = {}
+    columns = {}
     for name, column in (("gap", "mean_abs_gap"), ("student_entropy", "mean_student_entropy")):
-        kept = np.flatnonzero(known & stats[column].is_valid().to_numpy() & (steps >= 0))
-        kept = kept[np.lexsort((steps[kept], places[kept]))]
-        owners, first = np.unique(places[kept], return_index=True)
-        found[name] = rows.spread(owners, stats[column].to_numpy()[kept[first]], pa.float32())
-    kept = np.flatnonzero(known & stats["mean_teacher_entropy"].is_valid().to_numpy())
-    groups = _Groups(places[kept])
-    mean = groups.mean(stats["mean_teacher_entropy"].to_numpy()[kept])
-    return {**found, "teacher_entropy": rows.spread(groups.places, mean, pa.float32())}
+        chosen = np.flatnonzero(has_value & stats[column].is_valid().to_numpy() & (steps >= 0))
+        chosen = chosen[np.lexsort((steps[chosen], places[chosen]))]
+        owners, first = np.unique(places[chosen], return_index=True)
+        columns[name] = rows.spread(owners, stats[column].to_numpy()[chosen[first]], pa.float32())
+    chosen = np.flatnonzero(has_value & stats["mean_teacher_entropy"].is_valid().to_numpy())
+    groups = _Groups(places[chosen])
+    mean = groups.mean(stats["mean_teacher_entropy"].to_numpy()[chosen])
+    return {**columns, "teacher_entropy": rows.spread(groups.places, mean, pa.float32())}
 
 
 def _grouped(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
@@ -269,13 +271,13 @@ def _unscored(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
 def _surprising(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
     """Whether kl is among the largest of its domain, and above 0."""
     domains, values, there = _codes(own["domain"]), own["kl"].to_numpy(), own["kl"].is_valid().to_numpy()
-    found = np.zeros(len(domains), np.bool_)
+    flags = np.zeros(len(domains), np.bool_)
     for domain in range(int(domains.max(initial=-1)) + 1):
         mine = np.flatnonzero(there & (domains == domain))
         if len(mine):
             high = np.float32(np.quantile(values[mine], SURPRISING))
-            found[mine] = (values[mine] >= high) & (values[mine] > 0)
-    return {"surprising": pa.array(found)}
+            flags[mine] = (values[mine] >= high) & (values[mine] > 0)
+    return {"surprising": pa.array(flags)}
 
 
 def _codes(column: pa.ChunkedArray) -> Places:

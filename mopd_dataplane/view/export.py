@@ -66,8 +66,8 @@ def export_folder(shown: Shown, folder: Path, *, where: str, order: str, limit: 
         raise InputError(f"{folder} exists and is not an export of mopd view; name a new or an empty folder")
     index = shown.index()
     index.fill()
-    found = index.page(where, order, 0, limit)
-    data = _shared(shown, index, found) | _of_samples(shown, index, [row[0] for row in found["rows"]])
+    page_of_rows = index.page(where, order, 0, limit)
+    data = _shared(shown, index, page_of_rows) | _of_samples(shown, index, [row[0] for row in page_of_rows["rows"]])
     (folder / "data").mkdir(parents=True, exist_ok=True)
     keys = {key: f"data/{number:05d}.js" for number, key in enumerate(data)}
     written = 0
@@ -84,11 +84,11 @@ def export_folder(shown: Shown, folder: Path, *, where: str, order: str, limit: 
     facts = {
         "store": str(shown.store.uri),
         "digest": index.snapshot.digest,
-        "samples": len(found["rows"]),
+        "samples": len(page_of_rows["rows"]),
         "where": where,
     }
     written += _write(folder / MARK, to_json(facts) + "\n")
-    return Exported(str(folder / "index.html"), len(found["rows"]), len(keys) + 4, written)
+    return Exported(str(folder / "index.html"), len(page_of_rows["rows"]), len(keys) + 4, written)
 
 
 def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
@@ -112,13 +112,13 @@ def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
     return Exported(str(file), 1, 1, len(page.encode()))
 
 
-def _shared(shown: Shown, index: Index, found: dict[str, Any]) -> dict[str, Any]:
+def _shared(shown: Shown, index: Index, page: dict[str, Any]) -> dict[str, Any]:
     """Data of the export that do not belong to a single sample."""
-    described = shown.describe() | {"follow": False, "samples": len(found["rows"])}
-    uids = [values[0] for values in found["rows"]]
+    described = shown.describe() | {"follow": False, "samples": len(page["rows"])}
+    uids = [values[0] for values in page["rows"]]
     rows = list(index.rows_of(uids).values())
     return {
-        "stores": [described], "samples": {"columns": found["columns"], "rows": found["rows"]},
+        "stores": [described], "samples": {"columns": page["columns"], "rows": page["rows"]},
         "excerpts": excerpts(shown.store, rows, index.snapshot, shown.decoder),
         "run": run_page.run_page(shown.store, index), "teachers": teachers_page.teachers_page(shown.store, index),
     }  # fmt: skip
@@ -133,8 +133,8 @@ def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
     }
     for uid in uids:
         row = rows[uid]
-        asked = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
-        data[f"sample/{uid}"] = describe(shown.store, row, index.snapshot, shown.decoder, asked)
+        prompt_text = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
+        data[f"sample/{uid}"] = describe(shown.store, row, index.snapshot, shown.decoder, prompt_text)
         data[f"candidates/{uid}"] = _candidates(shown, index, row)
     for prompt_id in dict.fromkeys(row["prompt_id"] for row in rows.values()):
         data[f"prompt/{prompt_id}"] = prompt.answers(
@@ -156,10 +156,10 @@ def _candidates(shown: Shown, index: Index, row: dict[str, Any]) -> dict[str, An
     positions = _surprising(payload, teachers)
     ordinals = np.cumsum(payload.mask) - payload.mask
     places = [(int(payload.response[position]), int(ordinals[position])) for position in positions]
-    found = {}
+    by_token = {}
     for position, said in zip(positions, candidates(shown.store, row, scores, places, index.snapshot), strict=True):
-        found[str(position)] = {"teachers": [with_pieces(teacher, shown.decoder) for teacher in said], "note": ""}
-    return found
+        by_token[str(position)] = {"teachers": [with_pieces(teacher, shown.decoder) for teacher in said], "note": ""}
+    return by_token
 
 
 def _surprising(payload: Payload, teachers: list[dict[str, Any]]) -> list[int]:

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.query.lineage import literal
-from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.columns import READ, definition, described, held
+from mopd_dataplane.view.columns import READ, definition, described, optional_sources
 from mopd_dataplane.view.rollouts import LEFT_OUT
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Glance:
         names, sizes = (self._teachers[name].to_pylist() for name in ("name", "vocab_size"))
         self.vocabularies: dict[str, int] = dict(zip(names, sizes, strict=True))
         self.teachers = sorted(self.vocabularies)
-        self.has = frozenset(held(store, snapshot))
+        self.has = frozenset(optional_sources(store, snapshot))
         """Optional sources that the snapshot has."""
         self.definition = definition(self.teachers, has=self.has)
         self._with_rows = definition(self.teachers, has=self.has, with_rows=True)
@@ -49,35 +49,35 @@ class Glance:
         """The table of rollouts without a row."""
         self.columns = described(self.empty.schema)
 
-    def rows(self, wanted: NDArray[np.int64]) -> list[dict[str, Any]]:
+    def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
         """Rows for row ids of samples, in this order; without the columns of OF_MANY."""
-        found = {row["sample_row"]: row for row in self._read(wanted).drop_columns(sorted(OF_MANY)).to_pylist()}
-        return [found[row] for row in wanted.tolist()]
+        by_row = {row["sample_row"]: row for row in self._read(rows).drop_columns(sorted(OF_MANY)).to_pylist()}
+        return [by_row[row] for row in rows.tolist()]
 
     def sample_rows(self, uids: Sequence[str]) -> NDArray[np.int64]:
         """Row ids of those of some samples that are there, in any order."""
         dataset = self._store.dataset("samples", self._snapshot)
-        wanted = f"uid IN ({', '.join(map(literal, uids))})" if uids else "false"
+        condition = f"uid IN ({', '.join(map(literal, uids))})" if uids else "false"
         with reading(dataset.uri):
-            found = dataset.to_table(columns=["uid"], filter=wanted, with_row_id=True)
-        return np.asarray(found["_rowid"].to_numpy(), np.int64)
+            matches = dataset.to_table(columns=["uid"], filter=condition, with_row_id=True)
+        return np.asarray(matches["_rowid"].to_numpy(), np.int64)
 
-    def _read(self, wanted: NDArray[np.int64]) -> pa.Table:
+    def _read(self, rows: NDArray[np.int64]) -> pa.Table:
         """Rows in any order, as if there were no other samples."""
-        samples = self._store.take_samples(wanted, self._names, self._snapshot)
+        samples = self._store.take_samples(rows, self._names, self._snapshot)
         with duckdb.connect(config={"python_enable_replacements": "false", "threads": "1"}) as connection:
-            connection.register("samples", samples.append_column("sample_row", pa.array(wanted)))
+            connection.register("samples", samples.append_column("sample_row", pa.array(rows)))
             connection.register("teachers", self._teachers)
             for name, columns in READ.items():
                 if name in self._snapshot.versions:
-                    connection.register(name, self._of_samples(name, columns, wanted))
+                    connection.register(name, self._of_samples(name, columns, rows))
             return connection.sql(f"select * from ({self._with_rows})").to_arrow_table()
 
-    def _of_samples(self, name: str, columns: Sequence[str], wanted: NDArray[np.int64]) -> pa.Table:
+    def _of_samples(self, name: str, columns: Sequence[str], sample_rows: NDArray[np.int64]) -> pa.Table:
         """Rows of another table that speak of samples."""
         schema = self._store.dataset(name, self._snapshot).schema
-        known = [column for column in columns if column in schema.names]
-        if not len(wanted):
-            return pa.schema([schema.field(column) for column in known]).empty_table()
-        rows = ", ".join(map(str, wanted.tolist()))
-        return self._store.table(name, known, f"sample_row IN ({rows})", self._snapshot)
+        present = [column for column in columns if column in schema.names]
+        if not len(sample_rows):
+            return pa.schema([schema.field(column) for column in present]).empty_table()
+        rows = ", ".join(map(str, sample_rows.tolist()))
+        return self._store.table(name, present, f"sample_row IN ({rows})", self._snapshot)

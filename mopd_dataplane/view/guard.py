@@ -62,9 +62,9 @@ class Guard:
             return PlainTextResponse("requests of other pages are refused", 403)
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return PlainTextResponse("requests of other pages are refused", 403)
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["path"] == "/" and scope["method"] == "GET" and given:
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] == "/" and scope["method"] == "GET" and token:
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
                 return PlainTextResponse("this address has expired; open the one that `mopd view` printed", 401)
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")

@@ -39,7 +39,7 @@ class Bars:
     """Description of the bars for the page."""
     values: list[str | None]
     """The word of each bar; empty for numbers and times."""
-    place: str
+    bin_expression: str
     """SQL: number of a row's bar, null for a row that has none."""
     counts: list[int]
 
@@ -67,10 +67,10 @@ class Histograms:
                 table = self._index.rollouts.table([column.name for column in missing])
                 self._bars |= {column.name: self._bars_of(column, table[column.name]) for column in missing}
         bars = {column.name: self._bars[column.name] for column in columns}
-        here = self._counts([b.place for b in bars.values()], clause) if clause else None
+        here = self._counts([b.bin_expression for b in bars.values()], clause) if clause else None
         return {
-            name: held.shown(dict(enumerate(held.counts)) if here is None else here[number])
-            for number, (name, held) in enumerate(bars.items())
+            name: bar_set.shown(dict(enumerate(bar_set.counts)) if here is None else here[number])
+            for number, (name, bar_set) in enumerate(bars.items())
         }
 
     def _counts(self, places: Sequence[str], clause: str) -> list[dict[int, int]]:
@@ -78,9 +78,9 @@ class Histograms:
         if not places:
             return []
         names = [f"b{number}" for number in range(len(places))]
-        bins = ", ".join(f"{place} as {name}" for place, name in zip(places, names, strict=True))
+        bins = ", ".join(f"{expression} as {name}" for expression, name in zip(places, names, strict=True))
         sets = ", ".join(f"({name})" for name in names)
-        found: list[dict[int, int]] = [{} for _ in names]
+        counts: list[dict[int, int]] = [{} for _ in names]
         # the bit of grouping() is 0 for the one column that a row is grouped by
         groups = {(1 << len(names)) - 1 - (1 << (len(names) - 1 - number)): number for number in range(len(names))}
         answer = self._index.ask(
@@ -90,16 +90,16 @@ class Histograms:
         for group, *values, count in answer.fetchall():
             number = groups[group]
             if values[number] is not None:
-                found[number][values[number]] = count
-        return found
+                counts[number][values[number]] = count
+        return counts
 
     def _bars_of(self, column: Column, values: pa.ChunkedArray) -> Bars:
         if column.kind in ("number", "time"):
             return _numbers(column, values)
         if column.kind == "flag" or pa.types.is_dictionary(values.type):
-            found = values.value_counts()
-            words = pc.cast(found.field("values"), pa.string()).to_pylist()
-            return _words(column, dict(zip(words, found.field("counts").to_pylist(), strict=True)))
+            value_counts = values.value_counts()
+            words = pc.cast(value_counts.field("values"), pa.string()).to_pylist()
+            return _words(column, dict(zip(words, value_counts.field("counts").to_pylist(), strict=True)))
         rows = self._index.rows(
             f'select "{column.name}" as value, count(*) as total from {self._table} group by 1 order by 2 desc, 1 '
             f"limit {CATEGORIES}"
@@ -115,19 +115,24 @@ def _words(column: Column, counts: Mapping[str | None, int]) -> Bars:
         f"when {name} is null then {i}" if value is None else f"when {name} = {literal(value)} then {i}"
         for i, value in enumerate(values)
     )
-    place = f"case {cases} end" if cases else NONE
-    return Bars(about={"kind": column.kind}, values=values, place=place, counts=[counts[value] for value in values])
+    expression = f"case {cases} end" if cases else NONE
+    return Bars(
+        about={"kind": column.kind},
+        values=values,
+        bin_expression=expression,
+        counts=[counts[value] for value in values],
+    )
 
 
 def _numbers(column: Column, values: pa.ChunkedArray) -> Bars:
     name = f'epoch("{column.name}")' if column.kind == "time" else f'"{column.name}"'
-    held = values.drop_null()
+    values_present = values.drop_null()
     if column.kind == "time":
-        held = held.cast(pa.timestamp("us", held.type.tz)).cast(pa.int64())
-    numbers = held.to_numpy() / (1e6 if column.kind == "time" else 1)
+        values_present = values_present.cast(pa.timestamp("us", values_present.type.tz)).cast(pa.int64())
+    numbers = values_present.to_numpy() / (1e6 if column.kind == "time" else 1)
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
-        return Bars(about={"kind": column.kind}, values=[], place=NONE, counts=[])
+        return Bars(about={"kind": column.kind}, values=[], bin_expression=NONE, counts=[])
     low, high, whole = float(numbers.min()), float(numbers.max()), bool((numbers == np.floor(numbers)).all())
     near = np.quantile(numbers[:: max(1, len(numbers) // SOME)].astype(np.float64), [0.01, 0.99]).tolist()
     if high - low > LONG_TAIL * (near[1] - near[0]) > 0:  # the ends of a long tail share a bar
@@ -142,5 +147,5 @@ def _numbers(column: Column, values: pa.ChunkedArray) -> Bars:
     bar = f"greatest(0, least({bins - 1}, floor(({name}::double - '{low!r}'::double) / '{width!r}'::double)))::int"
     return Bars(
         about={"kind": column.kind, "low": low, "width": width, "whole": whole}, values=[],
-        place=f"case when isfinite({name}) then {bar} end", counts=np.bincount(bars, minlength=bins).tolist(),
+        bin_expression=f"case when isfinite({name}) then {bar} end", counts=np.bincount(bars, minlength=bins).tolist(),
     )  # fmt: skip

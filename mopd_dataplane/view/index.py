@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest, require_known
-from mopd_dataplane.store.sql import interrupted_after
+from mopd_dataplane.store.sql.query import interrupted_after
 from mopd_dataplane.view.columns import LABELLED
 from mopd_dataplane.view.glance import OF_MANY, Glance
 from mopd_dataplane.view.histograms import Histograms
@@ -173,34 +173,34 @@ class Index:
         if clause:
             [(total,)] = self.ask(f"select count(*) from {TABLE}{clause}").fetchall()
         if clause or order:
-            wanted = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
+            ids = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
         else:
-            wanted = self.rollouts.sample_rows[offset : offset + limit]
-        rows = self._rows_at(wanted, whole=whole)
+            ids = self.rollouts.sample_rows[offset : offset + limit]
+        rows = self._rows_at(ids, whole=whole)
         return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit),
                 "rows": [[row[name] for name in self.columns] for row in rows],
                 "whole": self.whole}  # fmt: skip
 
-    def found(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
+    def matches(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
         """Whole rows of samples. condition, order: SQL of ours."""
         rest = f" where {condition} order by {order} limit {int(limit)} offset {int(offset)}"
         return self._rows_at(self._ids(rest), whole=True)
 
     def _ids(self, rest: str, values: Sequence[Any] = ()) -> NDArray[np.int64]:
-        found = self.ask(f"select sample_row from {TABLE}{rest}", values).fetchnumpy()["sample_row"]
-        return np.asarray(found, np.int64)
+        ids = self.ask(f"select sample_row from {TABLE}{rest}", values).fetchnumpy()["sample_row"]
+        return np.asarray(ids, np.int64)
 
-    def _rows_at(self, wanted: NDArray[np.int64], *, whole: bool) -> list[dict[str, Any]]:
+    def _rows_at(self, ids: NDArray[np.int64], *, whole: bool) -> list[dict[str, Any]]:
         """Rows of samples in this order."""
         if whole:
             self.rollouts.read(OF_MANY)
         if self.rollouts.whole:
-            held: list[dict[str, Any]] = self.take(wanted, sorted(self.rollouts.names)).to_pylist()
-            return held
-        rows = self._glance.rows(wanted)
+            whole_rows: list[dict[str, Any]] = self.take(ids, sorted(self.rollouts.names)).to_pylist()
+            return whole_rows
+        rows = self._glance.rows(ids)
         if not self.whole:
             return [row | dict.fromkeys(OF_MANY) for row in rows]
-        compared = self.take(wanted, sorted(OF_MANY)).to_pylist()
+        compared = self.take(ids, sorted(OF_MANY)).to_pylist()
         return [row | more for row, more in zip(rows, compared, strict=True)]
 
     def statement(self, where: str, order: str, limit: int) -> str:
@@ -220,14 +220,14 @@ class Index:
     def rows_of(self, uids: Sequence[str], *, whole: bool = False) -> dict[str, dict[str, Any]]:
         """Rows of samples by uid; `whole` as for `page`. Raises UnknownNameError."""
         if self.rollouts.has(["uid"]):
-            wanted = self._ids(f" where uid in ({', '.join('?' * len(uids))})", uids) if uids else NO_IDS
+            ids = self._ids(f" where uid in ({', '.join('?' * len(uids))})", uids) if uids else NO_IDS
         else:
-            wanted = self._glance.sample_rows(uids)
-        known = {row["uid"]: row for row in self._rows_at(wanted, whole=whole)}
+            ids = self._glance.sample_rows(uids)
+        by_uid = {row["uid"]: row for row in self._rows_at(ids, whole=whole)}
         for uid in uids:
-            if uid not in known:
+            if uid not in by_uid:
                 raise UnknownNameError(f"no sample {uid!r} in this snapshot; it has {self.total:,} samples")
-        return known
+        return by_uid
 
     def histograms(self, where: str, names: Sequence[str]) -> dict[str, Any]:
         """Counts of each column: over all rollouts and over those that match."""

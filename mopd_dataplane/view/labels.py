@@ -44,20 +44,20 @@ class Labelled:
             self._table = None
 
 
-def write(store: Store, index: Index, labelled: Labelled, given: Any) -> list[dict[str, Any]]:
+def write(store: Store, index: Index, labelled: Labelled, body: Any) -> list[dict[str, Any]]:
     """Add a label, or remove it (`removed`): a row for each, so that the history stays. Returns the sample's labels.
 
     Raises InputError (shape, length), UnknownNameError (sample).
     """
-    if not isinstance(given, dict) or not all(isinstance(given.get(key, ""), str) for key in ("uid", "label", "note")):
+    if not isinstance(body, dict) or not all(isinstance(body.get(key, ""), str) for key in ("uid", "label", "note")):
         raise InputError('a label is {"uid": …, "label": …, "note": …, "removed": false}')
-    label, note = given.get("label", "").strip(), given.get("note", "").strip()
+    label, note = body.get("label", "").strip(), body.get("note", "").strip()
     if not label or len(label) > LABEL_CHARACTERS or len(note) > NOTE_CHARACTERS:
         raise InputError(f"a label has 1 to {LABEL_CHARACTERS} characters, a note up to {NOTE_CHARACTERS:,}")
-    uid = index.row(given.get("uid", ""))["uid"]
+    uid = index.row(body.get("uid", ""))["uid"]
     store.add_labels([{
         "label_id": str(uuid.uuid4()), "uid": uid, "label": label, "note": note, "author": getpass.getuser(),
-        "removed": given.get("removed") is True,
+        "removed": body.get("removed") is True,
     }])  # fmt: skip
     labelled.changed()
     return standing(store, uid)
@@ -68,5 +68,8 @@ def standing(store: Store, uid: str | None = None) -> list[dict[str, Any]]:
     keys = None if uid is None else f"uid = {literal(uid)}"
     rows = store.table("labels", filter=keys).sort_by("created_at").to_pylist()
     newest = {(row["uid"], row["label"]): row for row in rows}
-    kept = [row for row in newest.values() if not row["removed"]]
-    return [{key: visible(str(row[key])) for key in ("uid", "label", "note", "author", "created_at")} for row in kept]
+    standing_rows = [row for row in newest.values() if not row["removed"]]
+    return [
+        {key: visible(str(row[key])) for key in ("uid", "label", "note", "author", "created_at")}
+        for row in standing_rows
+    ]

@@ -34,22 +34,22 @@ def lives(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
     unscorable = _unscorable(store, snapshot, {row["uid"] for row in rows})
     used = _used(store, snapshot, rows)
     gone = _gone(store, scored)
-    found: dict[str, list[Event]] = {}
+    events_by_row: dict[str, list[Event]] = {}
     for row in rows:
         at = row["sample_row"]
-        found[row["uid"]] = [
+        events_by_row[row["uid"]] = [
             _sampled(row), *_resumed(row), *map(_scored, scored[at]), *map(_rewarded, rewarded[at]),
             *unscorable[row["uid"]], *used[at],
             *(_event("freed", f"hidden states of {teacher} freed", {}) for teacher in gone[at]),
         ]  # fmt: skip
-    return found
+    return events_by_row
 
 
 def _by_row(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    events_by_row: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        found[row["sample_row"]].append(row)
-    return found
+        events_by_row[row["sample_row"]].append(row)
+    return events_by_row
 
 
 def _resumed(row: dict[str, Any]) -> list[Event]:
@@ -61,8 +61,8 @@ def _resumed(row: dict[str, Any]) -> list[Event]:
 
 
 def _sampled(row: dict[str, Any]) -> Event:
-    given = row["policy"] == "reference"
-    title = "reference answer" if given else f"sampled by {row['policy']} v{row['policy_version_first']}"
+    is_reference = row["policy"] == "reference"
+    title = "reference answer" if is_reference else f"sampled by {row['policy']} v{row['policy_version_first']}"
     facts = {
         "stage": row["stage"], "iteration": row["iteration"], "writer": row["writer"],
         "tokens": row["response_len"], "finished": row["finish_reason"],
@@ -108,9 +108,9 @@ def _used(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
     gone = set(store.deletions.rows().tolist())
     near = sorted({row for some in members.values() for row in some[:MOST_COMPANIONS]} - gone)
     names = dict(zip(near, store.take_samples(near, ["uid"], snapshot)["uid"].to_pylist(), strict=True))
-    found: dict[int, list[Event]] = {}
+    events_by_row: dict[int, list[Event]] = {}
     for row in rows:
-        events = found[row["sample_row"]] = []
+        events = events_by_row[row["sample_row"]] = []
         for use in uses[row["sample_row"]]:
             key = use["stage"], use["plan_digest"], use["pack"]
             others = [names[at] for at in members[key][:MOST_COMPANIONS] if at in names and at != row["sample_row"]]
@@ -118,7 +118,7 @@ def _used(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
             step = steps.get((use["stage"], use["step"]))
             if step is not None:
                 events.append(_trained(row, step))
-    return found
+    return events_by_row
 
 
 def _members(plan: dict[str, Any], pack: int) -> list[int]:
@@ -145,13 +145,13 @@ def _trained(row: dict[str, Any], step: dict[str, Any]) -> Event:
 
 def _gone(store: Store, scored: dict[int, list[dict[str, Any]]]) -> dict[int, list[str]]:
     """By row of `samples`: teachers whose hidden states of it were scored and can be read no more, as of now."""
-    asked: dict[str, dict[str, int]] = defaultdict(dict)
+    rows_by_teacher: dict[str, dict[str, int]] = defaultdict(dict)
     for at, scores in scored.items():
         for score in scores:
             if score["kind"] == "hidden":
-                asked[score["teacher"]][score["uid"]] = at
+                rows_by_teacher[score["teacher"]][score["uid"]] = at
     gone: dict[int, list[str]] = defaultdict(list)
-    for teacher, uids in asked.items():
+    for teacher, uids in rows_by_teacher.items():
         for uid in freed(store, teacher, uids):
             gone[uids[uid]].append(teacher)
     return gone

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.rollout.partial_sample import PartialSample
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder, Numbers
+    from mopd_dataplane.store.read.decode import Decoder, Numbers
 
 MOST_SAMPLES = 12
 SHOWN_TOKENS = 64
@@ -27,14 +27,14 @@ def live_samples(store: Store, decoder: Decoder | Numbers) -> tuple[list[dict[st
     """
     if store.root is None or not store.path("wal").is_dir():
         return [], 0
-    found: list[tuple[Path, PartialSample]] = []
+    live: list[tuple[Path, PartialSample]] = []
     for home in sorted(store.path("wal").glob("*/*")):
         try:
-            found += [(home, partial) for partial in recover(home).ledger.unfinished().values()]
+            live += [(home, partial) for partial in recover(home).ledger.unfinished().values()]
         except (MopdError, OSError, ValueError):
             continue  # a segment was begun or dropped under the reader; the next look sees it whole
-    longest = sorted(found, key=lambda at: -len(at[1].response))[:MOST_SAMPLES]
-    return [_shown(home, partial, decoder) for home, partial in longest], len(found)
+    longest = sorted(live, key=lambda at: -len(at[1].response))[:MOST_SAMPLES]
+    return [_shown(home, partial, decoder) for home, partial in longest], len(live)
 
 
 def _shown(home: Path, partial: PartialSample, decoder: Decoder | Numbers) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from mopd_dataplane.view.sample import (
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder, Numbers
+    from mopd_dataplane.store.read.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
     from mopd_dataplane.view.shown import Shown
 
@@ -59,11 +59,11 @@ def answers(
     group: that group alone, of `stage`: a group is named after its prompt and iteration, which stages may share.
     only: uids of the answers to read; all by default. Raises UnknownNameError when nobody answered it.
     """
-    asked = {"group_id": group, "stage": stage} if group else {"prompt_id": prompt_id}
-    condition = " and ".join(f"{name} = {literal(value)}" for name, value in asked.items())
+    siblings = {"group_id": group, "stage": stage} if group else {"prompt_id": prompt_id}
+    condition = " and ".join(f"{name} = {literal(value)}" for name, value in siblings.items())
     order = "stage, iteration, policy_version_first, group_index, sample_row"
     (total,) = index.ask(f"select count(*) from rollouts where {condition}").fetchone() or (0,)
-    rows = index.found(condition, order, offset, MOST_ANSWERS)
+    rows = index.matches(condition, order, offset, MOST_ANSWERS)
     if only is not None:
         rows = [row for row in rows if row["uid"] in only]
     if not rows:

@@ -42,9 +42,9 @@ def called(cursor: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
     return {name.lower() for name in _CALL.findall(text) if re.search(r"\w", name)}
 
 
-def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, known: Collection[str]) -> set[str]:
-    """Those of `known` that a SELECT names; all where it may need all: `*`, a row as one value, no SELECT, or one that
-    is nested too deep to look at.
+def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collection[str]) -> set[str]:
+    """The columns that a SELECT names. All columns where it may need all: `*`, a row as one value, no SELECT, or one
+    that is nested too deep to look at.
 
     Names are compared as DuckDB does, without regard to case. A name that is no column is left to DuckDB to refuse.
     """
@@ -53,16 +53,16 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, known: Collection[st
         parsed = json.loads(text)
         nodes = list(_nodes(parsed))
     except RecursionError:
-        return set(known)
+        return set(all_columns)
     if parsed["error"]:
-        return set(known)
+        return set(all_columns)
     named: set[str] = set()
     alone: set[str] = set()
     """Names without that of a table before them."""
     tables: set[str] = set()
     for node in nodes:
         if node.get("class") == "STAR" or node.get("ref_type") == "NATURAL":
-            return set(known)
+            return set(all_columns)
         if node.get("class") == "COLUMN_REF":
             names = [name.lower() for name in node["column_names"]]
             named.update(names)
@@ -70,9 +70,9 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, known: Collection[st
         elif "class" not in node:  # of a FROM
             tables |= {str(node.get(key) or "").lower() for key in ("alias", "table_name")}
             named |= {name.lower() for name in node.get("using_columns", ())}
-    columns = {name.lower(): name for name in known}
+    columns = {name.lower(): name for name in all_columns}
     if (alone & tables) - columns.keys():
-        return set(known)
+        return set(all_columns)
     return {columns[name] for name in named & columns.keys()}
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.memory import freed_memory_kept
-from mopd_dataplane.store.lance_errors import reading
-from mopd_dataplane.store.row_ids import row_ids
+from mopd_dataplane.store.format.lance_errors import reading
+from mopd_dataplane.store.format.row_ids import row_ids
 from mopd_dataplane.tables import SAMPLES
 from mopd_dataplane.view.derived import Part, Rows, parts
 
@@ -74,18 +74,18 @@ class Rollouts:
 
     def table(self, names: Iterable[str]) -> pa.Table:
         """These columns and `sample_row`, which ascends; each in one piece."""
-        wanted = dict.fromkeys((*names, "sample_row"))
-        self.read(wanted)
-        return pa.table({name: self._held[name] for name in wanted})
+        columns = dict.fromkeys((*names, "sample_row"))
+        self.read(columns)
+        return pa.table({name: self._held[name] for name in columns})
 
     def read(self, names: Iterable[str]) -> None:
         """Have these columns."""
-        wanted = list(names)
-        if self.has(wanted):
+        columns = list(names)
+        if self.has(columns):
             return
         with self._lock:
             began = time.monotonic()
-            missing = self._missing(wanted)
+            missing = self._missing(columns)
             if own := [name for name in missing if name not in self._parts]:
                 self._scan(own)
             for name in missing:
@@ -115,32 +115,32 @@ class Rollouts:
 
     def _missing(self, names: Iterable[str]) -> list[str]:
         """What is not there of some columns and of those that they are computed from, which come first."""
-        found: dict[str, None] = {}
+        missing: dict[str, None] = {}
         for name in names:
             if name not in self._held:
-                found |= dict.fromkeys((*self._missing(self._parts[name].needs if name in self._parts else ()), name))
-        return list(found)
+                missing |= dict.fromkeys((*self._missing(self._parts[name].needs if name in self._parts else ()), name))
+        return list(missing)
 
     def _scan(self, names: Sequence[str]) -> None:
         """Columns of `samples`."""
         coded = [pa.types.is_string(self._schema.field(name).type) and name not in MANY_VALUES for name in names]
-        found: list[list[pa.Array]] = [[] for _ in names]
+        chunks: list[list[pa.Array]] = [[] for _ in names]
         for _, batch in self._store.scan_samples(names, self._snapshot):
             self._going()
-            for part, column, code in zip(found, batch.columns, coded, strict=True):
+            for part, column, code in zip(chunks, batch.columns, coded, strict=True):
                 part.append(column.dictionary_encode() if code else column)
         for name, code in zip(names, coded, strict=True):
-            self._held[name] = _joined(found.pop(0), _CODED if code else self._schema.field(name).type)
+            self._held[name] = _joined(chunks.pop(0), _CODED if code else self._schema.field(name).type)
 
     def _compute(self, part: Part) -> None:
         """Derived columns."""
         needed = pa.table({name: self._held[name] for name in part.needs})
         other = _whole(self._store, part.table, part.reads, self._snapshot) if part.table else _NONE
         with freed_memory_kept():  # a quarter of its time goes into pages that are cleared again and again
-            made = dict(part.make(Rows(self.sample_rows), {name: needed[name] for name in part.needs}, other))
-        while made:  # copied, since what lies between freed arrays keeps them
-            name = next(iter(made))
-            self._held[name] = _copied(made.pop(name))
+            columns = dict(part.make(Rows(self.sample_rows), {name: needed[name] for name in part.needs}, other))
+        while columns:  # copied, since what lies between freed arrays keeps them
+            name = next(iter(columns))
+            self._held[name] = _copied(columns.pop(name))
 
 
 def _joined(pieces: list[pa.Array], kind: pa.DataType) -> pa.Array:

@@ -84,8 +84,8 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
     right, graded, half = row.pop("right_answers"), row.pop("graded"), half_width(row.pop("sd"), row["answers"])
     row |= dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high", "low", "high"))
     if graded:
-        found = share(np.arange(graded) < right)
-        row |= {"accuracy": found.value, "accuracy_low": found.low, "accuracy_high": found.high}
+        interval = share(np.arange(graded) < right)
+        row |= {"accuracy": interval.value, "accuracy_low": interval.low, "accuracy_high": interval.high}
     if half is not None:
         row |= {"low": row["reward"] - half, "high": row["reward"] + half}
     return row
@@ -93,11 +93,11 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
 
 def _times(store: Store, index: Index) -> list[dict[str, Any]]:
     """Intervals of work: stage, track (the action), iteration, start and end in seconds since the epoch."""
-    found = []
+    intervals = []
     for event in store.sql(TIMES, snapshot=index.snapshot).to_pylist():
         end = event.pop("created_at").timestamp()
-        found.append(event | {"start": end - event.pop("seconds"), "end": end})
-    return found
+        intervals.append(event | {"start": end - event.pop("seconds"), "end": end})
+    return intervals
 
 
 def trace(store: Store, index: Index) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def trace(store: Store, index: Index) -> dict[str, Any]:
     stages: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}
 
-    def place(stage: str, track: str) -> tuple[int, int]:
+    def track_ids(stage: str, track: str) -> tuple[int, int]:
         if stage not in stages:
             stages[stage] = len(stages) + 1
             events.append({"ph": "M", "name": "process_name", "pid": stages[stage], "args": {"name": stage}})
@@ -117,7 +117,7 @@ def trace(store: Store, index: Index) -> dict[str, Any]:
         return stages[stage], tracks[stage, track]
 
     def span(stage: str, track: str, name: str, times: tuple[float, float], facts: dict[str, Any]) -> None:
-        process, thread = place(stage, track)
+        process, thread = track_ids(stage, track)
         events.append({"ph": "X", "name": name, "pid": process, "tid": thread, "ts": round(times[0] * 1e6),
                        "dur": max(1, round((times[1] - times[0]) * 1e6)), "args": facts})  # fmt: skip
 

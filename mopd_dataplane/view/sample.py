@@ -18,16 +18,16 @@ from mopd_dataplane.errors import MopdError
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.query.show import version_spans
 from mopd_dataplane.query.text import visible
-from mopd_dataplane.store.arrow_rows import list_views
-from mopd_dataplane.store.decode import Numbers
-from mopd_dataplane.store.token_stats import read_token_stats
+from mopd_dataplane.store.commit.token_stats import read_token_stats
+from mopd_dataplane.store.format.arrow_rows import list_views
+from mopd_dataplane.store.read.decode import Numbers
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder
+    from mopd_dataplane.store.read.decode import Decoder
 
 PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""
@@ -81,13 +81,13 @@ def read_payload(store: Store, row: dict[str, Any], snapshot: Snapshot) -> Paylo
     names = store.dataset("tokens", snapshot).schema.names
     sizes = MASK_SIZES if MASK_SIZES in names else None
     columns = [*column_names(PAYLOAD), *([sizes] if sizes else [])]
-    found = store.read_tokens([row["sample_row"]], columns, snapshot, verify=True)
-    kept = found[sizes] if sizes else None
+    rows = store.read_tokens([row["sample_row"]], columns, snapshot, verify=True)
+    sizes_read = rows[sizes] if sizes else None
     return Payload(
-        row["uid"], row["prompt_len"], _values(found["tokens"]),
-        _values(found["logprobs"]) if found["logprobs"].null_count == 0 else None,
-        _values(found["loss_mask"]), found["version_starts"][0].as_py(), found["versions"][0].as_py(),
-        _values(kept) if kept is not None and kept.null_count == 0 else None,
+        row["uid"], row["prompt_len"], _values(rows["tokens"]),
+        _values(rows["logprobs"]) if rows["logprobs"].null_count == 0 else None,
+        _values(rows["loss_mask"]), rows["version_starts"][0].as_py(), rows["versions"][0].as_py(),
+        _values(sizes_read) if sizes_read is not None and sizes_read.null_count == 0 else None,
     )  # fmt: skip
 
 
@@ -119,14 +119,14 @@ def excerpts(
         if len(rows) == 1:
             return {rows[0]["uid"]: {"error": str(error)}}
         alone = [excerpts(store, [row], snapshot, decoder) for row in rows]
-        return {uid: found for part in alone for uid, found in part.items()}
-    found = {}
+        return {uid: texts_by_uid for part in alone for uid, texts_by_uid in part.items()}
+    texts_by_uid = {}
     for row, view in zip(rows, list_views(read["tokens"]), strict=True):
         tokens = np.asarray(view)
-        asked, said = tokens[: row["prompt_len"]][-EXCERPT_TOKENS:], tokens[row["prompt_len"] :][:EXCERPT_TOKENS]
-        texts = {"prompt": asked, "response": said}
-        found[row["uid"]] = {key: "".join(pieces_of(decoder, ids)) for key, ids in texts.items()}
-    return found
+        prompt_ids, said = tokens[: row["prompt_len"]][-EXCERPT_TOKENS:], tokens[row["prompt_len"] :][:EXCERPT_TOKENS]
+        texts = {"prompt": prompt_ids, "response": said}
+        texts_by_uid[row["uid"]] = {key: "".join(pieces_of(decoder, ids)) for key, ids in texts.items()}
+    return texts_by_uid
 
 
 def score_rows(store: Store, sample_row: int, snapshot: Snapshot) -> pa.Table:
@@ -144,11 +144,11 @@ def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot:
         if score["kind"] not in ("logprob", "topk"):
             continue  # hidden states are read for one position at a time; another package's kind is only named
         try:
-            found = store.read_signal(score["teacher"], score["kind"], [row["sample_row"]], snapshot, verify=True)[0]
+            signal = store.read_signal(score["teacher"], score["kind"], [row["sample_row"]], snapshot, verify=True)[0]
         except (MopdError, OSError) as error:
             teacher["errors"][score["kind"]] = str(error)
             continue
-        teacher[score["kind"]] = found
+        teacher[score["kind"]] = signal
     return list(said.values())
 
 
@@ -219,17 +219,17 @@ def stats_of(store: Store, uid: str, mask: NDArray[np.uint8], snapshot: Snapshot
 
     Of several steps that trained the sample each has its own.
     """
-    found: dict[str, dict[str, Any]] = {}
+    stats: dict[str, dict[str, Any]] = {}
     for row in read_token_stats(store, uid, snapshot)[:MOST_STATS]:
         where = f"step {row['step']}" if row["step"] >= 0 else f"scored by {row['teacher']}"
         key = f"{row['stage']}/{row['step']}/{row['teacher']}"
         for name, (title, unit) in STATS_SHOWN.items():
             if row[name] is not None and len(row[name]) == int(mask.sum()):
-                found[f"{name}/{key}"] = {
+                stats[f"{name}/{key}"] = {
                     "title": f"{title}, {where}", "unit": unit, "diverging": name == "logprob_gap",
                     "values": packed(at_trained(mask, row[name], np.nan)),
                 }  # fmt: skip
-    return found
+    return stats
 
 
 def finite(value: float | None) -> float | None:

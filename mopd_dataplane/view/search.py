@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.query.text import one_line
-from mopd_dataplane.store.lance_errors import reading
-from mopd_dataplane.store.reading import check_echo
-from mopd_dataplane.store.token_scan import find_run, scan_tokens
+from mopd_dataplane.store.format.lance_errors import reading
+from mopd_dataplane.store.read.row_reader import check_echo
+from mopd_dataplane.store.read.token_scan import find_run, scan_tokens
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
     import lance
 
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder, Numbers
+    from mopd_dataplane.store.read.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
 
 BATCH_TOKENS = 4 << 20
@@ -57,19 +57,19 @@ class Search:
     """One search; `hits` yields what was found and, every batch, how far it is."""
 
     def __init__(
-        self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, wanted: str, where: str
+        self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, pattern: str, where: str
     ) -> None:
         """kind: text (RE2 over decoded responses) or tokens (ids). Raises InputError, QueryError."""
         if kind not in ("text", "tokens"):
             raise InputError(f"search kind {kind!r}; kinds: text, tokens")
-        if not wanted:
+        if not pattern:
             raise InputError("nothing to search for")
         self._store, self._index, self._decoder = store, index, decoder
-        self._run = parse_ids(wanted) if kind == "tokens" else None
-        self._pattern = wanted
+        self._run = parse_ids(pattern) if kind == "tokens" else None
+        self._pattern = pattern
         if self._run is None:
             try:
-                pc.match_substring_regex(pa.array([""]), wanted)
+                pc.match_substring_regex(pa.array([""]), pattern)
             except pa.ArrowInvalid as error:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
         clause = index.condition(where)
@@ -81,17 +81,17 @@ class Search:
     def hits(self) -> Iterator[dict[str, Any]]:
         """{"hit": …} for each sample that matches, {"searched": n, "versions": {version: samples}} after each batch."""
         versions: dict[int, int] = {}
-        found = 0
+        count = 0
         tokens = self._store.dataset("tokens", self._index.snapshot)
         for part, column, searched in self._parts(tokens):
             for hit in self._batch(part, column):
                 versions[hit["version"]] = versions.get(hit["version"], 0) + 1
-                found += 1
+                count += 1
                 yield {"hit": hit}
-                if found >= MOST_HITS:
+                if count >= MOST_HITS:
                     break
-            yield {"searched": searched, "total": self.total, "hits": found, "versions": versions}
-            if found >= MOST_HITS:
+            yield {"searched": searched, "total": self.total, "hits": count, "versions": versions}
+            if count >= MOST_HITS:
                 return
 
     def _part(self, rows: pa.Table) -> pa.Table:
@@ -107,18 +107,18 @@ class Search:
             rows, payload_rows, prompts = (
                 self._rows[name].to_numpy() for name in ("sample_row", "payload_row", "prompt_len")
             )
-            if (found := scan_tokens(samples, tokens, rows, payload_rows, prompts, self._run)) is not None:
-                yield from self._read(found)
+            if (scan := scan_tokens(samples, tokens, rows, payload_rows, prompts, self._run)) is not None:
+                yield from self._read(scan)
                 return
         searched = 0
         for part, column in self._chosen() if few else self._scanned(tokens):
             searched += part.num_rows
             yield part, column, searched
 
-    def _read(self, found: Iterator[tuple[NDArray[np.int64], int]]) -> Iterator[tuple[pa.Table, pa.Array, int]]:
+    def _read(self, scan: Iterator[tuple[NDArray[np.int64], int]]) -> Iterator[tuple[pa.Table, pa.Array, int]]:
         """Samples of a scan with their tokens."""
         last = -1
-        for places, searched in found:
+        for places, searched in scan:
             some = places[places != last][:MOST_HITS]  # one that two stretches share is named by both
             last = int(places[-1]) if len(places) else last
             part = self._part(self._rows.take(pa.array(some, pa.int64())))
@@ -150,17 +150,17 @@ class Search:
             for batch in scan.to_batches():
                 ids = batch["_rowid"].to_numpy().astype(np.int64)
                 places = np.minimum(np.searchsorted(payload_rows, ids), self.total - 1)
-                wanted = np.flatnonzero(payload_rows[places] == ids)
-                if not len(wanted):
+                matches = np.flatnonzero(payload_rows[places] == ids)
+                if not len(matches):
                     continue
-                first, last = int(places[wanted[0]]), int(places[wanted[-1]])
+                first, last = int(places[matches[0]]), int(places[matches[-1]])
                 part = self._rows.slice(first, last + 1 - first)
-                if part.num_rows != len(wanted):
-                    part = self._rows.take(pa.array(places[wanted]))
+                if part.num_rows != len(matches):
+                    part = self._rows.take(pa.array(places[matches]))
                 part = self._part(part)
                 column = batch
-                if len(wanted) < batch.num_rows:
-                    column = batch.take(pa.array(wanted))
+                if len(matches) < batch.num_rows:
+                    column = batch.take(pa.array(matches))
                 if not pc.all(pc.equal(part["uid"], column["uid"])).as_py():
                     check_echo("tokens", part, column)
                 yield part, column["tokens"]
@@ -180,8 +180,8 @@ class Search:
         owners = np.searchsorted(offsets, places, side="right") - 1
         inside = (places - offsets[owners] >= prompts[owners]) & (places + len(self._run) <= offsets[owners + 1])
         places, owners = places[inside], owners[inside]
-        kept, first, counts = np.unique(owners, return_index=True, return_counts=True)
-        for owner, at, times in zip(kept.tolist(), first.tolist(), counts.tolist(), strict=True):
+        owner_rows, first, counts = np.unique(owners, return_index=True, return_counts=True)
+        for owner, at, times in zip(owner_rows.tolist(), first.tolist(), counts.tolist(), strict=True):
             position = int(places[at] - offsets[owner] - prompts[owner])
             yield self._hit(part, owner, flat[offsets[owner] + prompts[owner] : offsets[owner + 1]], position, times)
 
@@ -191,10 +191,10 @@ class Search:
         matched = np.flatnonzero(np.asarray(pc.match_substring_regex(texts, self._pattern)))
         if not len(matched):
             return
-        found = texts.take(pa.array(matched))
-        counts = pc.count_substring_regex(found, self._pattern).to_pylist()
-        starts = pc.find_substring_regex(found, self._pattern).to_pylist()
-        for owner, times, start, text in zip(matched.tolist(), counts, starts, found.to_pylist(), strict=True):
+        matches = texts.take(pa.array(matched))
+        counts = pc.count_substring_regex(matches, self._pattern).to_pylist()
+        starts = pc.find_substring_regex(matches, self._pattern).to_pylist()
+        for owner, times, start, text in zip(matched.tolist(), counts, starts, matches.to_pylist(), strict=True):
             characters = len(text.encode()[:start].decode(errors="ignore"))
             yield self._hit(part, owner, responses[owner], self._position(responses[owner], characters), times)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MopdError, ResourceError
 from mopd_dataplane.query.job import remembered_job
-from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
+from mopd_dataplane.store.read import snapshot as snapshots
+from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.tables import TABLES
 from mopd_dataplane.view.columns import FLAGS
 from mopd_dataplane.view.index import Index
@@ -33,7 +33,7 @@ KEPT_DIGESTS = 1000
 """Snapshots of a growing store that can be asked for again."""
 
 
-class Asked:
+class OpenQueries:
     """How many ask, so that work which nobody waits for can let them go first."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Shown:
         self._ending = False
         self._answers: dict[tuple[str, str], Any] = {}
         self._seen: OrderedDict[str, Snapshot] = OrderedDict()
-        self.asked = Asked()
+        self.queries = OpenQueries()
         """While somebody asks, `prepare` steps aside."""
         self.labelled = Labelled(store)
         self.student = Student(store)
@@ -97,28 +97,28 @@ class Shown:
 
     def index(self) -> Index:
         """The newest index; with `follow` a newer snapshot is read when the last one has served for a while."""
-        held = self._index
-        if held is not None and (not self.follow or time.monotonic() < self._next_look):
-            return held
-        if held is not None and self._lock.locked():
-            return held  # another thread is at it
+        index = self._index
+        if index is not None and (not self.follow or time.monotonic() < self._next_look):
+            return index
+        if index is not None and self._lock.locked():
+            return index  # another thread is at it
         with self._lock:
-            held = self._index
-            if held is None or (self.follow and time.monotonic() >= self._next_look):
+            index = self._index
+            if index is None or (self.follow and time.monotonic() >= self._next_look):
                 self._going()
                 snapshot = self._pinned or self.store.snapshot()
-                if held is None or snapshot.versions != held.snapshot.versions:
-                    self._next_look = time.monotonic() + PAUSE * (held.rollouts.spent if held is not None else 0.0)
-                    if held is not None:
-                        held.rollouts.rest()
+                if index is None or snapshot.versions != index.snapshot.versions:
+                    self._next_look = time.monotonic() + PAUSE * (index.rollouts.spent if index is not None else 0.0)
+                    if index is not None:
+                        index.rollouts.rest()
                     self.labelled.changed()
-                    held, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
-                    self._index = held
+                    index, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
+                    self._index = index
                     self._seen[snapshot.digest] = snapshot
                     if len(self._seen) > KEPT_DIGESTS:
                         self._seen.popitem(last=False)
                 self._next_look = max(self._next_look, time.monotonic() + SHORTEST_PAUSE_S)
-            return held
+            return index
 
     def _going(self) -> None:
         if self._ending:
@@ -131,7 +131,7 @@ class Shown:
     def prepare(self) -> None:
         """Read all columns before anyone asks for them. What is wrong with a store is said to whoever asks."""
         with suppress(MopdError, OSError):
-            self.index().fill(self.asked.aside)
+            self.index().fill(self.queries.aside)
 
     def at(self, snapshot: Snapshot) -> Shown:
         """This store as it was, with the labels of today."""
@@ -145,14 +145,14 @@ class Shown:
 
     def stands_at(self, snapshot: Snapshot) -> bool:
         """Whether it shows this snapshot until the end."""
-        held = self._index
-        return not self.follow and held is not None and held.snapshot.digest == snapshot.digest
+        index = self._index
+        return not self.follow and index is not None and index.snapshot.digest == snapshot.digest
 
     @property
     def rows(self) -> int:
         """Rows of its index; 0 where there is none."""
-        held = self._index
-        return held.total if held is not None else 0
+        index = self._index
+        return index.total if index is not None else 0
 
     def forget(self) -> None:
         """Give the index up; who asks next makes it again."""
@@ -164,9 +164,9 @@ class Shown:
     def remembered(self, key: str, make: Callable[[Index], Any]) -> Any:
         """An expensive answer of this index, computed once."""
         index, answers = self.index(), self._answers
-        if (place := (index.snapshot.digest, key)) not in answers:
-            answers[place] = make(index)
-        return answers[place]
+        if (cache_key := (index.snapshot.digest, key)) not in answers:
+            answers[cache_key] = make(index)
+        return answers[cache_key]
 
     def describe(self) -> dict[str, Any]:
         """Answer to the page's first request: name, snapshot, tables, columns, teachers, flags."""

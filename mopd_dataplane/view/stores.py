@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.view.shown import Shown
 
 KEPT_SNAPSHOTS, KEPT_ROWS = 8, 1_000_000
@@ -24,34 +24,34 @@ class ShownStores:
 
     def describe(self) -> list[dict[str, Any]]:
         """Shown.describe() of each; stores of jobs of one name go by their folders too."""
-        found = []
+        described = []
         for shown in self._shown:
-            with shown.asked.asking():
-                found.append(shown.describe())
-        times = Counter(about["name"] for about in found)
-        for about in found:
+            with shown.queries.asking():
+                described.append(shown.describe())
+        times = Counter(about["name"] for about in described)
+        for about in described:
             if times[about["name"]] > 1:
                 about["name"] += f" in {'/'.join(about['uri'].rstrip('/').split('/')[-2:])}"
-        return found
+        return described
 
     def get(self, key: str) -> Shown:
         """The store of a key. Raises UnknownNameError."""
-        place, _, name = key.partition("@")
-        if place not in map(str, range(len(self._shown))):
-            raise UnknownNameError(f"no store {place!r:.80}; this server shows {len(self._shown)}, counted from 0")
-        newest, pinned = self._shown[int(place)], self._pinned[int(place)]
+        ordinal, _, name = key.partition("@")
+        if ordinal not in map(str, range(len(self._shown))):
+            raise UnknownNameError(f"no store {ordinal!r:.80}; this server shows {len(self._shown)}, counted from 0")
+        newest, pinned = self._shown[int(ordinal)], self._pinned[int(ordinal)]
         snapshot = newest.seen(name) or snapshots.tagged(newest.store, name) if name else None
         with self._lock:
-            wanted = newest
+            view_at = newest
             if snapshot is not None and not newest.stands_at(snapshot):
-                wanted = pinned.setdefault(snapshot.digest, newest.at(snapshot))
+                view_at = pinned.setdefault(snapshot.digest, newest.at(snapshot))
                 pinned.move_to_end(snapshot.digest)
             gone = [pinned.popitem(last=False)[1] for _ in range(len(pinned) - KEPT_SNAPSHOTS)]
-            others = [shown for shown in (newest, *pinned.values()) if shown is not wanted and shown.rows]
-        rows = wanted.index().total + sum(shown.rows for shown in others) if others else 0
+            others = [shown for shown in (newest, *pinned.values()) if shown is not view_at and shown.rows]
+        rows = view_at.index().total + sum(shown.rows for shown in others) if others else 0
         while rows > KEPT_ROWS and others:
             rows -= others[0].rows
             gone.append(others.pop(0))
         for shown in gone:
             shown.forget()
-        return wanted
+        return view_at

@@ -71,9 +71,9 @@ class Student:
                 self._states = (folder, payload.uid), hf.hidden_states(model, ids)[0]
         state = self._states[1][payload.prompt_len + position - 1][None]
         head = hf.lm_head(model)
-        ids, found = topk_logprobs(state, head, len(head.weight), temperature=temperature)
-        logprobs = torch.empty_like(found[0])
-        logprobs[ids[0]] = found[0]
+        ids, all_logprobs = topk_logprobs(state, head, len(head.weight), temperature=temperature)
+        logprobs = torch.empty_like(all_logprobs[0])
+        logprobs[ids[0]] = all_logprobs[0]
         return logprobs.float().numpy()
 
 

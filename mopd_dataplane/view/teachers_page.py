@@ -48,13 +48,13 @@ def teachers_page(store: Store, index: Index) -> dict[str, Any]:
     """`teachers`: rows of the table; `scored`: per teacher, domain and kind, with what was measured of tokens and the
     teacher's own held-out accuracy; `examples` by teacher and domain; `sql` behind them."""
     scored = store.sql(SCORED, snapshot=index.snapshot).to_pylist()
-    kept = STATS in index.snapshot.versions
-    measured = store.sql(MEASURED, snapshot=index.snapshot).to_pylist() if kept else []
-    known = {(row["teacher"], row["domain"]): row for row in measured}
+    has_stats = STATS in index.snapshot.versions
+    measured = store.sql(MEASURED, snapshot=index.snapshot).to_pylist() if has_stats else []
+    by_pair = {(row["teacher"], row["domain"]): row for row in measured}
     right = _accuracies(store, index)
     for row in scored:
-        found = known.get((row["teacher"], row["domain"]), {})
-        row |= {"entropy": found.get("entropy"), "top1": found.get("top1")}
+        row_stats = by_pair.get((row["teacher"], row["domain"]), {})
+        row |= {"entropy": row_stats.get("entropy"), "top1": row_stats.get("top1")}
         row["accuracy"] = right.get((row["teacher"], row["domain"]))
     table = store.table("teachers", snapshot=index.snapshot).to_pylist()
     pairs = dict.fromkeys((row["teacher"], row["domain"]) for row in scored if row["kl"] is not None)
@@ -62,7 +62,7 @@ def teachers_page(store: Store, index: Index) -> dict[str, Any]:
         "teachers": [{key: value for key, value in row.items() if key != "created_at"} for row in table],
         "scored": scored,
         "examples": {f"{teacher}/{domain}": _examples(index, teacher, domain) for teacher, domain in pairs},
-        "sql": [SCORED.strip(), *([MEASURED.strip()] if kept else [])],
+        "sql": [SCORED.strip(), *([MEASURED.strip()] if has_stats else [])],
     }  # fmt: skip
 
 
@@ -87,10 +87,10 @@ def _examples(index: Index, teacher: str, domain: str) -> dict[str, list[dict[st
     if column not in index.columns:
         return {}
     own = f'from rollouts where domain = {literal(domain)} and "{column}" is not null'
-    wanted = {
+    conditions = {
         "far": f'{own} order by "{column}" desc',
         "liked": f'{own} and reward < 1 order by mean_logprob - "{column}" desc',
         "disliked": f'{own} and reward >= 1 order by mean_logprob - "{column}"',
     }
     shown = f'select uid, "{column}" as kl, mean_logprob - "{column}" as logprob, reward'
-    return {name: index.rows(f"{shown} {rest} limit {EXAMPLES}") for name, rest in wanted.items()}
+    return {name: index.rows(f"{shown} {rest} limit {EXAMPLES}") for name, rest in conditions.items()}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import DamagedError, MopdError, UnknownNameError
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
-from mopd_dataplane.store.dataset_format import FREED
+from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.tables import signal_table
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.records import Snapshot, Teacher
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.decode import Decoder, Numbers
+    from mopd_dataplane.store.read.decode import Decoder, Numbers
 
 SHOWN = 12
 """Candidates of one teacher."""
@@ -48,7 +48,7 @@ def candidates(
     for score in scores.to_pylist():
         kinds.setdefault(score["teacher"], []).append(score["kind"])
     teachers = store.teachers()
-    found: list[list[dict[str, Any]]] = [[] for _ in places]
+    by_position: list[list[dict[str, Any]]] = [[] for _ in places]
     for name in sorted(kinds):
         source = next((kind for kind in ("hidden", "topk") if kind in kinds[name]), None)
         if source is None:
@@ -62,23 +62,23 @@ def candidates(
             else:
                 stored = store.read_signal(name, "topk", [row["sample_row"]], snapshot)[0]
                 said = [(stored[0][ordinal], stored[1][ordinal]) for ordinal in ordinals]
-            for answers, (ids, logprobs), (token, _) in zip(found, said, places, strict=True):
+            for answers, (ids, logprobs), (token, _) in zip(by_position, said, places, strict=True):
                 answers.append(about | ranked(ids, logprobs, token, whole=source == "hidden"))
         except (MopdError, OSError, ValueError) as error:
             gone = source == "hidden" and freed(store, name, [row["uid"]])
             said_of_it = "its hidden states were freed when they had served" if gone else str(error)
-            for answers in found:
+            for answers in by_position:
                 answers[:] = [answer for answer in answers if answer["teacher"] != name]
                 answers.append(about | {"error": said_of_it})
-    return found
+    return by_position
 
 
 def freed(store: Store, teacher: str, uids: Iterable[str]) -> set[str]:
     """Samples whose hidden states of a teacher can be read no more, as of now."""
-    asked = set(uids)
-    keys = f"uid IN ({', '.join(map(literal, sorted(asked)))})"
+    uid_set = set(uids)
+    keys = f"uid IN ({', '.join(map(literal, sorted(uid_set)))})"
     table = store.table(signal_table(teacher, "hidden"), ["uid", "codec"], keys).to_pylist()
-    return asked - {row["uid"] for row in table if row["codec"] != FREED}
+    return uid_set - {row["uid"] for row in table if row["codec"] != FREED}
 
 
 def _from_states(
@@ -105,15 +105,15 @@ def _from_states(
 def ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, Any]:
     """The SHOWN likeliest of ids [K] with log-probs [K], and where the token stands among them. whole: K is all."""
     order = np.argsort(-logprobs, kind="stable")
-    place = np.flatnonzero(ids[order] == token)
+    rank = np.flatnonzero(ids[order] == token)
     top = order[:SHOWN]
     return {
         "ids": ids[top].tolist(),
         "logprobs": [float(value) for value in logprobs[top]],
         "k": len(ids),
         "whole": whole,
-        "rank": int(place[0]) + 1 if len(place) else None,
-        "own": float(logprobs[order[place[0]]]) if len(place) else None,
+        "rank": int(rank[0]) + 1 if len(rank) else None,
+        "own": float(logprobs[order[rank[0]]]) if len(rank) else None,
         "tail": float(np.clip(1 - np.exp(logprobs[top].astype(np.float64)).sum(), 0, 1)),
         "entropy": float(-(np.exp(logprobs.astype(np.float64)) * logprobs).sum()) if whole else None,
     }

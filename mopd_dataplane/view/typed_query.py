@@ -48,13 +48,13 @@ def ask(store: Store, snapshot: Snapshot, query: str) -> bytes:
     """
     with _ONE, scratch_folder() as folder:
         answer = folder / "answer.json"
-        asked = {"uri": str(store.uri), "versions": snapshot.versions, "query": query, "answer": str(answer)}
+        request = {"uri": str(store.uri), "versions": snapshot.versions, "query": query, "answer": str(answer)}
         command = [sys.executable, "-m", "mopd_dataplane.view.typed_query"]
         environment = parent_named() | {"OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
             try:
                 assert process.stdin is not None
-                process.stdin.write(json.dumps(asked).encode())
+                process.stdin.write(json.dumps(request).encode())
                 process.stdin.close()
                 _watch(process)
             finally:
@@ -63,11 +63,11 @@ def ask(store: Store, snapshot: Snapshot, query: str) -> bytes:
             raise QueryError(
                 f"the query ended without an answer (exit code {process.returncode}): narrow it, or ask `mopd query`"
             )
-        found = answer.read_bytes()
+        content = answer.read_bytes()
     if process.returncode:
-        said = json.loads(found)
+        said = json.loads(content)
         raise (DeadlineError if said["kind"] == "DeadlineError" else QueryError)(said["error"])
-    return found
+    return content
 
 
 def _watch(process: subprocess.Popen[bytes]) -> None:
@@ -89,15 +89,15 @@ def _private_mb(pid: int) -> float:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _answer(asked: dict[str, Any]) -> str:
+def _answer(request: dict[str, Any]) -> str:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.sql import Limits, run_sql, values_of
+    from mopd_dataplane.store.sql.query import Limits, run_sql, values_of
     from mopd_dataplane.view.plain import to_json
 
-    store = Store.open(asked["uri"])
+    store = Store.open(request["uri"])
     limits = Limits(rows=ROWS + 1, seconds=SECONDS, memory=BUFFERS, spilled=SPILLED)
-    table = run_sql(store, asked["query"], Snapshot(uri=asked["uri"], versions=asked["versions"]), limits)
+    table = run_sql(store, request["query"], Snapshot(uri=request["uri"], versions=request["versions"]), limits)
     rows = list(zip(*values_of(table.slice(0, ROWS)), strict=True))
     text = to_json({"columns": table.column_names, "rows": rows, "more": table.num_rows > ROWS})
     if len(text) > ANSWER_MB * 1e6:
@@ -108,13 +108,13 @@ def _answer(asked: dict[str, Any]) -> str:
 def main() -> int:
     """Answer one request."""
     end_with_parent()
-    asked = json.loads(sys.stdin.buffer.read())
+    request = json.loads(sys.stdin.buffer.read())
     code = 0
     try:
-        text = _answer(asked)
+        text = _answer(request)
     except MopdError as error:
         text, code = json.dumps({"error": str(error), "kind": type(error).__name__}), error.exit_code
-    publish_file(Path(asked["answer"]), text.encode())
+    publish_file(Path(request["answer"]), text.encode())
     return code
 
 

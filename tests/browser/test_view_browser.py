@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from mopd_dataplane import Signal, Store
 from mopd_dataplane.query.text import visible
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 
 pytestmark = pytest.mark.browser
 

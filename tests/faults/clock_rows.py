@@ -25,7 +25,7 @@ from inject import Row, Tally
 from power_rows import content, create, roll
 
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.store import fragments
+from mopd_dataplane.store.commit import fragments
 from mopd_dataplane.store.dataset import Store
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")

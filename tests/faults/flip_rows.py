@@ -22,8 +22,8 @@ from mopd_dataplane.models import adapters, hf
 from mopd_dataplane.models.adapter_files import Base
 from mopd_dataplane.run.upgrade import upgrade_store
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import keep_tokenizer
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.read.decode import keep_tokenizer
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 root = Path(sys.argv[2])
 list(upgrade_store(sys.argv[1], root))
 store = Store.open(root)

@@ -152,9 +152,9 @@ def read_everything(root: Path) -> dict[str, str]:
 
 
 def _rows(dataset: Any) -> str:
-    from mopd_dataplane.store import reading
+    from mopd_dataplane.store.read import row_reader
 
-    with reading.lance_errors.reading(dataset.uri):
+    with row_reader.lance_errors.reading(dataset.uri):
         blobs = [field.name for field in dataset.schema if "blob" in str(field.type)]
         plain = [field.name for field in dataset.schema if field.name not in blobs]
         rows = dataset.to_table(columns=plain, with_row_id=True).combine_chunks()

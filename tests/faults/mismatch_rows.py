@@ -30,7 +30,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.log import framing
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.dataset_format import FORMAT_KEY, spec_of
+from mopd_dataplane.store.format.dataset_format import FORMAT_KEY, spec_of
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 from mopd_dataplane.testing.toy_engine import ToyEngine
 from mopd_dataplane.train import checkpoint as checkpoints

@@ -19,7 +19,7 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
-from mopd_dataplane.store import fragments
+from mopd_dataplane.store.commit import fragments
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.testing.toy_engine import ToyEngine
 

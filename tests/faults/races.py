@@ -37,10 +37,10 @@ from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store import fragments
+from mopd_dataplane.store.commit import fragments
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.lance_errors import is_overtaken
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.format.lance_errors import is_overtaken
+from mopd_dataplane.store.location import StoreLocation
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
@@ -67,7 +67,7 @@ class Ground:
         """The store, merging its small files early; without locks where there are to be none."""
         fragments.TIERS = ((4 << 20, 4),)
         if not self.locks:
-            mock.patch.object(Place, "committing", return_value=contextlib.nullcontext(False)).start()
+            mock.patch.object(StoreLocation, "committing", return_value=contextlib.nullcontext(False)).start()
         return Store.open(self.uri)
 
     def acknowledge(self, lines: list[dict[str, Any]]) -> None:

@@ -25,9 +25,9 @@ import store_builders as build
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.store import fragments, table
+from mopd_dataplane.store.commit import fragments, table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.location import StoreLocation
 
 # Nothing here touches Lance before it forks: Lance's threads do not survive a fork, its modules do.
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
@@ -105,7 +105,7 @@ def raced(count: int, seed: int) -> Tally:
 def race(home: Path, start: float, unlocked: bool) -> int:
     """Commit everything in small batches; how many samples this process made visible."""
     if unlocked:
-        mock.patch.object(Place, "committing", return_value=contextlib.nullcontext(False)).start()
+        mock.patch.object(StoreLocation, "committing", return_value=contextlib.nullcontext(False)).start()
     store = Store.open(home)
     time.sleep(0.01 * start)
     batches = ([build.sample(i) for i in range(first, first + BATCH)] for first in range(0, SAMPLES, BATCH))

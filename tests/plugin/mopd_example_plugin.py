@@ -116,7 +116,9 @@ def pairs(fields: dict[str, Any], place: str) -> Iterator[Row]:
     """{"ask": …, "said": …, "good": …}"""
     if not isinstance(fields.get("ask"), str) or not isinstance(fields.get("said"), str):
         raise InputError(f"{place}: fields 'ask' and 'said' must be text")
-    yield Row(place=place, prompt=fields["ask"], response=fields["said"], rewards={("good", ""): float(fields["good"])})
+    yield Row(
+        location=place, prompt=fields["ask"], response=fields["said"], rewards={("good", ""): float(fields["good"])}
+    )
 
 
 class Lines:

@@ -33,14 +33,14 @@ WRITES = {
     "train/checkpoint.py": "the same", "run/upgrade.py": "the same",
     "base/file_urls.py": "a scratch file on its way to a URL; a finished scratch moved to a new place",
     "interchange/exporter.py": "a scratch that is published whole", "view/export.py": "a new folder, its mark last",
-    "run/follow.py": "a scratch of this process", "run/rehearsal.py": "the same", "store/objects.py": "the same",
+    "run/follow.py": "a scratch of this process", "run/rehearsal.py": "the same", "store/remote/objects.py": "the same",
     "run/token_log_copy.py": "into a staging folder; segments come last",
     "rollout/log/segment_file.py": "the log: its header is synced first", "rollout/log/ownership.py": "O_EXCL",
-    "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/cache.py": "the same",
+    "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/remote/range_cache.py": "the same",
     "score/vllm_connector.py": "between two processes, read once", "train/token_stats.py": "the same",
     "train/metrics.py": "lines with a checksum each are appended", "train/stop.py": "a lock",
-    "store/manifests.py": "a torn manifest is set aside, the folder synced",
-    "job/reference.py": "generated pages of this repository", "store/schemas.py": "the same",
+    "store/format/manifests.py": "a torn manifest is set aside, the folder synced",
+    "job/reference.py": "generated pages of this repository", "store/format/schemas.py": "the same",
 }  # fmt: skip
 """Files that write otherwise, and why; bench/ measures the disk."""
 

@@ -184,15 +184,15 @@ def test_every_importer_keeps_the_contract(name: str) -> None:
 
 
 def _guesses(fields: dict[str, Any], place: str) -> Iterator[Row]:
-    yield Row(place=place, prompt=str(fields.get("ask")), response="")
+    yield Row(location=place, prompt=str(fields.get("ask")), response="")
 
 
 def _stumbles(fields: dict[str, Any], place: str) -> Iterator[Row]:
-    yield Row(place=place, prompt=fields["ask"], response="")
+    yield Row(location=place, prompt=fields["ask"], response="")
 
 
 def _loses(fields: dict[str, Any], place: str) -> Iterator[Row]:
-    yield Row(place="", prompt="", response="")
+    yield Row(location="", prompt="", response="")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from mopd_dataplane.base.memory import freed_memory_kept, freed_memory_returned, trim_heap
 from mopd_dataplane.bench.write import bench_sample
-from mopd_dataplane.store import commit
+from mopd_dataplane.store.commit import samples
 from mopd_dataplane.store.dataset import Store
 
 NBYTES = 64 << 20
@@ -104,7 +104,7 @@ def test_freed_memory_is_used_again_and_given_back_unless_it_is_to_stay(words: s
     subprocess.run([sys.executable, __file__, words], check=True, env=environment, timeout=120)
 
 
-@pytest.mark.parametrize(("tokens", "kept"), [(16, []), (commit.LARGE // 4, [False])], ids=["small", "large"])
+@pytest.mark.parametrize(("tokens", "kept"), [(16, []), (samples.LARGE // 4, [False])], ids=["small", "large"])
 def test_a_large_commit_keeps_its_memory_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[bool]
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_large_commit_keeps_its_memory_for_the_next(
         entered.append(return_it)
         return freed_memory_kept(return_it=return_it)
 
-    monkeypatch.setattr(commit, "freed_memory_kept", recorded)
+    monkeypatch.setattr(samples, "freed_memory_kept", recorded)
     Store.create(str(tmp_path / "store")).commit_samples([bench_sample(0, tokens)])
     assert entered == kept
 

@@ -173,8 +173,8 @@ def divergence(
             head = teacher_of(numbers[segment])
             zt = products(teacher_rows[rows], head.weight.detach()[:columns]).to(student.dtype)
             pair = Products(z, zt, student.epilogue, head.epilogue(columns, temperature))
-            loss[rows], found = fdiv.fdiv_rows(pair, form, coefficient[rows], gradient)
-            for total, part in zip(stats, found, strict=True):
+            loss[rows], gradient_rows = fdiv.fdiv_rows(pair, form, coefficient[rows], gradient)
+            for total, part in zip(stats, gradient_rows, strict=True):
                 total[rows] = part
 
         if student.plan.mode == "lean":

@@ -32,5 +32,5 @@ def group_masses(logits: Tensor, scale: Tensor, size: int, *, backend: Backend =
     if size < 1 or size & (size - 1):
         raise ValueError(f"size must be a power of two, got {size}")
     chosen, _ = choose_backend(logits.device, torch.float32, backend)
-    found: tuple[Tensor, Tensor] = row_functions(chosen, "group_masses").group_masses(logits, scale, size)
-    return found
+    masses: tuple[Tensor, Tensor] = row_functions(chosen, "group_masses").group_masses(logits, scale, size)
+    return masses

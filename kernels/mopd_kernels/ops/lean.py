@@ -59,8 +59,8 @@ class _Lean:
 
     def mean(self, rows: Rows, state: RowState) -> Tensor:
         if not self.form.needs_mean:
-            known: Tensor = self.ops.mean_from_state(state, self.form)
-            return known
+            mean: Tensor = self.ops.mean_from_state(state, self.form)
+            return mean
         total = torch.zeros_like(state.student_sum)
         for part in self.parts:
             total += self.ops.scan_mean(self.sliced(rows, part), state, self.form)
@@ -74,12 +74,12 @@ class _Lean:
         head = self.ours.weight[columns]
         operand = operand_dtype(self.ours.hidden, head) if head.is_cuda else self.loss.dtype
         head_gradient = None if gradients.weight is None else torch.zeros_like(head, dtype=self.loss.dtype)
-        wanted = any(g is not None for g in gradients)
+        needs_gradient = any(g is not None for g in gradients)
         for rows, state, mean in zip(chunks, states, means, strict=True):
             z, factor = self.sliced(rows, part), self.coefficient[rows]
-            share = self.ops.scan_gradient(z, state, mean, self.form, factor, z.zs if wanted else None)
+            share = self.ops.scan_gradient(z, state, mean, self.form, factor, z.zs if needs_gradient else None)
             self.loss[rows] += torch.where(factor != 0, share, 0)
-            if not wanted:
+            if not needs_gradient:
                 continue
             g = z.zs.to(operand)
             if gradients.hidden is not None:
@@ -126,8 +126,8 @@ def lean_sweep(
             means = [lean.mean(rows, state) for rows, state in zip(chunks, states, strict=True)]
             for rows, state in zip(chunks, states, strict=True):
                 live = coefficient[rows] != 0
-                for total, found in zip(stats, finish_row_state(state), strict=True):
-                    total[rows] = torch.where(live, found, 0)
+                for total, values in zip(stats, finish_row_state(state), strict=True):
+                    total[rows] = torch.where(live, values, 0)
             for part in parts:
                 lean.add_slice(part, chunks, states, means)
     wide = gradients.hidden

@@ -75,7 +75,7 @@ def policy_loss(
     if sequence_ids is not None:
         old = logprob.detach() if old_logprob is None else old_logprob
         assert sampler_logprob is not None
-        constants = constants._replace(kept=sequences_in_band(old, sampler_logprob, factor, sequence_ids, band))
+        constants = constants._replace(in_mask=sequences_in_band(old, sampler_logprob, factor, sequence_ids, band))
     loss, sums = _PolicyLoss.apply(  # type: ignore[no-untyped-call]
         logprob, constants.each(lambda tensor: tensor.detach().to(logprob.dtype)), factor, settings, chosen
     )

@@ -31,7 +31,7 @@ class ChunkOfTokens(NamedTuple):
     z: Tensor
     """[C, V] raw products"""
     softmax: SoftmaxRows
-    kept: MaskColumns | None
+    in_mask: MaskColumns | None
     ids: Tensor
     """[C]"""
     logit: Tensor
@@ -62,13 +62,13 @@ class SampledTokens:
     def of_rows(self, rows: Rows, z: Tensor) -> ChunkOfTokens:
         """Those of one chunk, from its raw products z [C, V]."""
         epilogue = self.model.epilogue
-        found: SoftmaxRows = row_functions(self.model.plan.backend, "softmax").softmax_rows(z, epilogue)
-        kept = None if self.sampling_mask is None else MaskColumns.of(self.sampling_mask[rows])
-        if kept is not None:
-            found = kept.softmax(found, z, epilogue)
+        softmax_rows: SoftmaxRows = row_functions(self.model.plan.backend, "softmax").softmax_rows(z, epilogue)
+        mask_columns = None if self.sampling_mask is None else MaskColumns.of(self.sampling_mask[rows])
+        if mask_columns is not None:
+            softmax_rows = mask_columns.softmax(softmax_rows, z, epilogue)
         ids = self.ids[rows]
         logit = epilogue.of_columns(z, ids[:, None])[:, 0]
-        return ChunkOfTokens(z, found, kept, ids, logit, found.log_prob(logit[:, None])[:, 0])
+        return ChunkOfTokens(z, softmax_rows, mask_columns, ids, logit, softmax_rows.log_prob(logit[:, None])[:, 0])
 
     def write_gradient(
         self, chunk: ChunkOfTokens, logprob_factor: Tensor, entropy_factor: Tensor | None, gradient: Tensor
@@ -84,8 +84,8 @@ class SampledTokens:
         row_functions(self.model.plan.backend, "softmax").softmax_gradient(
             chunk.z, epilogue, chunk.softmax, -logprob_factor, entropy_factor, gradient
         )
-        if chunk.kept is not None:
-            chunk.kept.narrow(gradient)
+        if chunk.in_mask is not None:
+            chunk.in_mask.narrow(gradient)
         sampled = (sampled * epilogue.chain(chunk.logit)).to(gradient.dtype)
         gradient.scatter_(1, chunk.ids[:, None], sampled[:, None])
 

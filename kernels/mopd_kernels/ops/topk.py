@@ -95,17 +95,17 @@ def topk_divergence(
         softmax, loss = row_functions(model.plan.backend, "softmax"), model.zeros()
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-            found = softmax.softmax_rows(z, epilogue)
+            softmax_rows = softmax.softmax_rows(z, epilogue)
             here = present[rows]
             logits = epilogue.of_columns(z, ids[rows])
-            log_q = torch.where(here, found.log_prob(logits), OFF_SUPPORT)
+            log_q = torch.where(here, softmax_rows.log_prob(logits), OFF_SUPPORT)
             result = BUCKETS[mode](log_q, log_p[rows], form)
             loss[rows] = result.loss
             if gradient is None:
                 return
             assert result.elsewhere is not None
             factor = coefficient[rows]
-            softmax.softmax_gradient(z, epilogue, found, factor * result.elsewhere, None, gradient)
+            softmax.softmax_gradient(z, epilogue, softmax_rows, factor * result.elsewhere, None, gradient)
             values = result.stored * factor[:, None] * epilogue.chain(logits)
             _scatter_present(gradient, ids[rows], values, here)
 

@@ -65,10 +65,10 @@ def _logprobs(model: Operands, hidden: Tensor, ids: Tensor, choose: Choice) -> t
     entropy = model.zeros()
 
     def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-        found = softmax.softmax_rows(z, model.epilogue)
+        softmax_rows = softmax.softmax_rows(z, model.epilogue)
         ids[rows] = choose(rows, z, model.epilogue)
-        logprobs[rows] = found.log_prob(model.epilogue.of_columns(z, ids[rows]))
-        entropy[rows] = found.entropy
+        logprobs[rows] = softmax_rows.log_prob(model.epilogue.of_columns(z, ids[rows]))
+        entropy[rows] = softmax_rows.entropy
 
     segments: list[Rows] = [slice(0, len(hidden))] if len(hidden) else []
     sweep(hidden, model.head.weight, None, segments=segments, plan=model.plan, needs=Needs(), step=step)

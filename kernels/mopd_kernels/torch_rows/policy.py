@@ -61,7 +61,7 @@ class TokenConstants(NamedTuple):
     """None means ``old``."""
     advantage: Tensor | None = None
     teacher: Tensor | None = None
-    kept: Tensor | None = None
+    in_mask: Tensor | None = None
     """Replaces the band test of ``mis``."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenConstants:
@@ -74,7 +74,7 @@ def policy_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss terms [N], derivatives by logprob [N], metric sums [len(METRICS)]. Tokens of weight zero count nowhere."""
     logprob = logprob.detach()
-    old, sampler, advantage, teacher, kept = constants
+    old, sampler, advantage, teacher, in_mask = constants
     old = logprob if old is None else old
     sampler = old if sampler is None else sampler
     log_ratio = logprob - old
@@ -98,7 +98,7 @@ def policy_rows(
     elif settings.correction == "tis":
         correction = sampler_ratio.clamp(low, high)
     elif settings.correction == "mis":
-        correction = sampler_ratio * (inside if kept is None else kept)
+        correction = sampler_ratio * (inside if in_mask is None else in_mask)
 
     objective = ratio * total_advantage
     flows = log_ratio.abs() <= LOG_RATIO_LIMIT

@@ -33,11 +33,20 @@ def group_masses(logits: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tens
     """See ops.group_masses; size is a power of two."""
     rows, columns = logits.shape
     groups = triton.cdiv(columns, size)
-    held = max(1, min(BLOCK // size, int(triton.next_power_of_2(groups))))
+    groups_per_block = max(1, min(BLOCK // size, int(triton.next_power_of_2(groups))))
     tops = torch.empty(rows, groups, device=logits.device)
     masses = torch.empty_like(tops)
     if rows:
-        _group_masses_kernel[(rows, triton.cdiv(groups, held))](
-            logits, scale, tops, masses, columns, groups, logits.stride(0), GROUPS=held, SIZE=size, num_warps=4
+        _group_masses_kernel[(rows, triton.cdiv(groups, groups_per_block))](
+            logits,
+            scale,
+            tops,
+            masses,
+            columns,
+            groups,
+            logits.stride(0),
+            GROUPS=groups_per_block,
+            SIZE=size,
+            num_warps=4,
         )
     return tops, masses

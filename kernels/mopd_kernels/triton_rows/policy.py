@@ -33,7 +33,7 @@ def _metric(sums, index, programs, value, live):
 
 @triton.jit
 def _policy_kernel(
-    logprobs, olds, samplers, advantages, teachers, kept, weights, losses, derivatives, sums, N, programs,
+    logprobs, olds, samplers, advantages, teachers, in_mask, weights, losses, derivatives, sums, N, programs,
     below, above, low, high, distill_coefficient, distill_clip,
     HAS_OLD: tl.constexpr, HAS_SAMPLER: tl.constexpr, HAS_ADVANTAGE: tl.constexpr, HAS_TEACHER: tl.constexpr,
     HAS_KEPT: tl.constexpr, CLIP: tl.constexpr, DISTILL_CLIP: tl.constexpr, CORRECTION: tl.constexpr, B: tl.constexpr,
@@ -72,7 +72,7 @@ def _policy_kernel(
     elif CORRECTION == MIS:
         correction = sampler_ratio * in_band
         if HAS_KEPT:
-            correction = sampler_ratio * tl.load(kept + o, mask=live, other=0.0)
+            correction = sampler_ratio * tl.load(in_mask + o, mask=live, other=0.0)
 
     objective = ratio * advantage
     flows = tl.abs(log_ratio) <= LIMIT
@@ -108,14 +108,14 @@ def policy_rows(
     programs = max(1, triton.cdiv(count, BLOCK))
     losses, derivatives = torch.empty_like(logprob), torch.empty_like(logprob)
     sums = torch.empty(len(METRICS), programs, device=logprob.device)
-    old, sampler, advantage, teacher, kept = constants
+    old, sampler, advantage, teacher, in_mask = constants
     below, above = settings.clip or (0.0, 0.0)
     _policy_kernel[(programs,)](
         logprob, *(logprob if t is None else t.contiguous() for t in constants), weights.contiguous(),
         losses, derivatives, sums, count, programs, below, above, *settings.band,
         settings.distill_coefficient, settings.distill_clip or 0.0,
         HAS_OLD=old is not None, HAS_SAMPLER=sampler is not None, HAS_ADVANTAGE=advantage is not None,
-        HAS_TEACHER=teacher is not None, HAS_KEPT=kept is not None, CLIP=settings.clip is not None,
+        HAS_TEACHER=teacher is not None, HAS_KEPT=in_mask is not None, CLIP=settings.clip is not None,
         DISTILL_CLIP=settings.distill_clip is not None, CORRECTION=CORRECTIONS.index(settings.correction),
         B=BLOCK, num_warps=WARPS,
     )  # fmt: skip

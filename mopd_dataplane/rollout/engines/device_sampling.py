@@ -146,8 +146,8 @@ def _floors(scores: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> tupl
     if vocab > _LIKELIEST and not bool(done.all()):
         floor, spare, _ = _boundary(scores, vocab, total, top_k, top_p)
     tied = scores == floor[:, None]
-    wanted = tied & (tied.cumsum(1) == spare[:, None])
-    return floor, wanted.int().argmax(1)
+    last_ties = tied & (tied.cumsum(1) == spare[:, None])
+    return floor, last_ties.int().argmax(1)
 
 
 def _boundary(scores: Tensor, count: int, total: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:

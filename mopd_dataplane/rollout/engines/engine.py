@@ -59,10 +59,10 @@ class Request:
         """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
         drawn = (self.key, self.sampler, self.temperature, self.top_p, self.top_k)
         settings = (self.uid, *drawn, self.max_new_tokens, self.stop)
-        found = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for ids in (self.prompt_ids, self.prefix_ids):
-            found.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
-        return found.hexdigest()
+            digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,9 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
         )
 
 
-def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> SamplingMasks:
+def check_kept(output: StepOutput, needs_record: NDArray[np.bool_]) -> SamplingMasks:
     """The step's masks. Refuse a step without one for every token asked [B], or with one that lacks its token."""
-    if output.masks is None or not output.masks.fits(asked):
+    if output.masks is None or not output.masks.fits(needs_record):
         raise EngineError(
             "the engine gives no sampling masks, which rollout.record asks for; nothing of this step was written; "
             ' set engine.kind = "hf", or take "sampling_mask" out of rollout.record'
@@ -212,13 +212,17 @@ def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> SamplingMasks:
     return output.masks
 
 
-def check_routes(output: StepOutput, asked: NDArray[np.bool_], lacking: NDArray[np.int64]) -> Routes:
+def check_routes(output: StepOutput, needs_record: NDArray[np.bool_], lacking: NDArray[np.int64]) -> Routes:
     """The step's experts. Refuse a step without those of what was read for every token that is asked for them [B].
 
     lacking: [B] tokens whose experts nobody has said yet.
     """
     routes = output.routes
-    if routes is None or len(routes.counts) != len(asked) or (routes.counts[asked] < lacking[asked]).any():
+    if (
+        routes is None
+        or len(routes.counts) != len(needs_record)
+        or (routes.counts[needs_record] < lacking[needs_record]).any()
+    ):
         raise EngineError(
             "the engine gives no expert ids, which rollout.record asks for; nothing of this step was "
             'written; take "experts" out of rollout.record, or sample with a mixture of experts'
@@ -232,8 +236,8 @@ def check_answered(output: StepOutput, due: NDArray[np.int32], *, lockstep: bool
     due: [slots] next response position of every live slot, -1 of a free one.
     """
     slots = output.slots
-    known = len(slots) > 0 and slots.min() >= 0 and slots.max() < len(due)
-    if known and np.array_equal(due[slots], output.positions) and due[slots].min() >= 0:
+    is_valid = len(slots) > 0 and slots.min() >= 0 and slots.max() < len(due)
+    if is_valid and np.array_equal(due[slots], output.positions) and due[slots].min() >= 0:
         times = np.bincount(slots, minlength=len(due))
         if times.max() == 1 and (not lockstep or np.array_equal(times > 0, due >= 0)):
             return

@@ -75,8 +75,8 @@ class Distribution:
 
     def log_q(self) -> Floats:
         scores = self._scores(self.logits)
-        kept = self._inside(scores, np.arange(scores.shape[1])[None])
-        return np.where(kept, scores - self._log_total()[:, None], -np.inf)
+        is_inside = self._inside(scores, np.arange(scores.shape[1])[None])
+        return np.where(is_inside, scores - self._log_total()[:, None], -np.inf)
 
     def logprobs(self, tokens: NDArray[np.integer]) -> Singles:
         ids = tokens[:, None]
@@ -107,10 +107,10 @@ class Distribution:
     def _inside(self, scores: Singles, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """[B, n] whether the cut left tokens with these scores [B, n] and ids."""
         floor, last = self.floor[:, None], self.last[:, None]
-        kept: NDArray[np.bool_] = scores > floor
+        is_inside: NDArray[np.bool_] = scores > floor
         if (self.last >= 0).any():
-            kept |= (scores == floor) & (ids <= last)
-        return kept
+            is_inside |= (scores == floor) & (ids <= last)
+        return is_inside
 
     def _log_total(self) -> Floats:
         total: Floats = np.log(self.masses.sum(axis=1))

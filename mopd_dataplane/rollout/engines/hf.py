@@ -168,8 +168,8 @@ class HfEngine:
         states = [decoder.prefill(rows, block, lengths) for decoder in self._decoders]
         if any(request.experts for _, request in group):
             routes = self._decoders[0].routes().reshape(*block.shape, -1)
-            for place, own, ids in zip(rows, routes, sequences, strict=True):
-                self._read[place] = own[: len(ids) - 1] if self._requests[place].experts else None
+            for ordinal, own, ids in zip(rows, routes, sequences, strict=True):
+                self._read[ordinal] = own[: len(ids) - 1] if self._requests[ordinal].experts else None
         resumed = [index for index, (_, request) in enumerate(group) if len(request.prefix_ids)]
         return {group[i][0]: self._rescore(rows[i], [every[i] for every in states]) for i in resumed}
 
@@ -193,8 +193,8 @@ class HfEngine:
         end = len(request.prompt_ids) + len(request.prefix_ids) - 1
         newest = slice(end - count, end)
         logits = [decoder.logits(own[newest]) for decoder, own in zip(self._decoders, states, strict=True)]
-        found = self._distribution(sampler(request.sampler), logits, np.repeat(self._rows[row : row + 1], count))
-        return found.logprobs(request.prefix_ids[-count:])
+        distribution = self._distribution(sampler(request.sampler), logits, np.repeat(self._rows[row : row + 1], count))
+        return distribution.logprobs(request.prefix_ids[-count:])
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -251,18 +251,18 @@ class HfEngine:
         self, logits: Sequence[torch.Tensor], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], SamplingMasks | None]:
         live = len(positions)
-        asked = self._live["sampling_mask"]
-        inside = np.zeros((live, self.vocab_size if asked.any() else 0), np.bool_)
+        needs_mask = self._live["sampling_mask"]
+        inside = np.zeros((live, self.vocab_size if needs_mask.any() else 0), np.bool_)
         tokens = np.zeros(live, np.int32)
         logprobs = np.zeros(live, np.float32)
         for kind, rows in by_sampler([request.sampler for request in self._requests]):
             own = self._live[rows]
-            found = self._distribution(kind, [every[rows] for every in logits], own)
-            tokens[rows] = found.draw(own["key"], positions[rows], own["temperature"])
-            logprobs[rows] = found.logprobs(tokens[rows])
-            if asked.any():
-                inside[rows] = found.kept()
-        return tokens, logprobs, sampling_masks_of(inside, asked) if asked.any() else None
+            distribution = self._distribution(kind, [every[rows] for every in logits], own)
+            tokens[rows] = distribution.draw(own["key"], positions[rows], own["temperature"])
+            logprobs[rows] = distribution.logprobs(tokens[rows])
+            if needs_mask.any():
+                inside[rows] = distribution.kept()
+        return tokens, logprobs, sampling_masks_of(inside, needs_mask) if needs_mask.any() else None
 
     def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         stopped = np.isin(tokens, self._stop_ids)
@@ -303,8 +303,8 @@ class HfEngine:
         now = dict(requests)
         rows = [now[slot].digest() for slot in self._live["slot"].tolist()]
         tensors = {"logits": logits}
-        for place, decoder in enumerate(self._decoders):
-            tensors |= {f"{place}.{name}": tensor for name, tensor in decoder.cache.take(lengths).items()}
+        for index, decoder in enumerate(self._decoders):
+            tensors |= {f"{index}.{name}": tensor for name, tensor in decoder.cache.take(lengths).items()}
         return kv_file.write(file, tensors, rows, self._identity())
 
     @torch.inference_mode()
@@ -312,15 +312,15 @@ class HfEngine:
         """See Engine.restore. Rows keep their order: a batch of the same shape rounds the same way."""
         if self._requests:
             raise EngineError(f"{len(self._requests)} slots are still live; release them before restoring others")
-        known = {request.digest(): request for request in requests}
+        by_digest = {request.digest(): request for request in requests}
         saved = kv_file.read(file, self._identity())
-        if saved is None or len(saved.rows) > self.slots or not known.keys() >= set(saved.rows):
+        if saved is None or len(saved.rows) > self.slots or not by_digest.keys() >= set(saved.rows):
             return []
-        admitted = [known[digest] for digest in saved.rows]
+        admitted = [by_digest[digest] for digest in saved.rows]
         for slot, request in enumerate(admitted):
             self._enter(slot, request, np.concatenate([request.prompt_ids, request.prefix_ids]))
-        for place, decoder in enumerate(self._decoders):
-            prefix = f"{place}."
+        for index, decoder in enumerate(self._decoders):
+            prefix = f"{index}."
             own = {n.removeprefix(prefix): tensor for n, tensor in saved.tensors.items() if n.startswith(prefix)}
             decoder.cache.put(self._live["length"].tolist(), own, self._device)
         gaps = (torch.stack(self._forward()).cpu() - saved.tensors["logits"]).abs().amax((0, 2)).tolist()

@@ -134,10 +134,10 @@ ENGINES: dict[str, type[EngineKind]] = {"hf": Hf, "vllm": Vllm}
 
 def engine_kind(name: str) -> EngineKind:
     """The kind that a job names. Raises UnknownNameError."""
-    found: Any = find_plugin("mopd.engines", name, ENGINES)
-    if not (isinstance(found, type) and issubclass(found, EngineKind)):
+    plugin: Any = find_plugin("mopd.engines", name, ENGINES)
+    if not (isinstance(plugin, type) and issubclass(plugin, EngineKind)):
         raise UnknownNameError(f"engine {name!r} is no class derived from {__name__}.EngineKind")
-    return found()
+    return plugin()
 
 
 def kinds_that(can: Callable[[type[EngineKind]], bool]) -> str:

@@ -45,12 +45,12 @@ def read(file: Path, identity: Mapping[str, str]) -> Saved | None:
     """The content of a file, or None when it is not there, is damaged, or is of another identity."""
     try:
         with safe_open(file, framework="pt") as content:
-            found = content.metadata()
-            about = json.loads(found["about"])
+            metadata = content.metadata()
+            about = json.loads(metadata["about"])
             if about["identity"] != dict(identity):
                 return None
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
-        return Saved(about["rows"], tensors) if found["crc32c"] == _crc(tensors, found["about"]) else None
+        return Saved(about["rows"], tensors) if metadata["crc32c"] == _crc(tensors, metadata["about"]) else None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         return None
 

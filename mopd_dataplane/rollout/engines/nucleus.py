@@ -77,5 +77,5 @@ def _around(candidates: Singles, goal: float) -> tuple[np.float32, ...]:
     """Two scores between which a sample of the candidates puts the boundary, the higher one first."""
     every = max(1, len(candidates) // _FEW)
     sample = np.sort(candidates[::every])[::-1]
-    place = int(np.searchsorted(np.cumsum(np.exp(sample.astype(np.float64))) * every, goal))
-    return sample[max(0, place - _MARGIN)], sample[min(len(sample) - 1, place + _MARGIN)]
+    index = int(np.searchsorted(np.cumsum(np.exp(sample.astype(np.float64))) * every, goal))
+    return sample[max(0, index - _MARGIN)], sample[min(len(sample) - 1, index + _MARGIN)]

@@ -54,13 +54,16 @@ class SamplerArguments:
         if not arguments or f"{_PREFIX}sample_key" not in arguments:
             return None
         try:
-            found = cls(**{name: read(arguments[f"{_PREFIX}{name}"]) for name, read in _READ.items()})
+            arguments_read = cls(**{name: read(arguments[f"{_PREFIX}{name}"]) for name, read in _READ.items()})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"incomplete arguments of the keyed sampler: {error!r}") from None
         if not (
-            0 <= found.sample_key < 1 << 128 and found.first >= 0 and 0 < found.top_p <= 1 and found.temperature >= 0
+            0 <= arguments_read.sample_key < 1 << 128
+            and arguments_read.first >= 0
+            and 0 < arguments_read.top_p <= 1
+            and arguments_read.temperature >= 0
         ):
-            raise ValueError(f"impossible arguments of the keyed sampler: {found}")
-        if found.sampler not in SAMPLERS:
-            raise ValueError(f"sampler {found.sampler!r}; this build draws with {', '.join(SAMPLERS)}")
-        return found
+            raise ValueError(f"impossible arguments of the keyed sampler: {arguments_read}")
+        if arguments_read.sampler not in SAMPLERS:
+            raise ValueError(f"sampler {arguments_read.sampler!r}; this build draws with {', '.join(SAMPLERS)}")
+        return arguments_read

@@ -258,8 +258,8 @@ class StreamingEngine(ABC):
 
     def _ask(self, stream: Stream) -> None:
         """Send a request for what follows a stream's prefix."""
-        known = [*stream.request.prompt_ids.tolist(), *stream.request.prefix_ids.tolist()]
-        self._send(stream, known[: len(known) - len(stream.again)])
+        ids = [*stream.request.prompt_ids.tolist(), *stream.request.prefix_ids.tolist()]
+        self._send(stream, ids[: len(ids) - len(stream.again)])
 
     def step(self) -> StepOutput:
         """See Engine.step. Waits until at least one slot's next token is here."""

@@ -94,10 +94,10 @@ def _drawn(logits: torch.Tensor, rows: list[_Row]) -> tuple[NDArray[np.int64], N
     positions = np.array([row.arguments.first + len(row.drawn) for row in rows])
     tokens, logprobs = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
     for kind, own in by_sampler([row.arguments.sampler for row in rows]):
-        found = distribution_of(kind, logits[own], temperature[own], top_k[own], top_p[own])
-        drawn = found.draw(keys[own], positions[own], temperature[own])
+        distribution = distribution_of(kind, logits[own], temperature[own], top_k[own], top_p[own])
+        drawn = distribution.draw(keys[own], positions[own], temperature[own])
         tokens[own] = np.where(repeated[own] >= 0, repeated[own], drawn)
-        logprobs[own] = np.maximum(found.logprobs(tokens[own]), LOWEST)
+        logprobs[own] = np.maximum(distribution.logprobs(tokens[own]), LOWEST)
     # A sum is finite where all logits are.
     good = logits.sum(1).isfinite().cpu().numpy()
     tokens[~good], logprobs[~good] = 0, np.nan

@@ -124,8 +124,8 @@ def _read_header(path: Path, data: bytes) -> SegmentHeader:
     magic, version, size, epoch, algorithm, log_uuid, segment, first_lsn, previous = fields
     if magic == MAGIC and version != VERSION:
         raise DamagedError(f"{path}: log format {version}, this release reads {VERSION}; use the one that wrote it")
-    known = (magic, version, size, algorithm) == (MAGIC, VERSION, SEGMENT_HEADER, CRC32C)
-    if not known or crc != _masked(crc32c(data[: _SEGMENT.size])):
+    is_known = (magic, version, size, algorithm) == (MAGIC, VERSION, SEGMENT_HEADER, CRC32C)
+    if not is_known or crc != _masked(crc32c(data[: _SEGMENT.size])):
         raise DamagedError(f"{path}: the segment header is not what was written")
     return SegmentHeader(epoch, log_uuid, segment, first_lsn, previous)
 
@@ -153,8 +153,8 @@ def _salvage(data: bytes, offset: int, salt: int, epoch: int) -> list[Record]:
     rows = words[: len(words) // 2 * 2].reshape(-1, 2)
     lengths, epochs = rows[:, 1], rows[3:, 0]
     plausible = np.flatnonzero((epochs == epoch) & (lengths[: len(epochs)] <= MAX_BODY))
-    found = (_record_at(data, offset + 8 * int(row), salt, epoch) for row in plausible)
-    return [record for record in found if record is not None]
+    records = (_record_at(data, offset + 8 * int(row), salt, epoch) for row in plausible)
+    return [record for record in records if record is not None]
 
 
 def _masked(crc: int) -> int:

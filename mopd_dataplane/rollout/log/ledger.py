@@ -89,15 +89,15 @@ class Ledger:
         cuts = [0, *(np.flatnonzero(np.diff(handles)) + 1).tolist(), len(handles)]
         for begin, end in pairwise(cuts if len(handles) else [0]):
             partial = self._open_draft(int(handles[begin]))
-            first, known = int(positions[begin]), partial.routed
+            first, count = int(positions[begin]), partial.routed
             steady = int(positions[end - 1]) - first == end - 1 - begin
-            if not steady or first > known or partial.routes_width not in (0, width):
+            if not steady or first > count or partial.routes_width not in (0, width):
                 raise ValueError(
                     f"sample {partial.spec.uid}: experts of {end - begin} tokens from {first} on, {width} ids each; "
-                    f"{known} tokens of {partial.routes_width} ids so far"
+                    f"{count} tokens of {partial.routes_width} ids so far"
                 )
             partial.routes_width = width
-            partial.routes += message.ids[begin + known - first : end].astype(np.int16).tobytes()
+            partial.routes += message.ids[begin + count - first : end].astype(np.int16).tobytes()
 
     def _step(self, message: log_records.Step) -> None:
         partials = self.partials

@@ -93,8 +93,8 @@ class Open:
     @classmethod
     def decode(cls, body: bytes) -> Open:
         handle, size = struct.unpack_from("<II", body)
-        known = json.loads(body[8 : 8 + size])
-        fields = {FORMAT_1_NAMES.get(name, name): value for name, value in known.items()}
+        header = json.loads(body[8 : 8 + size])
+        fields = {FORMAT_1_NAMES.get(name, name): value for name, value in header.items()}
         interruptions, resume = fields.pop("interruptions"), fields.pop("resume")
         fields["stop"] = tuple(fields["stop"])
         prompt = tuple(np.frombuffer(body, "<i4", offset=8 + size).tolist())

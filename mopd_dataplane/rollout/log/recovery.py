@@ -51,8 +51,8 @@ def recover(home: Path) -> Recovered:
 
 def epoch_folders(home: Path) -> dict[int, Path]:
     """Epoch folders of a writer, by number."""
-    found = (folder for folder in home.glob("*") if _EPOCH.fullmatch(folder.name))
-    return {int(folder.name, 16): folder for folder in found}
+    folders = (folder for folder in home.glob("*") if _EPOCH.fullmatch(folder.name))
+    return {int(folder.name, 16): folder for folder in folders}
 
 
 def segment_files(folder: Path) -> list[Path]:

@@ -62,7 +62,7 @@ class SegmentFile:
         try:
             return once_there_is_space(
                 call, disk=self._disk, pauses="generation pauses",
-                continues="generation continues", kept="every logged token is kept", wait_s=self._full_disk_wait_s,
+                continues="generation continues", outcome="every logged token is kept", wait_s=self._full_disk_wait_s,
                 notice=self._notice,
             )  # fmt: skip
         except ResourceError:

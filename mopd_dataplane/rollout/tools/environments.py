@@ -80,10 +80,10 @@ class CommandTool(Environment):
         return [word.format(**groups) for word in self._argv]
 
     def reply(self, conversation: Conversation) -> str | None:
-        found = self._call.search(conversation.said[-1])
-        if found is None or conversation.turns > self._turns:
+        match = self._call.search(conversation.said[-1])
+        if match is None or conversation.turns > self._turns:
             return None
-        groups = {name: (value or "").replace("\0", "") for name, value in found.groupdict().items()}
+        groups = {name: (value or "").replace("\0", "") for name, value in match.groupdict().items()}
         done = conversation.run(self._command(groups), timeout_s=self._timeout_s)
         if done.timed_out:
             return f"no result after {self._timeout_s:g} s"
@@ -99,18 +99,18 @@ ENVIRONMENTS: dict[str, type[Environment] | str] = {
 
 def find_environment(name: str) -> type[Environment]:
     """The class that a domain names. Raises UnknownNameError."""
-    found: Any = find_plugin("mopd.environments", name, ENVIRONMENTS)
-    if isinstance(found, str):
-        found = find_plugin("mopd.environments", found, {})
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    plugin: Any = find_plugin("mopd.environments", name, ENVIRONMENTS)
+    if isinstance(plugin, str):
+        plugin = find_plugin("mopd.environments", plugin, {})
+    if not (isinstance(plugin, type) and issubclass(plugin, Environment)):
         raise UnknownNameError(f"environment {name!r} is no class derived from {__name__}.Environment")
-    return found
+    return plugin
 
 
 def make_environment(name: str, arguments: dict[str, Any]) -> Environment:
     """The environment that a domain names. Raises UnknownNameError for the name, InputError for the arguments."""
-    found = find_environment(name)
+    environment_class = find_environment(name)
     try:
-        return found(**arguments)
+        return environment_class(**arguments)
     except TypeError as error:
         raise InputError(f"environment {name!r} refuses environment_args {arguments!r:.120}: {error}") from None

@@ -101,20 +101,20 @@ class Turn:
         command = Command(tuple(argv), timeout_s)
         ordinal = self._next
         self._next += 1
-        known = self.calls[ordinal] if ordinal < len(self.calls) else None
-        if known is not None and known.command != command:
+        earlier = self.calls[ordinal] if ordinal < len(self.calls) else None
+        if earlier is not None and earlier.command != command:
             raise Abandoned("tool_diverged")
-        if known is not None and known.result is not None:
-            return known.result
-        if known is None:
-            known = Call(len(self.response), command)
-            self.say(known, ordinal)
+        if earlier is not None and earlier.result is not None:
+            return earlier.result
+        if earlier is None:
+            earlier = Call(len(self.response), command)
+            self.say(earlier, ordinal)
         fault_point("tool.dispatch")
         result = self.sandbox.run(self.uid, f"{self.uid}-{ordinal}", command)
         fault_point("tool.executed")
         if result is None:
             raise Abandoned("tool_in_doubt")
-        self.say(Call(known.position, command, result), ordinal)
+        self.say(Call(earlier.position, command, result), ordinal)
         return result
 
 

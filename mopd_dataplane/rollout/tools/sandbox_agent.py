@@ -34,8 +34,8 @@ def serve(task: dict[str, Any]) -> dict[str, Any] | None:
         os.fsync(descriptor)
         fsync(records)
         publish_file(outcome, json.dumps(_run(task)).encode())
-    found: dict[str, Any] = json.loads(outcome.read_text())
-    return found
+    result: dict[str, Any] = json.loads(outcome.read_text())
+    return result
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:

@@ -234,10 +234,10 @@ def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]
     open_uids = set().union(*missing)
     owned: list[tuple[str, set[str]]] = []
     for folder in _logs(run, part.stage):
-        held = {partial.spec.uid for partial in recover(folder).ledger.partials.values()} & open_uids
-        if held:
-            owned.append((folder.name, held))
-            open_uids -= held
+        own_uids = {partial.spec.uid for partial in recover(folder).ledger.partials.values()} & open_uids
+        if own_uids:
+            owned.append((folder.name, own_uids))
+            open_uids -= own_uids
     group_size = part.stage.rollout.group_size
     even = -(-len(missing) // (2 * run.job.scale.engines))
     size = max(1, min(even, STEPS_OF_SLOTS * run.job.engine.slots // group_size))

@@ -162,9 +162,9 @@ class _Room:
             return
         self._since = self._since or time.monotonic()
         waited = time.monotonic() - self._since
-        wanted = {call.group.name: call.group.resources for call in calls.values()}
+        resources = {call.group.name: call.group.resources for call in calls.values()}
         if waited > ROOM_S:
-            raise DeadlineError(f"the cluster has had no room for {wanted} for {ROOM_S / 3600:.0f} h; add nodes")
+            raise DeadlineError(f"the cluster has had no room for {resources} for {ROOM_S / 3600:.0f} h; add nodes")
         if waited > TELL_S and not self._told:
             self._told = True
-            self._say(f"no worker has started yet; the cluster must have room for {wanted}")
+            self._say(f"no worker has started yet; the cluster must have room for {resources}")

@@ -51,8 +51,8 @@ def compare_teachers(
                     Answer(student=model_input(sample, None), teacher=model_input(sample, told), reward=reward)
                     for sample, reward in chosen
                 ]
-                found = asdict(compare(student, teacher, read, k=topk))
-                rows.append({"domain": domain, "teacher": name, **found, "accuracy": _accuracy(run, name, domain)})
+                comparison = asdict(compare(student, teacher, read, k=topk))
+                rows.append({"domain": domain, "teacher": name, **comparison, "accuracy": _accuracy(run, name, domain)})
                 done += len(chosen)
                 advance(done, teacher=name)
         report.facts = {"teachers": str(len(names)), "answers": f"{sum(map(len, answers.values())):,}"}

@@ -31,13 +31,13 @@ def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Promp
         return prompts
     _, samples = stage_samples(run.store, run.job.stage(source), None, ["prompt_id"])
     answered = set(samples["prompt_id"].to_pylist())
-    found = [prompt for prompt in prompts if prompt is None or prompt.prompt_id in answered]
-    if not any(found):
+    answered_prompts = [prompt for prompt in prompts if prompt is None or prompt.prompt_id in answered]
+    if not any(answered_prompts):
         raise MismatchError(
             f"stage {stage.name!r}: discriminator.text = {source!r}, but that stage has answered no prompt of these "
             f"domains; run it first: mopd run JOB --stage {source}"
         )
-    return found
+    return answered_prompts
 
 
 def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
@@ -112,5 +112,5 @@ def _teacher_texts(run: Run, stage: Stage, source: str) -> dict[str, NDArray[np.
 
 def _tokens(run: Run, rows: Rows) -> list[NDArray[np.int64]]:
     """[P + R] tokens of each sample."""
-    found = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
-    return [tokens.values.to_numpy().astype(np.int64) for tokens in found]
+    token_lists = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
+    return [tokens.values.to_numpy().astype(np.int64) for tokens in token_lists]

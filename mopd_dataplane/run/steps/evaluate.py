@@ -38,8 +38,8 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
     prompts = run.store.prompts(split=run.job.eval.split, domains=list(run.job.domains))
     label = stage.name if version else stage.start  # version 0 belongs to where the stage starts
     stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
-    known = set(stored["prompt_id"].to_pylist())
-    todo = [prompt for prompt in prompts if prompt.prompt_id not in known]
+    evaluated = set(stored["prompt_id"].to_pylist())
+    todo = [prompt for prompt in prompts if prompt.prompt_id not in evaluated]
     if not todo:
         return
     folder = run.policies.folder(stage, version)
@@ -48,7 +48,8 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
         distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
         with Verifiers(run) as verifiers:
             outcomes = [
-                verifiers.verify(prompt, found.ids, found.mask) for prompt, found in zip(todo, answers, strict=True)
+                verifiers.verify(prompt, given_answer.ids, given_answer.mask)
+                for prompt, given_answer in zip(todo, answers, strict=True)
             ]
         unscorable = [
             (prompt.domain, prompt.prompt_id, outcome.reason)
@@ -67,11 +68,11 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
                 "reward": outcome.reward if isinstance(outcome, Outcome) else None,
                 "correct": outcome.correct if isinstance(outcome, Outcome) else None,
                 "reverse_kl": distances.get(prompt.prompt_id),
-                "response": run.decode(found.ids),
-                "response_len": len(found.ids),
-                "finish_reason": found.finish_reason,
+                "response": run.decode(given_answer.ids),
+                "response_len": len(given_answer.ids),
+                "finish_reason": given_answer.finish_reason,
             }
-            for prompt, found, outcome in zip(todo, answers, outcomes, strict=True)
+            for prompt, given_answer, outcome in zip(todo, answers, outcomes, strict=True)
         ]
         run.store.add_evals(rows)
         advance(len(todo))
@@ -118,7 +119,7 @@ def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence
         if environment is None:
             return generate(engine, requests)
         turns = UnloggedTurns(environment, Path(scratch))
-        return generate(engine, requests, lambda place, *said: turns.reply(prompts[place], requests[place].uid, *said))
+        return generate(engine, requests, lambda index, *said: turns.reply(prompts[index], requests[index].uid, *said))
 
 
 @dataclass(kw_only=True)
@@ -154,20 +155,20 @@ def generate(engine: Engine, requests: Sequence[Request], reply: Reply = lambda 
         columns = (output.slots.tolist(), output.token_ids.tolist(), output.finished.tolist())
         for slot, token, finished in zip(*columns, strict=True):
             ordinal = running[slot]
-            found, request = answers[ordinal], requests[ordinal]
-            found.ids.append(token)
-            found.mask.append(1)
+            answer, request = answers[ordinal], requests[ordinal]
+            answer.ids.append(token)
+            answer.mask.append(1)
             if not finished:
                 continue
             free.append(slot)
             del running[slot]
-            said = reply(ordinal, list(found.ids), list(found.mask)) if finished == STOP else None
-            if said and len(found.ids) + len(said) < request.max_new_tokens:
-                found.ids += said
-                found.mask += [0] * len(said)
-                waiting.appendleft((ordinal, replace(request, prefix_ids=np.array(found.ids, np.int32))))
+            said = reply(ordinal, list(answer.ids), list(answer.mask)) if finished == STOP else None
+            if said and len(answer.ids) + len(said) < request.max_new_tokens:
+                answer.ids += said
+                answer.mask += [0] * len(said)
+                waiting.appendleft((ordinal, replace(request, prefix_ids=np.array(answer.ids, np.int32))))
             else:
-                found.finish_reason = FINISH_REASON[LENGTH if said else finished]
+                answer.finish_reason = FINISH_REASON[LENGTH if said else finished]
     return answers
 
 
@@ -180,19 +181,19 @@ def _reverse_kl(run: Run, stage: Stage, folder: Path, prompts: list[Prompt], ans
     from mopd_kernels import divergence
 
     student = TeacherForward((HfReader(load_model(folder, device=resolve_device(stage.score.device))),))
-    found: dict[str, float] = {}
+    kl_by_teacher: dict[str, float] = {}
     by_teacher: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if prompt.domain in run.job.domains_of(stage):
             teacher_name = run.job.teacher_of(stage, prompt.domain, prompt.effort)
             if not run.job.teachers[teacher_name].is_remote:  # the exact divergence needs its logits
-                by_teacher.setdefault(teacher_name, []).append(place)
+                by_teacher.setdefault(teacher_name, []).append(index)
     pool = teacher_pool(run, stage, engine="hf")
     for name, places in by_teacher.items():
         teacher = pool.teacher(name)
         template = run.job.teachers[name].prompt_template or run.job.student.prompt_template
-        for place in places:
-            prompt, response = prompts[place], answers[place].ids
+        for index in places:
+            prompt, response = prompts[index], answers[index].ids
             told = render(prompt.asked, run.tokenizer, template=template, context=prompt.teacher_context)
             with torch.no_grad():
                 rows = divergence(
@@ -201,9 +202,9 @@ def _reverse_kl(run: Run, stage: Stage, folder: Path, prompts: list[Prompt], ans
                     _response_states(teacher, told, response),
                     teacher.head,
                 )
-            own = torch.tensor(answers[place].mask, dtype=torch.bool, device=rows.device)
-            found[prompt.prompt_id] = float(rows[own].mean())
-    return found
+            own = torch.tensor(answers[index].mask, dtype=torch.bool, device=rows.device)
+            kl_by_teacher[prompt.prompt_id] = float(rows[own].mean())
+    return kl_by_teacher
 
 
 def _response_states(forward: TeacherForward, prompt: list[int], response: list[int]) -> torch.Tensor:

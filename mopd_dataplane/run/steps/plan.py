@@ -24,8 +24,8 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
-from mopd_dataplane.store.deleting import forget_plan
-from mopd_dataplane.store.snapshot import tags
+from mopd_dataplane.store.maintain.delete_samples import forget_plan
+from mopd_dataplane.store.read.snapshot import tags
 
 TOKEN_BYTES = 9
 """Token id, sampler log-prob and mask of one token."""
@@ -185,7 +185,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Sna
     rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
     unscorable = event_rows(run.store, stage, UNSCORABLE, snapshot)
     unreadable = event_rows(run.store, stage, UNREADABLE, snapshot)
-    found = collect_columns(
+    planner = collect_columns(
         scan_stage(run.store, stage.name, iteration, columns, snapshot),
         run.store.dataset("samples", snapshot).count_rows(),
         route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
@@ -196,12 +196,12 @@ def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Sna
         unscorable=unscorable if objective.needs_rewards else None,
         unreadable=unreadable,
     )
-    if not len(found) and run.is_done(stage):
+    if not len(planner) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
-    if not len(found):
+    if not len(planner):
         how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --stage {stage.name}"
         raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
-    return found
+    return planner
 
 
 def _check_sampler_logprobs(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> None:
@@ -299,12 +299,12 @@ def _batches(plan: PlanWindow, lengths: NDArray[np.int64]) -> dict[str, str]:
 
 def _mixture(domains: pa.ChunkedArray, lengths: NDArray[np.int64]) -> dict[str, dict[str, float]]:
     """Share of each domain in samples and in tokens."""
-    found = {}
+    shares_by_stage = {}
     for name in sorted(pc.unique(domains).to_pylist()):
         inside = np.asarray(pc.equal(domains, name))
         shares = {"samples": inside.mean(), "tokens": lengths[inside].sum() / lengths.sum()}
-        found[name] = {unit: round(float(share), 4) for unit, share in shares.items()}
-    return found
+        shares_by_stage[name] = {unit: round(float(share), 4) for unit, share in shares.items()}
+    return shares_by_stage
 
 
 def _per_token(run: Run, plan: PlanWindow, scores: pa.Table) -> dict[str, float]:
@@ -312,8 +312,8 @@ def _per_token(run: Run, plan: PlanWindow, scores: pa.Table) -> dict[str, float]
     scored = pc.sum(scores["rows"]).as_py()
     if not scored:
         return {}
-    known = run.store.teachers()
-    largest = max(known[name].vocab_size for name in plan.teachers)
+    teachers = run.store.teachers()
+    largest = max(teachers[name].vocab_size for name in plan.teachers)
     return {"stored": round(pc.sum(scores["bytes"]).as_py() / scored, 1), "as_logits": 4.0 * largest}
 
 

@@ -13,7 +13,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import recorded_windows, window_tag
-from mopd_dataplane.store.token_stats import free_token_stats
+from mopd_dataplane.store.commit.token_stats import free_token_stats
 
 
 def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
@@ -90,8 +90,8 @@ def _served(run: Run, stage: Stage, finished: list[PlanWindow], latest: int) -> 
 
 def _unfinished(run: Run, stage: Stage, windows_done: int) -> list[Snapshot]:
     """Snapshots that windows still to be trained will read, of every stage; `windows_done` of this one."""
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     for other in run.job.stages:
         first = windows_done if other.name == stage.name else run.policies.latest(other)
-        found += [plan.snapshot for plan in recorded_windows(run, other, first)]
-    return found
+        snapshots += [plan.snapshot for plan in recorded_windows(run, other, first)]
+    return snapshots

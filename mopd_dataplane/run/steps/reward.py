@@ -223,9 +223,9 @@ def reward_stage(job: Job, stage: Stage, *, console: Console | None = None, miss
     MopdError.
     """
     run = open_run(job, Progress(console), make=False)
-    found = {"stage": stage.name, **reward(run, stage, missing=missing)}
+    summary = {"stage": stage.name, **reward(run, stage, missing=missing)}
     if not stage.discriminator:
-        return found
+        return summary
     from mopd_dataplane.run.steps.discriminate import discriminate  # a model after all
 
-    return {**found, "discriminator": discriminate(run, stage, run.policies.latest(stage))}
+    return {**summary, "discriminator": discriminate(run, stage, run.policies.latest(stage))}

@@ -27,7 +27,7 @@ from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
 from mopd_dataplane.run.steps.server_identity import check_policy_server
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.deleting import prompt_slots
+from mopd_dataplane.store.maintain.delete_samples import prompt_slots
 
 REFERENCE_BATCH = 4096
 """Reference samples committed together."""
@@ -161,7 +161,7 @@ def roll_out(
         commit=commit,
         already=already,
         progress=show,
-        policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
+        policies=lambda version: sampling_policy(run, stage, sampler, version),
         published=newest if follow and sampler == "self" else None,
         environment=environment,
         sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
@@ -225,8 +225,8 @@ def _facts(done: RolloutReport) -> dict[str, str]:
     }
     if done.resumed:
         facts["resumed"] = f"{done.resumed} ({done.exact} exact)"
-        kept = f"{done.restored} from saved keys and values, " if done.restored else ""
-        facts["prefixes"] = f"{kept}{done.resumed - done.restored} prefilled again"
+        restored = f"{done.restored} from saved keys and values, " if done.restored else ""
+        facts["prefixes"] = f"{restored}{done.resumed - done.restored} prefilled again"
     if done.dropped:
         facts["dropped"] = f"{done.dropped} that came second under their uid, or were deleted"
     if done.weight_changes:

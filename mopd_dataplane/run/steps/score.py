@@ -27,7 +27,7 @@ from mopd_dataplane.score.scorer import PromptRenderer, score_samples
 from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 
 ROUNDING_SAMPLES = 32
 """Samples that show what a teacher's quantisation does."""
@@ -117,9 +117,9 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
         if settings.is_remote:
             run.store.add_teacher(pool.record_of_remote(teacher, identity))
             continue
-        known = run.work.fetch_file(pool.head_file(teacher))
+        has_head = run.work.fetch_file(pool.head_file(teacher))
         record = pool.register(teacher, run.root)
-        if not known:
+        if not has_head:
             run.work.publish_file(record.head_file)
         run.store.add_teacher(record)
     return pool
@@ -131,12 +131,13 @@ def _reads_logprobs(stage: Stage) -> bool:
 
 def check_precision(run: Run, stage: Stage) -> None:
     """Refuse stored signals of another precision than the job now says. Raises MismatchError."""
-    known = run.store.teachers()
+    teachers = run.store.teachers()
     for teacher in run.job.scorers_of(stage):
         now = quantisation_of(run.job.teachers[member].quantisation for member in run.job.members_of(teacher))
-        if teacher in known and known[teacher].quantisation != now:
+        if teacher in teachers and teachers[teacher].quantisation != now:
             raise MismatchError(
-                f"the store has signals of teacher {teacher!r} with quantisation {known[teacher].quantisation!r}, the "
+                f"the store has signals of teacher {teacher!r} with quantisation "
+                f"{teachers[teacher].quantisation!r}, the "
                 f"job now says {now!r}; go back to that, or give the new teacher another name"
             )
 
@@ -155,9 +156,9 @@ def record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[S
             reads = prompt_renderer(run, task.teacher, samples)
             facts = asdict(quantisation_effect(pool, member, samples, stage.score, render_prompt=reads))
             detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}
-            for measure, found in reversed(facts.items()):  # kl comes last: where it is, all are
+            for measure, amount in reversed(facts.items()):  # kl comes last: where it is, all are
                 event = f"quantisation/{member}/{measure}"
-                run.store.add_event(event, stage.name, "quantisation", -1, found, {**detail, "measure": measure})
+                run.store.add_event(event, stage.name, "quantisation", -1, amount, {**detail, "measure": measure})
                 measured.append(event)
 
 
@@ -202,8 +203,8 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
         samples = _readable(run, stage, task.teacher, samples, pool.unknown_tokens(task.teacher))
     reads = prompt_renderer(run, task.teacher, samples)
     by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
-    found = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
-    for signal in found:
+    produced = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
+    for signal in produced:
         by_kind[signal.kind].append(signal)
     new = positions = 0
     for kind, signals in by_kind.items():
@@ -246,15 +247,17 @@ def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
     """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
     objective = run.job.objective(stage)
     rows, samples = stage_samples(run.store, stage, iteration, ["domain", "effort"])
-    wanted: dict[tuple[str, str], Rows] = {}
+    rows_by_signal: dict[tuple[str, str], Rows] = {}
     if kinds := (*objective.signals, *stage.score.signals):
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
         kinds = kinds if stage.data == "reference" else (*kinds, *ALWAYS)
-        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in dict.fromkeys(kinds)}
-    wanted |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
-    missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
-    masks = any(run.job.teachers[teacher].unknown_tokens == "mask" for teacher, _ in wanted)
+        rows_by_signal = {
+            (t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in dict.fromkeys(kinds)
+        }
+    rows_by_signal |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
+    missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in rows_by_signal.items()}
+    masks = any(run.job.teachers[teacher].unknown_tokens == "mask" for teacher, _ in rows_by_signal)
     unreadable = event_rows(run.store, stage, UNREADABLE) if masks else np.empty(0, np.int64)
     missing = {key: rows[~np.isin(rows, unreadable)] for key, rows in missing.items()}
     return {key: rows for key, rows in missing.items() if len(rows)}
@@ -272,18 +275,18 @@ def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
     """Rows of `samples` as a teacher takes them."""
     metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
     payload = run.store.read_tokens(rows, columns=column_names(PAYLOAD))
-    for place, row in enumerate(rows.tolist()):
-        logprobs = payload["logprobs"][place]
+    for index, row in enumerate(rows.tolist()):
+        logprobs = payload["logprobs"][index]
         yield Scorable(
-            uid=metadata["uid"][place].as_py(),
+            uid=metadata["uid"][index].as_py(),
             sample_row=row,
-            prompt_id=metadata["prompt_id"][place].as_py(),
-            prompt_len=metadata["prompt_len"][place].as_py(),
-            tokens=_array(payload["tokens"][place]),
-            loss_mask=_array(payload["loss_mask"][place]),
-            versions=_token_versions(payload, place),
+            prompt_id=metadata["prompt_id"][index].as_py(),
+            prompt_len=metadata["prompt_len"][index].as_py(),
+            tokens=_array(payload["tokens"][index]),
+            loss_mask=_array(payload["loss_mask"][index]),
+            versions=_token_versions(payload, index),
             logprobs=_array(logprobs) if logprobs.is_valid else None,
-            temperature=metadata["temperature"][place].as_py(),
+            temperature=metadata["temperature"][index].as_py(),
         )
 
 
@@ -292,8 +295,8 @@ def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> Prom
     template = run.job.teachers[teacher].prompt_template
     if not template:
         return None
-    wanted = {sample.prompt_id for sample in samples}
-    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts() if prompt.prompt_id in wanted}
+    prompt_ids = {sample.prompt_id for sample in samples}
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts() if prompt.prompt_id in prompt_ids}
 
     def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
         prompt = prompts[sample.prompt_id]
@@ -302,10 +305,10 @@ def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> Prom
     return as_the_teacher_reads_it
 
 
-def _token_versions(payload: pa.Table, place: int) -> NDArray[np.int32]:
+def _token_versions(payload: pa.Table, index: int) -> NDArray[np.int32]:
     """[R] policy version of each response token, from its spans."""
-    starts, versions = _array(payload["version_starts"][place]), _array(payload["versions"][place])
-    return np.repeat(versions, np.diff(starts, append=len(payload["loss_mask"][place])))
+    starts, versions = _array(payload["version_starts"][index]), _array(payload["versions"][index])
+    return np.repeat(versions, np.diff(starts, append=len(payload["loss_mask"][index])))
 
 
 def _array(values: pa.ListScalar) -> NDArray[Any]:

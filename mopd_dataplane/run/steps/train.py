@@ -35,8 +35,8 @@ from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
 from mopd_dataplane.run.steps.retain import free_served
 from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_gradient_warning
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.node_agent import node_count, node_rank
@@ -174,8 +174,8 @@ class Training:
         the step again.
         """
         files = stats_files(self._folder, before=before)
-        found = _whole(self._run.store, [one for group in files for one in read_stats(group)])
-        write_token_stats(self._run.store, [TokenStats(stage=self._stage.name, **vars(one)) for one in found])
+        stats = _whole(self._run.store, [one for group in files for one in read_stats(group)])
+        write_token_stats(self._run.store, [TokenStats(stage=self._stage.name, **vars(one)) for one in stats])
         for path in itertools.chain(*files):
             path.unlink(missing_ok=True)
 
@@ -210,12 +210,12 @@ class Training:
         run, stage = self._run, self._stage
         teachers, student = run.job.teachers_of(stage), run.job.student
         from_hub = stage.start == "init" and is_hub_name(student.path)
-        known = run.store.teachers()
+        stored_teachers = run.store.teachers()
         heads = {}
         for name in teachers:
-            if name in known and (file := known[name].head_file):
+            if name in stored_teachers and (file := stored_teachers[name].head_file):
                 run.work.fetch_file(file)
-                heads[name] = HeadFile(path=str(run.root / file), digest=known[name].head_digest)
+                heads[name] = HeadFile(path=str(run.root / file), digest=stored_teachers[name].head_digest)
         return TrainSpec(
             stage=stage.name,
             start=str(run.policies.start(stage)),
@@ -275,17 +275,17 @@ class Training:
         raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
 
 
-def _whole(store: Store, found: list[FoundOfSample]) -> list[FoundOfSample]:
-    if not found:
+def _whole(store: Store, stats: list[FoundOfSample]) -> list[FoundOfSample]:
+    if not stats:
         return []
     deleted = set(store.deletions.rows().tolist())
-    found = [one for one in found if one.sample_row not in deleted]
-    if not found:
+    stats = [one for one in stats if one.sample_row not in deleted]
+    if not stats:
         return []
-    rows = np.array([one.sample_row for one in found])
+    rows = np.array([one.sample_row for one in stats])
     counts = store.take_samples(rows, ["loss_tokens"])["loss_tokens"].to_pylist()
-    lengths = [len(next(iter(one.values.values()))) for one in found]
-    return [one for one, length, count in zip(found, lengths, counts, strict=True) if length == count]
+    lengths = [len(next(iter(one.values.values()))) for one in stats]
+    return [one for one, length, count in zip(stats, lengths, counts, strict=True) if length == count]
 
 
 def check_cursor(store: Store, stage: str, folder: Path) -> None:
@@ -328,23 +328,24 @@ def kl_warning(values: Sequence[float]) -> str:
     counts when it is more than a tenth and more than twice its standard error, since batches differ. An estimate on
     sampled tokens falls below 0, which no KL does, when the student has left the policy that wrote them.
     """
-    known = [value for value in values if math.isfinite(value)]
-    third = len(known) // 3
+    values_known = [value for value in values if math.isfinite(value)]
+    third = len(values_known) // 3
     if third < LEAST_STEPS:
         return ""
-    first, last = known[:third], known[-third:]
+    first, last = values_known[:third], values_known[-third:]
     before, after = statistics.mean(first), statistics.mean(last)
     if after < -max(BELOW_ZERO, 2 * math.sqrt(statistics.variance(last) / third)):
         return (
             f"reverse KL on the sampled tokens fell from {before:.3f} to {after:.3f} nat per token over the first "
-            f"{len(known)} steps, and no KL is below 0: the student no longer writes what it is scored on. Lower "
+            f"{len(values_known)} steps, and no KL is below 0: the student no longer writes what it is "
+            "scored on. Lower "
             "train.learning_rate (a tenth is a good next try), or make plan.batch_samples larger"
         )
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
     if after - before <= max(0.1 * abs(before), 2 * error):
         return ""
     return (
-        f"reverse KL rose from {before:.3f} to {after:.3f} nat per token over the first {len(known)} steps: the "
+        f"reverse KL rose from {before:.3f} to {after:.3f} nat per token over the first {len(values_known)} steps: the "
         "student moves away from its teachers. If it does not come back in the next iterations, lower "
         "train.learning_rate (a tenth is a good next try); the nearer the teacher, the smaller the rate it wants"
     )

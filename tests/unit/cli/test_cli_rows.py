@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mopd_dataplane import Store
 from mopd_dataplane.cli import output, rows
-from mopd_dataplane.store.sql import values_of
+from mopd_dataplane.store.sql.query import values_of
 
 
 @pytest.fixture

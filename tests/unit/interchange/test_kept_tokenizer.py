@@ -15,8 +15,8 @@ from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
 from mopd_dataplane.models.hf import tokenizer_digest
 from mopd_dataplane.models.initial_weights import character_tokenizer
 from mopd_dataplane.query.show import read_sample
-from mopd_dataplane.store.copying import copy_samples
-from mopd_dataplane.store.decode import KEPT, find_decoder, keep_tokenizer
+from mopd_dataplane.store.maintain.copy_samples import copy_samples
+from mopd_dataplane.store.read.decode import KEPT, find_decoder, keep_tokenizer
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_imported_rollouts_are_text_to_query_and_show(imported: Store) -> None:
     assert texts == [f" it is {n}" for n in (1, 2, 3)]
     uid = imported.samples(["uid"])["uid"][0].as_py()
     assert "it is" in "".join(token.text for token in read_sample(imported, uid).tokens)
-    assert [name.removesuffix(".json") for name in imported._place.children(KEPT)] == imported.sql(
+    assert [name.removesuffix(".json") for name in imported._location.children(KEPT)] == imported.sql(
         "select distinct tokenizer from samples"
     )["tokenizer"].to_pylist()
 
@@ -51,7 +51,7 @@ def test_a_copy_brings_the_tokenizer_along(imported: Store, tmp_path: Path) -> N
 
 def test_a_damaged_tokenizer_is_found(imported: Store) -> None:
     assert imported.verify().ok
-    (name,) = imported._place.children(KEPT)
+    (name,) = imported._location.children(KEPT)
     file = imported.path(f"{KEPT}/{name}")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

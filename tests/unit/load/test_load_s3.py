@@ -18,10 +18,10 @@ from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.store import objects, sidecars
-from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.hidden import PACKED, HiddenReader
+from mopd_dataplane.store.read.hidden import PACKED, HiddenReader
+from mopd_dataplane.store.remote import objects, sidecars
+from mopd_dataplane.store.remote.range_cache import RangeCache
 
 SAMPLES = 12
 ROW_BYTES = 512

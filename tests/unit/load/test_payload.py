@@ -16,9 +16,9 @@ from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.store import reading
-from mopd_dataplane.store.listfiles import ListFiles
-from mopd_dataplane.store.reading import PayloadReader
+from mopd_dataplane.store.read import row_reader
+from mopd_dataplane.store.read.list_files import ListFiles
+from mopd_dataplane.store.read.row_reader import PayloadReader
 
 TEACHERS = ["adder", "speller"]
 SPEC = LoadSpec(stage=STAGE, signals=("logprob", "topk"))
@@ -52,12 +52,12 @@ def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_
         source._payload = None
         alone[pack] = filled(source, pack, [])
     takes = []
-    monkeypatch.setattr(reading, "IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(row_reader, "IN_PLACE_BYTES", 0)
     if request_bytes:
-        monkeypatch.setattr(reading, "REQUEST_BYTES", request_bytes)
+        monkeypatch.setattr(row_reader, "REQUEST_BYTES", request_bytes)
         monkeypatch.setattr(ListFiles, "locate", lambda *_: None)
-        take = reading.take_payload
-        monkeypatch.setattr(reading, "take_payload", lambda *args: takes.append(len(args[1])) or take(*args))
+        take = row_reader.take_payload
+        monkeypatch.setattr(row_reader, "take_payload", lambda *args: takes.append(len(args[1])) or take(*args))
     source._payload = None
     assert {pack: filled(source, pack, packs) for pack in packs} == alone
     tables = 1 + 2 * len(TEACHERS)

@@ -20,9 +20,9 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, Sample, sample_uid
-from mopd_dataplane.store import reading
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.reading import PayloadReader
+from mopd_dataplane.store.read import row_reader
+from mopd_dataplane.store.read.row_reader import PayloadReader
 
 STAGE = "student"
 ASKS = LoadSpec.for_stage(STAGE, sections.Load(), Objective(policy_gradient=PolicyGradientTerm(teacher_coef=0)))
@@ -31,7 +31,7 @@ ASKS = LoadSpec.for_stage(STAGE, sections.Load(), Objective(policy_gradient=Poli
 @pytest.fixture(autouse=True, params=[0, 1 << 60], ids=["in-place", "through-lance"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything here is read in place, and through Lance."""
-    monkeypatch.setattr(reading, "IN_PLACE_BYTES", request.param)
+    monkeypatch.setattr(row_reader, "IN_PLACE_BYTES", request.param)
 
 
 def sample(number: int, *, kept: bool) -> Sample:

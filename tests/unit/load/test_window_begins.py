@@ -19,8 +19,8 @@ from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.windows import Windows
 from mopd_dataplane.records import Pack
-from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.reading import PayloadReader
+from mopd_dataplane.store.read.hidden import HiddenReader
+from mopd_dataplane.store.read.row_reader import PayloadReader
 
 
 def unheard(reason: str) -> None:

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from mopd_dataplane import Store
-from mopd_dataplane.store.arrow_rows import list_column
-from mopd_dataplane.store.dataset_format import blob_columns, spec_of
+from mopd_dataplane.store.format.arrow_rows import list_column
+from mopd_dataplane.store.format.dataset_format import blob_columns, spec_of
 
 TEACHER = "chain_sum-expert"
 """Whose signals are asked for; those of the others are tables of the same columns."""

@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from mopd_dataplane.store.sql import _heeding_signals
+from mopd_dataplane.store.sql.query import _heeding_signals
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from mopd_dataplane import Store
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.query.show import disagreements, read_sample, strength
 from mopd_dataplane.query.show_terminal import render
-from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
+from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
 
 
 def hostile_uid(store: Store) -> str:

@@ -74,7 +74,7 @@ def test_pairing_is_what_makes_a_small_difference_visible() -> None:
     a = np.arange(200) < 100
     b = np.arange(200) < 108
     found = compare({"x": a}, {"x": b}, binary=True)
-    assert found.found
+    assert found.is_significant
     assert found.p == pytest.approx(2 / 2**8)
     unpaired = math.sqrt(share(a).error ** 2 + share(b).error ** 2)
     assert found.error < unpaired / 3
@@ -92,14 +92,15 @@ def test_mcnemar_is_the_exact_binomial_test(pair: tuple[int, int]) -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_a_policy_does_not_differ_from_itself(right: list[bool]) -> None:
     found = compare({"x": right}, {"x": right}, binary=True)
-    assert (found.value, found.low, found.high, found.p, found.found) == (0.0, 0.0, 0.0, 1.0, False)
+    assert (found.value, found.low, found.high, found.p, found.is_significant) == (0.0, 0.0, 0.0, 1.0, False)
 
 
 def test_two_policies_of_equal_skill_are_found_different_in_one_case_of_twenty() -> None:
     draw = np.random.default_rng(8)
     skill = draw.random(200)
     found = [
-        compare({"x": draw.random(200) < skill}, {"x": draw.random(200) < skill}, binary=True).found for _ in range(200)
+        compare({"x": draw.random(200) < skill}, {"x": draw.random(200) < skill}, binary=True).is_significant
+        for _ in range(200)
     ]
     assert np.mean(found) < 0.11
 
@@ -132,7 +133,7 @@ def test_a_handful_of_prompts_is_no_lead_however_one_sided() -> None:
     found = recover(base, teacher, teacher)
     assert found.lead.low > 0, "the bootstrap alone would call it a lead"
     assert found.lead.p == pytest.approx(0.125)
-    assert not found.lead.found
+    assert not found.lead.is_significant
     assert found.value is None
 
 

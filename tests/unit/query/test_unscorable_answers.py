@@ -15,7 +15,7 @@ from mopd_dataplane.query.measures import measure
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.records import sample_uid
 from mopd_dataplane.run.stage_rows import UNSCORABLE, event_rows
-from mopd_dataplane.store.copying import copy_samples
+from mopd_dataplane.store.maintain.copy_samples import copy_samples
 
 TIMED_OUT, GAVE_UP = "no result after 30 s", "the function returned None"
 

@@ -18,7 +18,7 @@ from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import RolloutReport
 from mopd_dataplane.run.token_log_copy import StoredLog
-from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.remote.objects import ObjectFiles
 
 Roll = Callable[..., RolloutReport]
 

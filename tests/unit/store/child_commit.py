@@ -20,7 +20,7 @@ import store_builders as build
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.location import StoreLocation
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
     fault_points.observe(observe)
     if options.unlocked:
-        mock.patch.object(Place, "committing", return_value=contextlib.nullcontext(False)).start()
+        mock.patch.object(StoreLocation, "committing", return_value=contextlib.nullcontext(False)).start()
     if options.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_limit, options.file_limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.records import Sample, Signal, Teacher, sample_uid
-from mopd_dataplane.store.token_stats import TokenStats
+from mopd_dataplane.store.commit.token_stats import TokenStats
 
 
 def sample(number: int, *, response: int = 20, stage: str = "student", **changes: object) -> Sample:

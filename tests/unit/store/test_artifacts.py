@@ -11,9 +11,9 @@ from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.sealed_json import seal
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.run.work_folder import open_work
-from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.remote.artifacts import ArtifactStore
+from mopd_dataplane.store.remote.objects import ObjectFiles
 
 
 class Died(BaseException):

@@ -20,10 +20,10 @@ from mopd_dataplane.base import fault_points
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.run.delete import preview, repair
-from mopd_dataplane.store import place
+from mopd_dataplane.store import location
+from mopd_dataplane.store.commit.token_stats import write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.deletions import prompt_hash
-from mopd_dataplane.store.token_stats import write_token_stats
+from mopd_dataplane.store.maintain.deletion_records import prompt_hash
 
 SAMPLES = [build.sample(number) for number in range(6)]
 GONE = SAMPLES[2]
@@ -44,7 +44,7 @@ main()
 @pytest.fixture(params=["folder", "object store"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A store without locks, or one whose writers stall for longer than a deletion waits for them."""
-    monkeypatch.setattr(place, "LOCK_S", 0.2)
+    monkeypatch.setattr(location, "LOCK_S", 0.2)
     yield fill(Store.create(f"file-object-store://{tmp_path}/b/s" if request.param != "folder" else tmp_path / "s"))
     fault_points.observe(None)
 
@@ -168,8 +168,8 @@ def test_two_records_at_once_get_two_numbers_and_a_lost_one_is_missed(store: Sto
     assert store.deletions.uids() == {f"{at:032x}" for at in range(4)}
     for one in begun:
         store.deletions.close(one)
-    store._place.remove("deletions/3.json")
-    store._place.remove("deletions/1.json")
+    store._location.remove("deletions/3.json")
+    store._location.remove("deletions/1.json")
     fresh = Store.open(store.uri)
     assert fresh.deletions.begin([], [], []).name == "4", "a number is not used again"
     lost = [finding.table for finding in fresh.verify().findings if "is gone" in finding.problem]
@@ -178,7 +178,7 @@ def test_two_records_at_once_get_two_numbers_and_a_lost_one_is_missed(store: Sto
 
 def test_a_record_of_an_earlier_version_is_read_and_finished_by_repair(store: Store) -> None:
     old = {"began": "2026-01-01T00:00:00+00:00", "finished": False, "uids": [GONE.uid], "rows": [2]}
-    store._place.write_json("deletions/0.json", {**old, "prompts": [prompt_hash(GONE.prompt_id)]})
+    store._location.write_json("deletions/0.json", {**old, "prompts": [prompt_hash(GONE.prompt_id)]})
     [deletion] = store.deletions.all()
     assert (deletion.where, deletion.slots) == ("", ())
     assert "`mopd store repair` finishes it" in str(store.verify().findings)

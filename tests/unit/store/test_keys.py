@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.store import keys as keys_module
-from mopd_dataplane.store.keys import RATIO, KeyDirectory
-from mopd_dataplane.store.row_ids import row_ids
+from mopd_dataplane.store.commit import keys as keys_module
+from mopd_dataplane.store.commit.keys import RATIO, KeyDirectory
+from mopd_dataplane.store.format.row_ids import row_ids
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 

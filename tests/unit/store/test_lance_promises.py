@@ -19,7 +19,7 @@ from lance.commit import CommitConflictError
 from lance.fragment import RowIdSequence, write_fragments
 from lance.optimize import Compaction, CompactionOptions
 
-from mopd_dataplane.store.manifests import manifest
+from mopd_dataplane.store.format.manifests import manifest
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 SCHEMA = pa.schema([pa.field("uid", pa.string(), False, KEY), pa.field("v", pa.int64(), False)])
@@ -79,7 +79,7 @@ OVERTAKERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("commit", OVERTAKERS)
 def test_a_commit_takes_the_next_number_and_names_its_manifest_after_it(uri: str, commit: str) -> None:
-    """store/manifests.py looks for the newest version one number after the other, and asks Lance's note first."""
+    """manifests.py looks for the newest version one number after the other, and asks Lance's note first."""
     swap(lance.dataset(uri), rows("c"))
     before = lance.dataset(uri).version
     OVERTAKERS[commit](uri)

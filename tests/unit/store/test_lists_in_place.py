@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.store import listfiles, reading
-from mopd_dataplane.store import lists as lists_module
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.lance_pages import NotPlain, Page, list_counts, read_pages
-from mopd_dataplane.store.listfiles import ListFiles
-from mopd_dataplane.store.lists import FileLists, HeldLists, Lists
+from mopd_dataplane.store.format.lance_pages import NotPlain, Page, list_counts, read_pages
+from mopd_dataplane.store.read import list_files, row_reader
+from mopd_dataplane.store.read import lists as lists_module
+from mopd_dataplane.store.read.list_files import ListFiles
+from mopd_dataplane.store.read.lists import FileLists, HeldLists, Lists
 
 KINDS = {"ids": pa.int32(), "mask": pa.uint8()}
 COLUMNS = tuple(KINDS)
@@ -93,8 +93,8 @@ def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes
     rows = [row for part in parts for row in part]
     wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=40))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listfiles, "SHORT", short)
-        patch.setattr(listfiles, "GAP", gap)
+        patch.setattr(list_files, "SHORT", short)
+        patch.setattr(list_files, "GAP", gap)
         found = located(dataset, rows, wanted)
     assert found is not None, "read in place"
     for place, name in enumerate(COLUMNS):
@@ -252,7 +252,7 @@ STRANGE: dict[str, Callable[[Page], Page]] = {
 def test_pages_that_make_no_sense_are_left_to_lance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     dataset = write(str(tmp_path / "d"), [ROWS])
     monkeypatch.setattr(
-        listfiles, "read_pages", lambda path, column: [STRANGE[how](page) for page in read_pages(path, column)]
+        list_files, "read_pages", lambda path, column: [STRANGE[how](page) for page in read_pages(path, column)]
     )
     assert located(dataset, ROWS, range(60)) is None
 
@@ -291,7 +291,7 @@ def test_what_is_no_lance_file_is_no_plain_one(tmp_path: Path, content: bytes) -
 @pytest.mark.parametrize("few", [[0, 59], [59, 3, 3, 30]])
 def test_list_ends_of_other_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: list[int]) -> None:
     """A look-up costs what is looked up, however large the table is."""
-    monkeypatch.setattr(listfiles, "GAP", 0)
+    monkeypatch.setattr(list_files, "GAP", 0)
     dataset = write(str(tmp_path / "d"), [ROWS])
     files = ListFiles(dataset, COLUMNS, checksum)
     rows, crcs = np.array(few), crcs_of(ROWS)[few]
@@ -325,20 +325,20 @@ def test_a_process_that_may_open_few_files_closes_its_own(tmp_path: Path) -> Non
 
 def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they lie, and that it is their own; when they are read again, Lance is asked for nothing."""
-    monkeypatch.setattr(reading, "IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(row_reader, "IN_PLACE_BYTES", 0)
     samples = [build.sample(i) for i in range(8)]
     store.commit_samples(samples)
     store.add_teacher(build.teacher("a"))
     store.commit_signals("a", "logprob", [build.signal(s, i, "logprob") for i, s in enumerate(samples)])
     tokens, signal = store.token_reader(np.arange(8)), store.signal_reader("a", "logprob", np.arange(8))
     taken: list[list[int]] = []
-    take = reading.take_rows
+    take = row_reader.take_rows
 
     def spy(dataset: lance.LanceDataset, rows: Any, names: Sequence[str]) -> pa.Table:
         taken.append(list(rows))
         return take(dataset, rows, names)
 
-    monkeypatch.setattr(reading, "take_rows", spy)
+    monkeypatch.setattr(row_reader, "take_rows", spy)
     # metadata and payload of the tokens, payload of the signal
     for rows, looked_up in (([1, 5], [[1, 5]] * 3), ([5, 1], []), ([1, 2, 5], [[2]] * 3)):
         asked = np.array(rows)
@@ -363,7 +363,7 @@ def test_a_payload_of_another_sample_is_damage(store: Store) -> None:
 
 def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.commit_samples([build.sample(i) for i in range(4)])
-    monkeypatch.setattr(reading, "IN_PLACE_BYTES", 3 * 25 * reading.TOKEN_BYTES)
+    monkeypatch.setattr(row_reader, "IN_PLACE_BYTES", 3 * 25 * row_reader.TOKEN_BYTES)
     reader = store.token_reader(np.arange(4))
     kinds = []
     for rows in ([0], [1, 2, 3], [0]):

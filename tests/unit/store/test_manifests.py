@@ -11,8 +11,8 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.maintain import _drop_unheld
-from mopd_dataplane.store.manifests import manifest, names_of_versions, newest_version
+from mopd_dataplane.store.format.manifests import manifest, names_of_versions, newest_version
+from mopd_dataplane.store.maintain.compaction import _drop_unheld
 
 HINTS = {
     "behind": '{"version": 2}',

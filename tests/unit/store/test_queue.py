@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mopd_dataplane.errors import DamagedError, UnknownNameError
-from mopd_dataplane.store.queue import PINS, Queue, Value
+from mopd_dataplane.store.commit.queue import PINS, Queue, Value
 
 KEYS = [(sample, field) for sample in range(4) for field in ("tokens", "it's")]
 
@@ -27,7 +27,7 @@ def value(text: str) -> Value:
 def test_what_was_put_is_there_after_a_kill(tmp_path: Path) -> None:
     """A process puts one value after the other and says so; SIGKILL; every acknowledged one is there, whole."""
     code = (
-        "import sys; from mopd_dataplane.store.queue import Queue, Value\n"
+        "import sys; from mopd_dataplane.store.commit.queue import Queue, Value\n"
         "queue = Queue(sys.argv[1], 'train')\n"
         "for number in range(10_000):\n"
         "    queue.put([(number, 'x')], [Value('msgpack', str(number).encode() * 50)])\n"
@@ -169,7 +169,7 @@ def test_a_clearing_stays_while_what_it_cleared_does(tmp_path: Path) -> None:
 
 def test_two_processes_write_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from mopd_dataplane.store.queue import Queue, Value\n"
+        "import sys; from mopd_dataplane.store.commit.queue import Queue, Value\n"
         "queue, name = Queue(sys.argv[1], 'train'), sys.argv[2]\n"
         "for number in range(30):\n"
         "    queue.put([(number, name)], [Value('msgpack', name.encode())])\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane.store import cache as caches
-from mopd_dataplane.store.cache import BLOCK, RangeCache, open_cache
+from mopd_dataplane.store.remote import range_cache as caches
+from mopd_dataplane.store.remote.range_cache import BLOCK, RangeCache, open_cache
 
 SIZE = 100_000
 """Bytes of a range in these tests: 25 blocks with its header."""

@@ -14,9 +14,9 @@ import store_builders as build
 from tokenizers import Tokenizer, models
 
 from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.store.commit.token_stats import write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import keep_tokenizer
-from mopd_dataplane.store.token_stats import write_token_stats
+from mopd_dataplane.store.read.decode import keep_tokenizer
 
 READ = """
 import sys
@@ -25,8 +25,8 @@ from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import Numbers, find_decoder
-from mopd_dataplane.store.token_stats import read_token_stats
+from mopd_dataplane.store.read.decode import Numbers, find_decoder
+from mopd_dataplane.store.commit.token_stats import read_token_stats
 
 store = Store.open(sys.argv[1])
 assert store.samples().num_rows == 8

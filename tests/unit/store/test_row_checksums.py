@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_dataplane.base.checksum import crc32c
-from mopd_dataplane.store.row_checksums import row_crcs, with_row_crcs, wrong_rows
+from mopd_dataplane.store.format.row_checksums import row_crcs, with_row_crcs, wrong_rows
 
 SCHEMA = pa.schema(
     [

@@ -10,10 +10,10 @@ from store_builders import sample
 
 from mopd_dataplane.errors import EngineError, MismatchError, MopdError
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.arrow_rows import check_sample
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.repetition import repetition
-from mopd_dataplane.store.sample_values import whole_numbers
+from mopd_dataplane.store.format.arrow_rows import check_sample
+from mopd_dataplane.store.format.repetition import repetition
+from mopd_dataplane.store.format.sample_values import whole_numbers
 
 GOOD = sample(0, response=4)
 BAD: list[tuple[str, Any, str]] = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane.store import schemas
+from mopd_dataplane.store.format import schemas
 from mopd_dataplane.tables import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ def test_published_columns_are_not_taken_back(table: str) -> None:
 
 
 def test_check_says_which_file_differs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mopd_dataplane.store.schemas", str(tmp_path)]
+    command = [sys.executable, "-m", "mopd_dataplane.store.format.schemas", str(tmp_path)]
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == 0
     assert subprocess.run([*command, "--check"], timeout=60, capture_output=True).returncode == 0
     (tmp_path / "samples" / f"v{FORMAT_VERSION}.json").write_text("{}\n")

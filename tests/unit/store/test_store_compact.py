@@ -16,10 +16,11 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.store import fragments, maintain, merge_check
+from mopd_dataplane.store.commit import fragments, merge_check
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.held import free_versions
-from mopd_dataplane.store.tags import drop_versions
+from mopd_dataplane.store.maintain import compaction
+from mopd_dataplane.store.read.open_versions import free_versions
+from mopd_dataplane.store.read.tags import drop_versions
 
 READER = """
 import sys
@@ -92,7 +93,7 @@ def test_a_version_that_another_clean_up_drops_meanwhile_keeps_nothing(
     commit(store, 0, 3)
     reader = reader_of(store)
     commit(store, 3, 6)
-    explain, dropped = maintain._reasons, []
+    explain, dropped = compaction._reasons, []
 
     def after_another(place: Any, dataset: Any, held: Any, *rest: Any, **named: Any) -> Any:
         if held:
@@ -100,7 +101,7 @@ def test_a_version_that_another_clean_up_drops_meanwhile_keeps_nothing(
             dropped.append(drop_versions(dataset, versions=list(held))[0])
         return explain(place, dataset, held, *rest, **named)
 
-    monkeypatch.setattr(maintain, "_reasons", after_another)
+    monkeypatch.setattr(compaction, "_reasons", after_another)
     kept = store.compact(now=True)["tokens"]["kept"]
     assert dropped == [1]
     assert [reason["bytes"] for reason in kept if reason["why"].startswith("read by")] == [0]
@@ -152,7 +153,7 @@ def test_small_commits_take_little_more_than_their_bytes(store: Store, table: st
     for number in range(0, 160, 2):
         store.commit_samples([build.sample(i, response=400) for i in (number, number + 1)])
     Store.open(store.uri).compact(now=True)
-    sizes = maintain.file_sizes(store.dataset(table))
+    sizes = compaction.file_sizes(store.dataset(table))
     held = store.table(table).nbytes
     assert sum(sizes.values()) <= 1.3 * held + (64 << 10), f"{sum(sizes.values()):,} bytes for {held:,}"
 

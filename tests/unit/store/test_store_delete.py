@@ -29,8 +29,8 @@ from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import PartialSample, SampleSpec
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.run.delete import preview, resume
-from mopd_dataplane.store.deletions import Deletion
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.maintain.deletion_records import Deletion
 
 PROMPT, OTHER = "chain_sum-train-0", "chain_sum-train-1"
 WHERE = f"prompt_id = '{PROMPT}'"
@@ -114,7 +114,7 @@ def content(store: Store) -> dict[str, list[str]]:
     """Every row with its id, as plain Lance reads it, blobs by their bytes."""
     found = {}
     for name in store.names():
-        dataset = lance.dataset(store._place.of(name), storage_options=store._place.storage_options or None)
+        dataset = lance.dataset(store._location.of(name), storage_options=store._location.storage_options or None)
         rows = dataset.to_table(with_row_id=True).to_pylist()
         if "hidden" in dataset.schema.names:
             for row in rows:

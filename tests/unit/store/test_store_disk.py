@@ -18,9 +18,9 @@ import store_builders as build
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.files import is_disk_full
 from mopd_dataplane.errors import DamagedError, ResourceError
-from mopd_dataplane.store import barrier
+from mopd_dataplane.store.commit import durability
+from mopd_dataplane.store.commit.token_stats import write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.token_stats import write_token_stats
 
 Start = Callable[..., subprocess.Popen[str]]
 Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
@@ -136,8 +136,8 @@ def test_creation_on_a_full_disk_leaves_no_store(small_disk: Path) -> None:
 def test_what_is_acknowledged_has_been_synced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file the newest version consists of, and its directory, is synced before commit_samples returns."""
     synced: set[str] = set()
-    real = barrier.fsync
-    monkeypatch.setattr(barrier, "fsync", lambda path: (synced.add(str(path)), real(path))[1])
+    real = durability.fsync
+    monkeypatch.setattr(durability, "fsync", lambda path: (synced.add(str(path)), real(path))[1])
     store = Store.open(store.uri)
     store.commit_samples([build.sample(i) for i in range(4)])
     assert store.root is not None
@@ -152,8 +152,8 @@ def test_what_is_acknowledged_has_been_synced(store: Store, monkeypatch: pytest.
 
 def test_data_is_synced_before_the_version_that_names_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
-    real = barrier.fsync
-    monkeypatch.setattr(barrier, "fsync", lambda path: (happened.append(Path(path).suffix), real(path))[1])
+    real = durability.fsync
+    monkeypatch.setattr(durability, "fsync", lambda path: (happened.append(Path(path).suffix), real(path))[1])
     fault_points.observe(happened.append)
     try:
         Store.open(store.uri).commit_samples([build.sample(0)])
@@ -172,7 +172,7 @@ def test_a_failed_sync_is_never_retried(store: Store, monkeypatch: pytest.Monkey
         calls.append(path)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(barrier, "fsync", failing)
+    monkeypatch.setattr(durability, "fsync", failing)
     with pytest.raises(ResourceError, match="Input/output error"):
         Store.open(store.uri).commit_samples([build.sample(0)])
     assert calls

@@ -13,10 +13,10 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.store import table as table_module
-from mopd_dataplane.store.arrow_rows import token_rows
+from mopd_dataplane.store.commit import table as table_module
+from mopd_dataplane.store.commit.signals import payload_table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.signals import payload_table
+from mopd_dataplane.store.format.arrow_rows import token_rows
 
 Start = Callable[..., subprocess.Popen[str]]
 Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
@@ -98,7 +98,7 @@ def test_a_committer_that_wakes_up_after_its_successor(store: Store, start_child
 def test_a_stopped_committer_does_not_stop_the_store(
     store: Store, start_child: Start, answer_of: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mopd_dataplane.store.place.LOCK_S", 0.2)
+    monkeypatch.setattr("mopd_dataplane.store.location.LOCK_S", 0.2)
     holder = start_child(store.uri, "--samples", 0, 16, "--stop-at", "samples.insert.written")
     os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
     assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 16

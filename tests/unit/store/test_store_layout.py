@@ -18,7 +18,7 @@ import store_builders as build
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.dataset_format import PRIMARY_KEY, lance_schema
+from mopd_dataplane.store.format.dataset_format import PRIMARY_KEY, lance_schema
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, SIGNALS, TABLES
 
 
@@ -57,7 +57,7 @@ def test_open_without_a_store_names_the_way_to_make_one(tmp_path: Path) -> None:
 def test_a_creation_killed_halfway_is_finished_by_the_next(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
-        "from mopd_dataplane.store import table\n"
+        "from mopd_dataplane.store.commit import table\n"
         "from mopd_dataplane.store.dataset import Store\n"
         "real = table.Table.create\n"
         "def create(self):\n"

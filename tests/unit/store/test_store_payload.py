@@ -18,9 +18,9 @@ from hypothesis.extra import numpy as hnp
 
 from mopd_dataplane.errors import DamagedError, EngineError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.store.arrow_rows import sample_crc, token_rows
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.reading import take_payload
+from mopd_dataplane.store.format.arrow_rows import sample_crc, token_rows
+from mopd_dataplane.store.read.row_reader import take_payload
 
 counter = iter(range(10_000, 1 << 30))
 

@@ -13,9 +13,9 @@ from mopd_dataplane.base import fault_points
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.records import Signal, Snapshot
+from mopd_dataplane.store.commit.signals import payload_table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.signals import payload_table
-from mopd_dataplane.store.verify import Finding
+from mopd_dataplane.store.maintain.verify import Finding
 
 ROWS, FILE = 40, 10
 TABLE = "signals/adder/hidden"

@@ -13,9 +13,9 @@ import store_builders as build
 from objectservers import KEY, SECRET, Mood, Server, bad_network, rclone, seaweedfs
 
 from mopd_dataplane.errors import DeadlineError, InputError, ResourceError, UnknownNameError
-from mopd_dataplane.store import objects
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.network import network_failure
+from mopd_dataplane.store.remote import objects
+from mopd_dataplane.store.remote.network import network_failure
 
 Start = Callable[..., subprocess.Popen[str]]
 

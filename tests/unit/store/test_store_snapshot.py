@@ -10,9 +10,10 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
-from mopd_dataplane.store import fragments, reading
+from mopd_dataplane.store.commit import fragments
+from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.read import row_reader
 
 
 def commit(store: Store, first: int, last: int) -> None:
@@ -45,7 +46,7 @@ def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatc
 
 
 def test_a_scan_shows_the_rows_of_a_snapshot_in_batches(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "SCAN_ROWS", 3)
+    monkeypatch.setattr(row_reader, "SCAN_ROWS", 3)
     store.commit_samples([build.sample(number) for number in range(8)])
     old = store.snapshot()
     commit(store, 8, 10)

@@ -10,7 +10,7 @@ import lance
 import pyarrow as pa
 import pytest
 
-from mopd_dataplane.store.tags import ATTEMPTS, drop_tag, set_tag, tagged
+from mopd_dataplane.store.read.tags import ATTEMPTS, drop_tag, set_tag, tagged
 
 
 class Vanishing:

@@ -9,7 +9,7 @@ import pytest
 
 from mopd_dataplane.bench.synthetic import make_store
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.token_scan import scan_tokens
+from mopd_dataplane.store.read.token_scan import scan_tokens
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import store_builders as build
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.store.commit.token_stats import TokenStats, free_token_stats, read_token_stats, write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.token_stats import TokenStats, free_token_stats, read_token_stats, write_token_stats
 
 SAMPLES = [build.sample(i) for i in range(6)]
 

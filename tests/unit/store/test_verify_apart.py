@@ -11,11 +11,13 @@ import pytest
 
 from mopd_dataplane import Store
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store import verify_apart as apart
+from mopd_dataplane.store.maintain import verify_apart
 
 DIES = """
 import os, sys
-from mopd_dataplane.store import verify, verify_apart, verify_report
+from mopd_dataplane.store.maintain import verify
+from mopd_dataplane.store.maintain import verify_apart
+from mopd_dataplane.store.maintain import verify_report
 real = verify.token_crcs
 def token_crcs(dataset, rows):
     if {dies}:
@@ -34,12 +36,12 @@ def with_deaths(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
     def child(command: list[str], **given: object) -> object:
         return popen([sys.executable, "-c", DIES.format(dies=dies)], **given)
 
-    monkeypatch.setattr(apart.subprocess, "Popen", child)
+    monkeypatch.setattr(verify_apart.subprocess, "Popen", child)
 
 
 def test_a_sound_store_is_found_sound(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", prompts=1)
-    assert apart.verify_apart(store) == store.verify()
+    assert verify_apart.verify_apart(store) == store.verify()
 
 
 def test_the_place_that_ends_the_process_is_named_and_the_rest_is_audited(
@@ -49,7 +51,7 @@ def test_the_place_that_ends_the_process_is_named_and_the_rest_is_audited(
     head = next((tmp_path / "s" / "heads").iterdir())
     head.write_bytes(head.read_bytes()[:-1] + b"?")
     with_deaths(monkeypatch, "2 in rows or 5 in rows")
-    report = apart.verify_apart(store)
+    report = verify_apart.verify_apart(store)
     tokens = [found for found in report.findings if found.table == "tokens"]
     assert [found.row for found in tokens] == [2, 4]
     assert all("2 rows from here on: reading them ended the process (SIGABRT" in found.problem for found in tokens)
@@ -62,6 +64,6 @@ def test_an_audit_that_cannot_begin_says_so(
 ) -> None:
     store = make_store(tmp_path / "s", prompts=1)
     with_deaths(monkeypatch, "os.abort()")
-    monkeypatch.setattr(apart, "DEATHS", 2)
+    monkeypatch.setattr(verify_apart, "DEATHS", 2)
     with pytest.raises(ResourceError, match="2 steps of the audit ended its process"):
-        apart.verify_apart(store)
+        verify_apart.verify_apart(store)

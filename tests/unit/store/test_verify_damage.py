@@ -18,9 +18,9 @@ from replacing import replace_rows
 
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.records import PlanWindow, Prompt
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.decode import keep_tokenizer
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.read.decode import keep_tokenizer
 
 Row = dict[str, Any]
 

@@ -10,9 +10,9 @@ import pytest
 
 from mopd_dataplane import Store
 from mopd_dataplane.errors import QueryError, UnknownNameError
-from mopd_dataplane.store.decode import find_decoder
-from mopd_dataplane.store.describe import columns, relations
-from mopd_dataplane.store.views import View, views
+from mopd_dataplane.store.read.decode import find_decoder
+from mopd_dataplane.store.read.describe import columns, relations
+from mopd_dataplane.store.sql.views import View, views
 
 
 def first_uid(store: Store) -> str:

@@ -288,7 +288,7 @@ def test_all_linear_leaves_fused_experts_out_and_can_be_read_back(family: str, t
     ids = torch.arange(5, 25)[None]
     expected = hf.hidden_states(model, ids)
     policy = tmp_path / "policies" / "stage" / "v1"
-    base = Base(place=str(folder), digest=hf.weights_digest(folder))
+    base = Base(location=str(folder), digest=hf.weights_digest(folder))
     save_adapter(model, tensors, policy, start=folder, base=base)
     torch.testing.assert_close(hf.hidden_states(hf.load_model(policy), ids), expected, rtol=0, atol=1e-4)
 

@@ -36,7 +36,7 @@ BATCHES = st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(1, 40),
 def test_passes_never_mix_teachers() -> None:
     lengths = [[8]] * 5
     teachers = ["math", "math", "math", "code", "math"]
-    places = [[piece.place for piece in pieces] for pieces in cut_step(teachers, lengths, 2, 0)]
+    places = [[piece.pack_index for piece in pieces] for pieces in cut_step(teachers, lengths, 2, 0)]
     assert places == [[0, 1], [2], [3], [4]]
     assert cut_step([], [], 2, 0) == []
 
@@ -56,13 +56,13 @@ def test_every_sample_is_in_one_pass_within_the_bounds(
 ) -> None:
     teachers, lengths = [teacher for teacher, _ in batch], [own for _, own in batch]
     passes = cut_step(teachers, lengths, packs, tokens)
-    taken = [(piece.place, sample) for piece in chain(*passes) for sample in range(piece.first, piece.last)]
+    taken = [(piece.pack_index, sample) for piece in chain(*passes) for sample in range(piece.first, piece.last)]
     assert taken == [(place, sample) for place, own in enumerate(lengths) for sample in range(len(own))]
     for pieces in passes:
-        held = list(chain(*(lengths[piece.place][piece.first : piece.last] for piece in pieces)))
+        held = list(chain(*(lengths[piece.pack_index][piece.first : piece.last] for piece in pieces)))
         assert held
-        assert len({teachers[piece.place] for piece in pieces}) == 1
-        assert len({piece.place for piece in pieces}) <= packs
+        assert len({teachers[piece.pack_index] for piece in pieces}) == 1
+        assert len({piece.pack_index for piece in pieces}) <= packs
         assert not tokens or sum(held) <= tokens or len(held) == 1
 
 

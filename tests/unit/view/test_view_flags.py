@@ -7,7 +7,7 @@ import pytest
 
 from mopd_dataplane import Sample, Signal, create_store
 from mopd_dataplane.records import Teacher, sample_uid
-from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.view import labels
 from mopd_dataplane.view.sample import describe, stats_of
 from mopd_dataplane.view.shown import Shown

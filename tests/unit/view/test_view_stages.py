@@ -12,8 +12,8 @@ import pytest
 from mopd_dataplane import Prompt, Sample, Store, create_store
 from mopd_dataplane.errors import DeadlineError, QueryError
 from mopd_dataplane.records import sample_uid
-from mopd_dataplane.store.decode import Numbers
-from mopd_dataplane.store.sql import Limits, run_sql
+from mopd_dataplane.store.read.decode import Numbers
+from mopd_dataplane.store.sql.query import Limits, run_sql
 from mopd_dataplane.view.export import export_folder
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.labels import Labelled

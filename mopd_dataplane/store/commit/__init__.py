@@ -1,0 +1,14 @@
+"""Writing: tables, commits that are durable and happen once, and the queue.
+
+acknowledged.py  which version of a table was acknowledged last
+table.py         one dataset: read at a version, append payload, insert rows exactly once
+keys.py          key -> row, in memory, so that an insert costs the same at any table size
+durability.py    a commit is durable only after its files are synced
+merge_check.py   comparison of what a merge has copied, before it is committed
+fragments.py     merging of small files, so that a table has few
+payload.py       writing payload once
+samples.py       samples: payload first, metadata last
+signals.py       teachers' signals: payload first, then `scores`
+token_stats.py   per-token statistics of scoring and training
+queue.py         a durable key-value queue beside the tables, used by transferqueue/
+"""

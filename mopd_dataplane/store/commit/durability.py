@@ -1,0 +1,70 @@
+"""A Lance commit is atomic but not durable: Lance syncs nothing. The barrier does, in two steps around the commit.
+
+    sync_data      before the commit: the files a version will name. A version never points to bytes a power cut
+                   can take away.
+    sync_version   after it: manifest, transaction, directories, and data another process did not live to sync.
+
+Files synced before are remembered and skipped. A failed sync is never repeated: the kernel drops the dirty pages, and
+a second fsync reports success without having written.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import lance
+from lance.fragment import FragmentMetadata
+
+from mopd_dataplane.base.files import fsync
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.store.format.manifests import manifest
+
+AT_ONCE = 8
+"""Files that are synced at once."""
+
+
+class Barrier:
+    """Makes commits to one local dataset durable."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._synced: set[Path] = set()
+
+    def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
+        """Sync data files and blob sidecars; ResourceError when the disk cannot take them."""
+        paths: list[Path] = []
+        for fragment in fragments:
+            for data_file in fragment.files:
+                path = self._root / "data" / data_file.path
+                if path in self._synced:
+                    continue
+                sidecar = path.with_suffix("")
+                paths += [path, *([*sidecar.iterdir(), sidecar] if sidecar.is_dir() else [])]
+        self._sync(paths)
+
+    def sync_version(self, dataset: lance.LanceDataset) -> None:
+        """Return once this version survives a power cut; ResourceError when that cannot be ensured."""
+        fragments = [fragment.metadata for fragment in dataset.get_fragments()]
+        self.sync_data(fragments)
+        paths = [manifest(self._root, dataset.version)]
+        transaction = dataset.read_transaction(dataset.version)
+        if transaction is not None:
+            name = f"{transaction.read_version}-{transaction.uuid}.txn"
+            paths += [path] if (path := self._root / "_transactions" / name).exists() else []
+        self._sync([path for path in paths if path not in self._synced])
+        # What only older versions name is asked for no more.
+        self._synced &= {self._root / "data" / file.path for fragment in fragments for file in fragment.files}
+
+    def _sync(self, paths: list[Path]) -> None:
+        """Sync files and their folders at once: the file system then writes its journal once or twice, not for each."""
+        above = set() if self._synced else {self._root, self._root.parent}
+        every = [*paths, *({path.parent for path in paths} | above)]
+        try:
+            with ThreadPoolExecutor(AT_ONCE, "sync") as pool:
+                list(pool.map(fsync, every))
+        except OSError as error:
+            raise ResourceError(
+                f"{self._root}: sync failed ({error}); what was acknowledged before is safe, this commit may not "
+                "survive a power cut; check the disk, then start again"
+            ) from error
+        self._synced.update(paths)

@@ -1,0 +1,152 @@
+"""Commits teachers' signals: payload into signals/<teacher>/<kind>, then one row of `scores`; samples do not change."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.checksum import payload_crc
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.fields import SIGNALS, Field, of_signal, value
+from mopd_dataplane.records import Signal, Teacher
+from mopd_dataplane.store.commit.payload import place_payload
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format.arrow_rows import list_column, to_rows
+from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.read.row_reader import signal_crcs, take_offsets
+from mopd_dataplane.tables import SCORES
+
+
+def _typed(signal: Signal, field: Field) -> NDArray[Any]:
+    array = value(signal, field.name)
+    assert array is not None  # check_signal has seen it
+    return np.ascontiguousarray(array, field.dtype)
+
+
+def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int) -> None:
+    """Raise MismatchError for a wrong kind or shape, EngineError for an impossible value.
+
+    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R].
+    """
+    where = f"signal {signal.kind!r} of sample {signal.uid}"
+    if signal.kind != kind:
+        raise MismatchError(f"{where} was passed to commit_signals as {kind!r}; pass its own kind")
+    widths: dict[str, tuple[str, int]] = {}
+    for field in of_signal(kind):
+        array, length = value(signal, field.name), response_len if field.axis == "response" else loss_tokens
+        if array is None:
+            raise MismatchError(f"{where}: {field.name} is missing")
+        if array.ndim != (2 if field.width else 1) or len(array) != length:
+            raise MismatchError(f"{where}: {field.name} has shape {array.shape}, expected {length} rows")
+        if field.is_float and not np.isfinite(array).all():
+            raise EngineError(f"{where}: {field.name} holds NaN or infinity; check the teacher's weights and dtype")
+        if field.blob and array.dtype != field.dtype:
+            raise MismatchError(f"{where}: {field.name} is {array.dtype}, expected the codec's bytes as uint8")
+        if field.width:
+            first, width = widths.setdefault(field.width, (field.name, array.shape[1]))
+            if width != array.shape[1]:
+                raise MismatchError(f"{where}: {first} has {width} values a row and {field.name} {array.shape[1]}")
+
+
+def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
+    """Rows of signals/<teacher>/<kind>."""
+    columns: dict[str, Any] = {}
+    for field in of_signal(table.spec.name.removeprefix(SIGNALS)):
+        own = [_typed(signal, field) for signal in signals]
+        flat = [array.reshape(-1) for array in own]
+        listed = table.spec.schema.field(field.column).type
+        columns[field.column] = blob_column(flat) if field.blob else list_column(flat, listed)
+        if field.width:
+            columns[field.width] = [array.shape[1] for array in own]
+        columns["rows"] = [len(array) for array in own]
+    for name in set(table.schema.names) - columns.keys():
+        columns[name] = [getattr(signal, name) for signal in signals]
+    return pa.table({name: columns[name] for name in table.schema.names}, schema=table.schema)
+
+
+def blob_column(payloads: Sequence[NDArray[np.uint8]]) -> pa.ChunkedArray:
+    """A blob column from one contiguous uint8 array per row, without a copy: every row is a chunk of its own."""
+    kind = lance.blob.BlobType()
+    fields = list(kind.storage_type)
+    nulls = [pa.nulls(1, field.type) for field in fields[1:]]
+    rows = []
+    for payload in payloads:
+        offsets = pa.py_buffer(np.array([0, len(payload)], np.int64))
+        data = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(payload)])
+        rows.append(pa.ExtensionArray.from_storage(kind, pa.StructArray.from_arrays([data, *nulls], fields=fields)))
+    return pa.chunked_array(rows, type=kind)
+
+
+def commit_signals(
+    scores: Table, samples: Table, payload: Table, teacher: Teacher, kind: str, signals: Sequence[Signal]
+) -> int:
+    """Make signals visible and durable; see Store.commit_signals."""
+    metadata = _samples_of(samples, signals)
+    lengths = (metadata[name].to_pylist() for name in ("response_len", "loss_tokens"))
+    for signal, response_len, loss_tokens in zip(signals, *lengths, strict=True):
+        check_signal(signal, kind, response_len, loss_tokens)
+    uids = pa.array([signal.uid for signal in signals], pa.string())
+    keys = {"uid": uids, "teacher": pa.repeat(teacher.name, len(uids)), "kind": pa.repeat(kind, len(uids))}
+    matches, _ = scores.find(pa.table(keys))
+    absent = np.flatnonzero(matches < 0)
+    if not len(absent):
+        return 0
+    fresh = [signals[i] for i in absent.tolist()]
+    loss_tokens = metadata["loss_tokens"].to_numpy()[absent]
+    crcs = [payload_crc(*(_typed(signal, field).reshape(-1) for field in of_signal(kind))) for signal in fresh]
+    payload.create()
+    places, dataset = place_payload(
+        payload,
+        [signal.uid for signal in fresh],
+        lambda chosen: [crcs[i] for i in chosen],
+        lambda chosen: payload_table(payload, [fresh[i] for i in chosen]),
+        lambda version, rows: signal_crcs(version, kind, rows),
+    )
+    payload.make_durable(dataset)
+    fault_point("signals.payload.durable")
+    same = [name for name in SCORES.schema.names if name in Signal.__dataclass_fields__]
+    rows = [
+        {name: getattr(signal, name) for name in same}
+        | {
+            "teacher": teacher.name,
+            "payload_row": payload_row,
+            "payload_crc": crc,
+            "rows": int(count),
+            "bytes": sum(_typed(signal, field).nbytes for field in of_signal(kind)),
+            "coverage": _coverage(signal),
+            "teacher_digest": teacher.weights_digest,
+        }
+        for signal, crc, payload_row, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
+    ]
+    done = scores.insert(to_rows(SCORES, rows))
+    scores.make_durable(done.dataset)
+    fault_point("signals.metadata.durable")
+    return int(done.new.sum())
+
+
+def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
+    """Metadata of the signals' samples, in order; MismatchError when a row is not the sample that a signal names."""
+    dataset = samples.open()
+    offsets = row_ids(dataset).find([signal.sample_row for signal in signals])
+    for signal, offset in zip(signals, offsets, strict=True):
+        if offset < 0:
+            raise MismatchError(
+                f"signal of sample {signal.uid} names row {signal.sample_row}, which is none of those that "
+                f"`samples` has: {dataset.count_rows()} rows, the last {row_ids(dataset).end - 1}"
+            )
+    metadata = take_offsets(dataset, offsets, ["uid", "response_len", "loss_tokens"])
+    for signal, uid in zip(signals, metadata["uid"].to_pylist(), strict=True):
+        if signal.uid != uid:
+            raise MismatchError(f"signal of sample {signal.uid} names row {signal.sample_row}, which is sample {uid}")
+    return metadata
+
+
+def _coverage(signal: Signal) -> float:
+    """Probability that the teacher gives the ids of a top-k, mean over loss tokens; 1 of the other kinds."""
+    if signal.topk_logprobs is None or not len(signal.topk_logprobs):
+        return 1.0
+    return float(np.exp(signal.topk_logprobs, dtype=np.float64).sum(axis=1).mean())

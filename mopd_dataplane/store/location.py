@@ -1,0 +1,207 @@
+"""The root of a store: a folder or an object-store URI, the small JSON files beside its datasets, and its locks."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lance
+
+from mopd_dataplane.base.files import create_file, file_digest, fsync, publish_file, try_lock
+from mopd_dataplane.base.memory import trim_heap
+from mopd_dataplane.base.sealed_json import seal, unseal
+from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles, refuse_credentials
+
+METADATA_CACHE_BYTES = 256 << 20
+INDEX_CACHE_BYTES = 64 << 20
+COMMITS_CACHED = 128
+LOCK_S = 10.0
+"""Longest wait of a committer for the one before it."""
+LOGS_LOCK = "wal"
+"""Name of the lock that is no table's: copies and deletions hold it while they lock the token logs of a local store, so
+that neither takes the other for a rollout."""
+
+
+class StoreLocation:
+    """A root under which every dataset and file of one store lies.
+
+    Example: StoreLocation("runs/demo").of("samples") == "/home/me/runs/demo/samples", and
+    StoreLocation("s3://b/run").root is None.
+    """
+
+    def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
+        text = str(uri).removeprefix("file://")
+        if not text.strip() or any(ord(character) < ord(" ") for character in text):
+            raise InputError(f"{text!r:.80} is not the place of a store; give a folder, or s3://bucket/prefix")
+        remote = "://" in text
+        self.root: Path | None = None if remote else Path(text).absolute()
+        """The folder; None on an object store."""
+        if remote:
+            refuse_credentials(text)
+        self.uri = text.rstrip("/") if remote else str(self.root)
+        self.storage_options = {**DEFAULTS, **(storage_options or {})} if remote else dict(storage_options or {})
+        self.files = ObjectFiles(self.uri, self.storage_options) if remote else None
+        """Files of an object store; None for a folder."""
+        self.single_writer = False
+        """Somebody has promised that one process writes: preconditions need not be honoured."""
+        self._admitted = not remote
+        self._session: Any = None
+        self._commits = 0
+        """Commits since the session began."""
+
+    def admit_writer(self) -> None:
+        """Raise ResourceError on an object store that ignores preconditions: there, commits of two writers get lost."""
+        if self._admitted or self.files is None:
+            return
+        if not self.single_writer and not self.files.honours_preconditions():
+            raise ResourceError(
+                f"{self.uri}: this server ignores If-None-Match, so two writers would silently lose each other's "
+                "commits; use a server that honours it, or promise that only one process writes: "
+                "single_writer = true in the job file, create_store(uri, single_writer=True)"
+            )
+        self._admitted = True
+
+    @property
+    def session(self) -> Any:
+        """Caches shared by all datasets of the store, bounded in bytes."""
+        if self._session is None:
+            self._session = lance.Session(  # type: ignore[attr-defined]
+                index_cache_size_bytes=INDEX_CACHE_BYTES, metadata_cache_size_bytes=METADATA_CACHE_BYTES
+            )
+        return self._session
+
+    def committed(self) -> None:
+        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
+
+        What they held lies between blocks in use, so the heap is trimmed.
+        """
+        self._commits += 1
+        if self._commits >= COMMITS_CACHED:
+            self._session, self._commits = None, 0
+            trim_heap()
+
+    @contextmanager
+    def committing(self, name: str) -> Iterator[bool]:
+        """Hold the commit lock of one table; yields False when it was not free in time.
+
+        It saves committers on this machine retries; rows are kept unique by the compare-and-swap commit of table.py. So
+        one that was stopped while it held the lock does not block the store: after LOCK_S seconds the next continues
+        without it. flock, not POSIX locks: freed by SIGKILL, and not dropped by an unrelated close() in this process.
+        """
+        if self.root is None:
+            self.admit_writer()
+            yield False
+            return
+        path = self.root / "locks" / f"{name.replace('/', '.')}.lock"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise ResourceError(
+                f"{self.uri} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for "
+                "writing"
+            ) from error
+        try:
+            yield try_lock(descriptor, LOCK_S)
+        finally:
+            os.close(descriptor)
+
+    def wait_for_committers(self) -> None:
+        """Wait until every committer that holds the lock of a table, made or not, has let go of it, or is overdue."""
+        for lock in self.children("locks") if self.root is not None else ():
+            if (name := lock.removesuffix(".lock")) != LOGS_LOCK:
+                with self.committing(name):
+                    pass
+
+    def of(self, name: str) -> str:
+        """URI of a dataset or file of the store."""
+        return f"{self.uri}/{name}"
+
+    def local(self, name: str) -> Path:
+        """Path of a file or folder under the root; InputError on an object store."""
+        if self.root is None:
+            raise InputError(f"{self.uri} is an object store: {name!r} needs a store in a local folder")
+        return self.root / name
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A small JSON object, None when there is none; DamagedError when it is not as it was written."""
+        content = self.read(name)
+        return None if content is None else unseal(content, self.of(name))
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Replace a small JSON object atomically and durably."""
+        content = seal(value)
+        if self.files is None:
+            publish_file(self.local(name), content)
+        else:
+            self.files.write(name, content)
+
+    def create_json(self, name: str, value: dict[str, Any]) -> bool:
+        """Write a small JSON object durably unless there is one. Returns whether the object there is this call's.
+
+        value: differs from that of every other call, so that a retry whose first reply was lost recognises its own.
+        """
+        content = seal(value)
+        if self.files is None:
+            return create_file(self.local(name), content)
+        return self.files.create(name, content) or self.files.read(name) == content
+
+    def remove(self, name: str) -> None:
+        """Delete a small file; no error when it is not there."""
+        if self.files is not None:
+            self.files.remove([name])
+            return
+        path = self.local(name)
+        path.unlink(missing_ok=True)
+        if path.parent.is_dir():
+            fsync(path.parent)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self.local(name).is_file() if self.files is None else self.files.has(name)
+
+    def sha256(self, name: str) -> str:
+        """sha256 of a file, hex."""
+        return file_digest(self.local(name)) if self.files is None else self.files.sha256(name)
+
+    def children(self, name: str) -> list[str]:
+        """Names directly under a folder of the store, sorted; empty when there is no such folder."""
+        if self.files is not None:
+            return self.files.children(name)
+        folder = self.local(name)
+        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a small file, None when there is none."""
+        if self.files is not None:
+            return self.files.read(name)
+        path = self.local(name)
+        try:
+            return path.read_bytes() if path.is_file() else None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a store") from None
+
+    def check_new(self) -> None:
+        """Raise InputError where no folder for a store can be made; an object store is asked at its first write."""
+        if self.root is None:
+            return
+        try:
+            nearest = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        except OSError as error:
+            raise InputError(
+                f"{str(self.root)[:200]} cannot be a store: {error.strerror}; give another folder"
+            ) from None
+        if not nearest.is_dir():
+            raise InputError(f"{nearest} is a file, a store is a folder; give another place for the store")
+        if not os.access(nearest, os.W_OK) or nearest.stat().st_dev in _kernel_devices():
+            raise InputError(f"{nearest} is not a folder that can be written to; give another place for the store")
+
+
+def _kernel_devices() -> set[int]:
+    """Device numbers of the file systems in which the kernel shows itself: folders that take no files, even of root."""
+    return {os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.isdir(path)}

@@ -1,0 +1,18 @@
+"""Upkeep: compaction, the audit, deletion, copies and upgrades.
+
+free_hidden.py       freeing hidden states
+compaction.py        counts, compaction, clean-up
+verify.py            the audit
+verify_report.py     findings of an audit, and its progress
+verify_apart.py      the audit in a process of its own, which damaged bytes may end
+verify_rows.py       the audit of rows of metadata
+verify_files.py      the audit of the files beside the tables
+verify_deleted.py    the audit of deletions: their records, and the search for what they name
+upgrade.py           tables of format 1, copied into format 2
+copy_samples.py      copying matching samples, with everything that refers to them, to a new store
+copy_tables.py       copying every table unchanged, file by file
+copy_files.py        begin and end of a copy, and the files beside the tables
+deletion_records.py  records of what was deleted, by identity alone
+remove_rows.py       removing rows from one table
+delete_samples.py    removing samples and prompts from every table
+"""

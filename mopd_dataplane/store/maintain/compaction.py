@@ -1,0 +1,164 @@
+"""Maintenance of a store: counts, merging of small files, dropping of old versions."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lance
+
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.store.commit.fragments import drop_old, merge_small
+from mopd_dataplane.store.commit.table import ATTEMPTS, Table
+from mopd_dataplane.store.format.dataset_format import blob_columns
+from mopd_dataplane.store.format.lance_errors import is_missing, is_overtaken, writing
+from mopd_dataplane.store.format.manifests import names_of_versions
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.read.open_versions import free_versions
+from mopd_dataplane.store.read.snapshot import tags_of
+from mopd_dataplane.store.read.tags import drop_versions, tagged
+
+LARGE_FILE = 1 << 30
+"""Bytes from which on a file is left as it is."""
+
+
+def describe(location: StoreLocation, tables: Mapping[str, Table]) -> dict[str, Any]:
+    """Counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
+
+    freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it a day later.
+    """
+    report = {}
+    for name, table in tables.items():
+        dataset = table.open()
+        sizes, named = file_sizes(dataset), _data_of(dataset, {dataset.version, *tagged(dataset).values()})
+        report[name] = {
+            "rows": dataset.count_rows(),
+            "bytes": sum(sizes.values()),
+            "freeable_bytes": sum(size for file, size in _data_sizes(sizes).items() if file not in named),
+            "files": len(sizes),
+            "fragments": len(dataset.get_fragments()),
+            "version": dataset.version,
+        }
+    mark = location.read_json("store.json") or {}
+    return {"uri": location.uri, **mark, "tables": report, "snapshots": tags_of(location)}
+
+
+def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
+    """Bytes of every file of a dataset, whichever version names it."""
+    batches = [batch.select(["path", "size_bytes"]).to_pylist() for batch in dataset.all_files()]
+    return {row["path"]: row["size_bytes"] for batch in batches for row in batch}
+
+
+def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
+    """Bytes of each data file with its sidecars; sizes: as file_sizes."""
+    totals: Counter[str] = Counter()
+    for path, size in sizes.items():
+        folder, _, name = path.partition("/")
+        if folder == "data":
+            totals[name.partition("/")[0].removesuffix(".lance")] += size
+    return totals
+
+
+def compact(location: StoreLocation, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
+    """Merge small files, drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
+
+    now: drop every version that no snapshot pins and no process of this machine has open, however young (in a folder;
+    the readers of an object store cannot be known). Returns, per table, files_merged, versions_dropped, bytes_freed,
+    bytes (left on disk), and kept: why data stays that the newest version does not need, and its bytes. Files of hidden
+    states are not merged: that would rewrite every byte of them for nothing.
+    """
+    return {name: dict(_tidy(location, table, now)) for name, table in tables.items()}
+
+
+def _tidy(location: StoreLocation, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
+    with location.committing(table.name), writing(table.uri):
+        merged, dataset = _merge(table)
+        yield "files_merged", merged
+        tag_by_version: dict[int, str] = {}
+        if now and location.root is not None:
+            versions, freed, tag_by_version = _drop_unheld(location.root / table.name, dataset, table.acknowledged())
+        else:
+            versions, freed = drop_old(dataset)
+        yield "versions_dropped", versions
+        yield "bytes_freed", freed
+        sizes = file_sizes(dataset)
+        yield "bytes", sum(sizes.values())
+        yield "kept", list(_reasons(location, dataset, tag_by_version, sizes, now=now))
+
+
+def _drop_unheld(root: Path, dataset: lance.LanceDataset, acknowledged: int) -> tuple[int, int, dict[int, str]]:
+    """Drop every version before the acknowledged one that no tag pins and no process of this machine has open.
+
+    Returns (versions dropped, bytes freed, who holds each of the others).
+    """
+    pinned = set(tagged(dataset).values())
+    old = [version for version in names_of_versions(root) if version < acknowledged and version not in pinned]
+    gc.collect()  # a handle that nothing refers to any more holds its version no longer
+    with free_versions(root, old) as (free, holders):
+        freed = 0
+        if free:
+            _, freed = drop_versions(dataset, versions=free)
+    return len(free), freed, {version: ", ".join(names) for version, names in holders.items()}
+
+
+def _reasons(
+    location: StoreLocation,
+    dataset: lance.LanceDataset,
+    tag_by_version: Mapping[int, str],
+    sizes: Mapping[str, int],
+    *,
+    now: bool,
+) -> Iterator[dict[str, Any]]:
+    """Why data is still there that the newest version does not need: what holds it, and its bytes."""
+    needed, held_bytes = _data_of(dataset, {dataset.version}), _data_sizes(sizes)
+    reasons: dict[str, set[int]] = {}
+    for tag, version in tagged(dataset).items():
+        reasons.setdefault(f"snapshot {tag}", set()).add(version)
+    for version, who in tag_by_version.items():
+        reasons.setdefault(f"read by {who}", set()).add(version)
+    for why, versions in reasons.items():
+        more = _data_of(dataset, versions) - needed
+        needed |= more
+        yield {"why": why, "bytes": sum(held_bytes[file] for file in more)}
+    rest = held_bytes.keys() - needed
+    if not rest:
+        return
+    left = "left by interrupted commits; it goes when it is a week old"
+    if not now:
+        left = "of versions of the last day, or left by interrupted commits; `--now` drops what nobody reads"
+    elif location.root is None:
+        left = "of versions of the last day: on an object store nobody can tell who reads them"
+    yield {"why": left, "bytes": sum(held_bytes[file] for file in rest)}
+
+
+def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
+    """Names of the data files of some versions, without their endings; of one that another clean-up drops, none."""
+    paths: set[str] = set()
+    for version in versions:
+        try:
+            fragments = dataset.checkout_version(version).get_fragments()
+        except (ValueError, OSError) as error:
+            if not is_missing(error, "_versions"):
+                raise
+        else:
+            files = (file for fragment in fragments for file in fragment.data_files())
+            paths.update(file.path.removesuffix(".lance") for file in files)
+    return paths
+
+
+def _merge(table: Table) -> tuple[int, lance.LanceDataset]:
+    """(files merged, the version that has the result); a merge that a commit has overtaken is made again."""
+    for _ in range(ATTEMPTS):
+        dataset = table.open_to_write()
+        if blob_columns(table.spec):
+            return 0, dataset
+        try:
+            merged = merge_small(dataset, LARGE_FILE, table.barrier)
+        except OSError as error:
+            if not is_overtaken(error):
+                raise
+            continue
+        table.make_durable(dataset)
+        return merged, table.open()
+    raise ResourceError(f"{table.uri}: {ATTEMPTS} merges in a row were overtaken; stop the writers or retry")

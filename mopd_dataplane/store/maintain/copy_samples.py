@@ -1,0 +1,238 @@
+"""Copies samples that match a predicate, with everything that refers to them, to a new store in a folder or on an
+object store.
+
+    samples, tokens, signals, scores, rewards, labels,
+    token_stats                                          of the samples that match
+    prompts, evals                                       all but those of prompts of which no sample matches
+    teachers, steps, events                              whole, with heads, policies, discriminators and the job
+
+Rows get new ids, so whatever names rows is not copied: plans, snapshots, checkpoints, the token log. Every checksum is
+compared with what is read, and copied; the copy is verified in full before it opens as a store. Every step first looks
+at what is there: after a kill the same call continues. What is deleted from the source before the copy is complete is
+removed from the copy too.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import DamagedError, UnknownNameError
+from mopd_dataplane.records import Signal, Snapshot
+from mopd_dataplane.store.commit.payload import place_payload
+from mopd_dataplane.store.commit.signals import payload_table
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.format.dataset_format import FREED
+from mopd_dataplane.store.format.row_checksums import wrong_rows
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain.copy_files import begin_copy, copy_job, copy_weights, finish_copy
+from mopd_dataplane.store.maintain.delete_samples import remove
+from mopd_dataplane.store.maintain.deletion_records import Deletion
+from mopd_dataplane.store.read.row_reader import (
+    fitting_rows,
+    read_signal,
+    signal_crcs,
+    take_payload,
+    take_rows,
+    token_crcs,
+)
+from mopd_dataplane.tables import ROW_CRC, TABLES
+
+ROWS, BYTES = 4096, 64 << 20
+"""Bounds of one commit of copied payload."""
+_OTHERS = ("teachers", "steps", "events", "rewards", "labels", "prompts", "evals", "token_stats")
+"""Tables without payload, in the order they are copied in."""
+_WHOLE, _OF_PROMPTS = ("teachers", "steps", "events"), ("prompts", "evals")
+
+
+def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
+    """Copy the samples that match a predicate over `samples`; yields the name of each part that is done.
+
+    Raises InputError for an invalid predicate or a place that cannot be used, UnknownNameError when no sample matches,
+    MismatchError for an unfinished copy of something else, DamagedError naming what is damaged in the source.
+    """
+    location = StoreLocation(target)
+    at = source.snapshot()
+    rows = fitting_samples(source, where, at)
+    begin_copy(source, location, where)
+    for name in TABLES:
+        Table(location, name).create()
+    copy = _Copy(source, location, at)
+    yield f"samples: {copy.samples(rows):,}"
+    for name in source.names():
+        if name.startswith("signals/"):
+            yield f"{name}: {copy.signals(name):,}"
+    for name, count in copy.others().items():
+        yield f"{name}: {count:,}"
+    copy_weights(source, location)
+    copy_job(source, location)
+    yield "files"
+    finish_copy(source, location, [*TABLES, *copy.tables], partial(_leave_out, location))
+    yield "verified"
+
+
+def _leave_out(location: StoreLocation, deletions: Collection[Deletion]) -> None:
+    """Remove from an unfinished copy, also from its disk where no one else reads it, what deletions name."""
+    copy = Store(location)
+    removed = [part for deletion in deletions for part in remove(copy, deletion)]
+    if removed:
+        copy.compact(now=True)
+
+
+def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
+    """[n] row ids of the samples that match a predicate. Raises InputError, UnknownNameError when there is none."""
+    rows = fitting_rows(source.dataset("samples", at), "samples", where, [])["_rowid"].to_numpy()
+    if not len(rows):
+        raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
+    return np.sort(rows).astype(np.int64)
+
+
+class _Copy:
+    """Rows on their way from a snapshot to a place."""
+
+    def __init__(self, source: Store, location: StoreLocation, at: Snapshot) -> None:
+        self._source = source
+        self._location = location
+        self._at = at
+        self._samples = Table(location, "samples")
+        self.tables: list[str] = []
+        """Signals that the copy has."""
+
+    def samples(self, rows: NDArray[np.int64]) -> int:
+        """Copy samples and their tokens; how many the copy has."""
+        tokens, old = Table(self._location, "tokens"), self._source.dataset("samples", self._at)
+        lengths = take_rows(old, rows, ["total_len"])["total_len"].to_numpy().astype(np.int64)
+        for some in _parts(rows, 16 * lengths):
+            metadata = _sound("samples", take_rows(old, some, None))
+            uids = metadata["uid"].to_pylist()
+            if (self._rows_of(metadata) >= 0).all():
+                continue
+            payload = self._source.read_tokens(some, snapshot=self._at, verify=True)
+            places, count = place_payload(tokens, uids, _recorded(metadata), payload.take, token_crcs)
+            tokens.make_durable(count)
+            fault_point("copy.payload")
+            self._insert(self._samples, metadata, payload_row=places)
+            fault_point("copy.samples")
+        return self._samples.open().count_rows()
+
+    def signals(self, name: str) -> int:
+        """Copy one signal of the samples that were copied; how many."""
+        _, teacher, kind = name.split("/")
+        old = self._source.dataset(name, self._at)
+        scores, table = Table(self._location, "scores"), Table(self._location, name)
+        scored = self._source.table("scores", None, f"teacher = '{teacher}' AND kind = '{kind}'", self._at)
+        scored = self._of_ours(_sound("scores", scored))
+        if kind == "hidden" and scored.num_rows:  # states that were freed stay behind
+            codecs = take_rows(old, scored["payload_row"].to_numpy(), ["codec"])["codec"]
+            scored = scored.filter(pc.not_equal(codecs, FREED))
+        if not scored.num_rows:
+            return 0
+        table.create()
+        self.tables.append(name)
+        for some in _parts(np.arange(scored.num_rows), scored["bytes"].to_numpy()):
+            part = scored.take(some)
+            if (scores.find(part)[0] >= 0).all():
+                continue
+            places, count = place_payload(
+                table, part["uid"].to_pylist(), _recorded(part), _payload(old, table, kind, part),
+                lambda version, rows: signal_crcs(version, kind, rows),
+            )  # fmt: skip
+            table.make_durable(count)
+            self._insert(scores, part, payload_row=places)
+            fault_point("copy.signals")
+        return int(scored.num_rows)
+
+    def others(self) -> dict[str, int]:
+        """Copy the tables without payload; how many rows each has."""
+        gone = self._prompts_left_behind()
+        counts = {}
+        for name in _OTHERS:
+            if name not in self._at.versions:
+                continue
+            rows = self._all(name)
+            if name in _OF_PROMPTS:
+                rows = rows.filter(pc.invert(pc.is_in(rows["prompt_id"], value_set=gone)))
+            elif name not in _WHOLE:
+                rows = self._of_ours(rows)
+            table = Table(self._location, name)
+            self._insert(table, rows)
+            counts[name] = table.open().count_rows()
+        return counts
+
+    def _prompts_left_behind(self) -> pa.Array:
+        """Prompts that have samples, none of which was copied."""
+        had = self._source.table("samples", ["prompt_id"], snapshot=self._at)["prompt_id"].unique()
+        have = self._samples.open().to_table(columns=["prompt_id"])["prompt_id"].unique()
+        return had.filter(pc.invert(pc.is_in(had, value_set=have)))
+
+    def _all(self, name: str) -> pa.Table:
+        return _sound(name, self._source.table(name, snapshot=self._at))
+
+    def _of_ours(self, rows: pa.Table) -> pa.Table:
+        """Rows that refer to a copied sample."""
+        return rows.filter(pa.array(self._rows_of(rows) >= 0))
+
+    def _rows_of(self, rows: pa.Table) -> NDArray[np.int64]:
+        return self._samples.find(rows.select(["uid"]))[0]
+
+    def _insert(self, table: Table, rows: pa.Table, **replaced: NDArray[np.int64]) -> None:
+        """Insert rows, which name samples by their ids in the copy."""
+        if not rows.num_rows:
+            return
+        if "sample_row" in rows.column_names:
+            replaced["sample_row"] = self._rows_of(rows)
+        for name, values in replaced.items():
+            rows = rows.set_column(rows.column_names.index(name), rows.schema.field(name), pa.array(values))
+        table.make_durable(table.insert(rows).dataset)
+
+
+def _parts(rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Rows in commits: at most ROWS of them, and about BYTES."""
+    first = 0
+    while first < len(rows):
+        within = int(np.searchsorted(np.cumsum(sizes[first : first + ROWS]), BYTES, side="right"))
+        yield rows[first : first + max(within, 1)]
+        first += max(within, 1)
+
+
+def _sound(name: str, rows: pa.Table) -> pa.Table:
+    """The rows, which are as they were committed. Raises DamagedError."""
+    for row, crc, committed in wrong_rows(rows):
+        key = "/".join(str(rows[part][row].as_py()) for part in TABLES[name].key)
+        raise DamagedError(f"{name} {key}: row crc32c {crc:08x}, {committed:08x} was committed; nothing is copied")
+    return rows.drop_columns([ROW_CRC.name])
+
+
+def _recorded(metadata: pa.Table) -> Callable[[list[int]], list[int]]:
+    """Checksums of given places of rows that point to payload."""
+    crcs = metadata["payload_crc"].to_pylist()
+    return lambda places: [crcs[row] for row in places]
+
+
+def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -> Callable[[list[int]], pa.Table]:
+    """Rows of a signal, their checksums compared."""
+    if kind == "hidden":
+        uids, codecs = part["uid"].to_pylist(), part["codec"].to_pylist()
+
+        def states(chosen: list[int]) -> pa.Table:
+            stored = read_signal(old, kind, part.take(chosen), verify=True)
+            return payload_table(
+                table,
+                [Signal(uid=uids[i], sample_row=0, kind=kind, codec=codecs[i], hidden=bits)
+                 for i, bits in zip(chosen, stored, strict=True)],
+            )  # fmt: skip
+
+        return states
+
+    def lists(chosen: list[int]) -> pa.Table:
+        some = part.take(chosen)
+        read_signal(old, kind, some, verify=True)
+        return take_payload(old, some["payload_row"].to_numpy(), old.schema.names)
+
+    return lists

@@ -1,0 +1,94 @@
+"""Copies every table of a store unchanged, file by file: rows keep their ids and versions their numbers.
+
+Lance names files relative to the table and never rewrites one. So the newest version of each table and those that
+snapshots pin are copied as they are: data, sidecars and deletions first, then the manifests that name them. Plans,
+checkpoints and the token log, which name rows and versions, stay valid. Other versions are not copied.
+"""
+
+from collections.abc import Iterator
+
+import lance
+
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import DamagedError, UnknownNameError
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.format.manifests import manifest_name
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain.copy_files import copy_file
+from mopd_dataplane.store.read import snapshot as snapshots
+
+
+def copy_tables(source: Store, location: StoreLocation) -> Iterator[str]:
+    """Copy every table and snapshot, durable at the end; names each that is done. Raises DamagedError for a manifest
+    that is not the one that was acknowledged, or pinned."""
+    pins = _pins(source)
+    at = source.snapshot().versions
+    at |= {name: source._table(name).open().version for name in _queues(source)}
+    for name, newest in at.items():
+        versions = sorted({newest, *(pin[name] for pin in pins.values() if name in pin)})
+        old = source._table(name)
+        if problem := old.manifest_damage():  # its copy would be acknowledged
+            raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
+        for version in versions:
+            _copy_version(source, location, name, old.open(version))
+            fault_point("whole_copy.version")
+        table = Table(location, name)
+        for version in versions:
+            opened = table.open(version)
+            if table.barrier is not None:
+                table.barrier.sync_version(opened)
+        table.make_durable(table.open())
+        yield f"{name}: {table.open().count_rows():,}"
+    tables = {name: Table(location, name) for name in at}
+    for tag, pin in pins.items():
+        snapshots.pin(location, tables, tag, Snapshot(uri=location.uri, versions=pin))
+    fault_point("whole_copy.pinned")
+    yield f"snapshots: {len(pins):,}"
+
+
+def table_names(source: Store) -> list[str]:
+    """Every dataset of a store, queues included."""
+    return [*source.names(), *_queues(source)]
+
+
+def _queues(source: Store) -> list[str]:
+    return [f"queues/{name}" for name in source._location.children("queues")]
+
+
+def _pins(source: Store) -> dict[str, dict[str, int]]:
+    """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
+    pins = {}
+    for tag in snapshots.tags_of(source._location):
+        try:
+            pins[tag] = snapshots.tagged(source, tag).versions
+        except UnknownNameError:  # a deletion has released it since
+            continue
+        recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
+        for name, versions in recorded.items():
+            content = source._location.read(f"{name}/_versions/{manifest_name(pins[tag][name])}")
+            if content is not None and f"{crc32c(content):08x}" != versions:
+                problem = f"version {pins[tag][name]}, which {tag} pins, has another manifest than it had"
+                raise DamagedError(f"{source.uri}/{name}: {problem}; nothing is copied of it, restore it from a copy")
+    return pins
+
+
+def _copy_version(source: Store, location: StoreLocation, name: str, dataset: lance.LanceDataset) -> None:
+    """The files of one version of a table, its manifest last."""
+    files = set(location.children(f"{name}/data"))
+    for fragment in dataset.get_fragments():
+        for data_file in fragment.data_files():
+            stem = data_file.path.removesuffix(".lance")
+            for beside in source._location.children(f"{name}/data/{stem}"):
+                copy_file(source, location, f"{name}/data/{stem}/{beside}")
+            if data_file.path not in files:
+                copy_file(source, location, f"{name}/data/{data_file.path}")
+        deletions = fragment.metadata.deletion_file
+        if deletions is not None:
+            copy_file(source, location, f"{name}/{deletions.path(fragment.fragment_id)}")
+    transaction = dataset.read_transaction(dataset.version)
+    if transaction is not None:
+        copy_file(source, location, f"{name}/_transactions/{transaction.read_version}-{transaction.uuid}.txn")
+    copy_file(source, location, f"{name}/_versions/{manifest_name(dataset.version)}")

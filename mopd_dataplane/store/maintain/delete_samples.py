@@ -1,0 +1,253 @@
+"""Removes samples and prompts from every table, with everything that refers to them.
+
+    find      rows of each table, by uid, by prompt, and events that name a uid
+    remove    what points to a sample first, then the sample, then its payload, so that the store is sound in between
+    unpin     snapshots that hold one of the rows, because a pinned version would keep them on disk
+
+Plans stay, since they hold numbers only: they say which steps used a sample. Every step first looks at what is there;
+after a kill the same call continues.
+
+A row that is committed while its sample is deleted goes too. Each writer looks at the deletions before it commits and
+leaves out what they name. If a deletion was recorded after that look, either the deletion finds the committed row, or
+the writer, which looks again after the commit, finds the deletion and removes the row (`remove_since`). What a writer
+leaves that is killed between commit and second look, `verify` names and `remove` takes away when it is called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.checksum import payload_crc
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.records import PlanWindow, Prompt
+from mopd_dataplane.store.commit.signals import blob_column
+from mopd_dataplane.store.format.dataset_format import FREED, blob_columns
+from mopd_dataplane.store.format.lance_errors import reading
+from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.maintain.deletion_records import Deletion, PromptSlot, prompt_hash, uids_in
+from mopd_dataplane.store.maintain.remove_rows import remove_rows
+from mopd_dataplane.store.read import snapshot as snapshots
+from mopd_dataplane.store.read.row_reader import check_crcs, fitting_rows, header_columns, scored_rows, take_rows
+from mopd_dataplane.store.read.tags import tagged
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+BYTES = 64 << 20
+"""Hidden states that are copied at once, about."""
+_OF_SAMPLES = ("labels", "token_stats", "rewards", "scores")
+"""Tables with a column `uid` that point to samples, whatever they are made of."""
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The samples and prompts that a predicate selects for deletion.
+
+    Example: prompt p17 and its two samples: Chosen(uids=["9f…", "c0…"], rows=[17, 90], prompts=["p17"]).
+    """
+
+    uids: list[str]
+    rows: Rows
+    """[n] row ids in `samples`."""
+    prompts: list[str]
+    """Prompts that have no other sample."""
+
+    def record(self, store: Store, where: str) -> Deletion:
+        """Record that all of them are about to be deleted by the command with this predicate."""
+        slots = _slots_of(store, self.prompts)
+        return store.deletions.begin(self.uids, self.rows.tolist(), self.prompts, slots=slots, where=where)
+
+
+def choose(store: Store, where: str) -> Chosen:
+    """Samples that match a predicate, and prompts all of whose samples do; if none matches, prompts without samples.
+
+    Raises InputError for an invalid predicate.
+    """
+    samples = store.dataset("samples")
+    rows = fitting_rows(samples, "samples", where, ["uid", "prompt_id"])
+    every = samples.to_table(columns=["prompt_id"])["prompt_id"]
+    if rows.num_rows:
+        count = dict(zip(*(pc.value_counts(every).field(part).to_pylist() for part in (0, 1)), strict=True))
+        mine = pc.value_counts(rows["prompt_id"].combine_chunks())
+        pairs = zip(mine.field(0).to_pylist(), mine.field(1).to_pylist(), strict=True)
+        prompts = [name for name, some in pairs if count[name] == some]
+        return Chosen(rows["uid"].to_pylist(), rows["_rowid"].to_numpy().astype(np.int64), sorted(prompts))
+    try:
+        prompt_ids = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
+    except InputError:  # it speaks of what only samples have
+        return Chosen([], np.empty(0, np.int64), [])
+    unanswered = prompt_ids.filter(pc.invert(pc.is_in(prompt_ids, value_set=every.unique())))
+    return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
+
+
+def prompt_slots(store: Store, split: str, domains: Iterable[str]) -> list[Prompt | None]:
+    """Prompts of a split and some domains in the order they were added, None in place of each that was deleted.
+
+    Those that an earlier version of this package deleted leave no place.
+    """
+    domains = list(domains)
+    present = store.prompts(split, domains)
+    gone = store.deletions.slots(split, domains)
+    if not gone:
+        return [*present]
+    with reading(store.dataset("prompts").uri):
+        prompts = store.dataset("prompts").to_table(columns=["prompt_id"], with_row_id=True)
+    rows = dict(zip(prompts["prompt_id"].to_pylist(), prompts["_rowid"].to_pylist(), strict=True))
+    slots: dict[int, Prompt | None] = {slot.row: None for slot in gone}
+    slots |= {rows[prompt.prompt_id]: prompt for prompt in present if prompt.prompt_id in rows}
+    return [slots[row] for row in sorted(slots)]
+
+
+def forget_plan(store: Store, plan: PlanWindow) -> None:
+    """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
+    for name, column in (("steps", "plan_digest"), ("plans", "digest")):
+        dataset = store.dataset(name)
+        with reading(dataset.uri):
+            rows = dataset.to_table(columns=[column], with_row_id=True)
+        remove_rows(store._location, store._table(name), _ids(rows.filter(pc.equal(rows[column], plan.digest))))
+
+
+def _slots_of(store: Store, names: Collection[str]) -> list[PromptSlot]:
+    """Positions of the prompts of these names that the store has."""
+    with reading(store.dataset("prompts").uri):
+        prompts = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)
+    prompts = prompts.filter(pc.is_in(prompts["prompt_id"], value_set=pa.array(sorted(names), pa.string())))
+    return [PromptSlot(int(row["_rowid"]), row["domain"], row["split"]) for row in prompts.to_pylist()]
+
+
+def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
+    """[n] row ids of each table that refer to these samples, or to prompts by the hash of their name; tables in the
+    order in which rows can be removed. Tables that have none are left out."""
+    names = store.names()
+    signals = [name for name in names if name.startswith("signals/")]
+    of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
+    uid_array = pa.array(sorted(uids), pa.string())
+    rows_by_table = {name: _rows_of(store.dataset(name), uid_array) for name in of_samples}
+    rows_by_table["events"] = _events_of(store.dataset("events"), set(uids))
+    for name in ("evals", "prompts"):
+        rows_by_table[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
+    return {name: rows for name, rows in rows_by_table.items() if len(rows)}
+
+
+def late_samples(store: Store, deletion: Deletion) -> dict[str, int]:
+    """uid -> row id of the samples of deleted prompts that no record names: they were committed during the deletion."""
+    rows = _of_prompts(store.dataset("samples"), set(deletion.prompts), ["uid"])
+    deleted_uids = store.deletions.uids() if rows.num_rows else set()
+    pairs = zip(rows["uid"].to_pylist(), rows["_rowid"].to_pylist(), strict=True)
+    return {uid: row for uid, row in pairs if uid not in deleted_uids}
+
+
+def _rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
+    if not len(uids):
+        return np.empty(0, np.int64)
+    with reading(dataset.uri):
+        rows = dataset.to_table(columns=["uid"], with_row_id=True)
+    return _ids(rows.filter(pc.is_in(rows["uid"], value_set=uids)))
+
+
+def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[str]) -> pa.Table:
+    """Row ids and some columns of the rows whose prompt, by the hash of its name, is one of these."""
+    read = ["prompt_id", *columns]
+    if not prompts:
+        return dataset.schema.empty_table().select(read).append_column("_rowid", pa.array([], pa.uint64()))
+    with reading(dataset.uri):
+        rows = dataset.to_table(columns=read, with_row_id=True)
+    gone = [name for name in rows["prompt_id"].unique().to_pylist() if prompt_hash(name) in prompts]
+    return rows.filter(pc.is_in(rows["prompt_id"], value_set=pa.array(gone, pa.string())))
+
+
+def _events_of(dataset: lance.LanceDataset, uids: set[str]) -> Rows:
+    """Events whose name or detail names one of the samples."""
+    if not uids:
+        return np.empty(0, np.int64)
+    with reading(dataset.uri):
+        events = dataset.to_table(columns=["event_id", "detail"], with_row_id=True)
+    texts = zip(events["event_id"].to_pylist(), events["detail"].to_pylist(), strict=True)
+    gone = [not uids.isdisjoint(uids_in(name, detail)) for name, detail in texts]
+    return _ids(events.filter(pa.array(gone, pa.bool_())))
+
+
+def _ids(rows: pa.Table) -> Rows:
+    return np.asarray(rows["_rowid"].to_numpy(), np.int64)
+
+
+def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
+    """Remove what a deletion names; yields (table, rows removed) for each table that had some.
+
+    First waits once for every commit lock, so that writers which looked at the deletions before this one was recorded
+    have committed; for what comes later see the top of this file. A sample of a deleted prompt that no record names is
+    recorded and removed too. Raises DamagedError when a row that stays is damaged; removed rows stay removed, and the
+    same call continues.
+    """
+    store._location.wait_for_committers()
+    yield from _remove(store, deletion)
+    if late := late_samples(store, deletion):
+        record = store.deletions.begin(late, late.values(), [], where=deletion.where)
+        yield from _remove(store, record)
+        store.deletions.close(record)
+
+
+def remove_since(store: Store, names: Collection[str]) -> None:
+    """Remove what the deletions name that were recorded in addition to those of these names; a writer's second look."""
+    for name in store.deletions.names():
+        if name not in names:
+            for _ in remove(store, store.deletions.read(name)):
+                pass
+
+
+def _remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
+    while remaining := rows_to_go(store, deletion.uids, deletion.prompts):
+        for tag in pins_of(store, remaining):
+            tables = {name: store._table(name) for name in store.names()}
+            # Those that are looked at for tags come last: a call that was killed finds what it left.
+            ordered = sorted(tables, key=lambda name: name in remaining)
+            snapshots.release(store._location, {name: tables[name] for name in ordered}, tag)
+            fault_point("delete.unpinned")
+        for name, rows in remaining.items():
+            table = store._table(name)
+            blobs = partial(_states, store, name) if blob_columns(table.spec) else None
+            if count := remove_rows(store._location, table, rows, blobs):
+                yield name, count
+
+
+def pins_of(store: Store, rows_by_table: dict[str, Rows]) -> list[str]:
+    """Snapshots that hold one of the rows."""
+    tags: set[str] = set()
+    for name, rows in rows_by_table.items():
+        for tag, version in tagged(store.dataset(name)).items():
+            if tag not in tags and (row_ids(store._table(name).open(version)).find(rows) >= 0).any():
+                tags.add(tag)
+    return sorted(tags)
+
+
+def _states(store: Store, name: str, dataset: lance.LanceDataset, rows: Rows) -> Iterator[pa.RecordBatch]:
+    """Rows of signals/<teacher>/hidden with their bytes, compared with the checksums in `scores`."""
+    _, teacher, kind = name.split("/")
+    table, reader = store._table(name), store.hidden_reader(teacher)
+    crcs = scored_rows(store.dataset("scores"), teacher, kind).select(["uid", "payload_row", "payload_crc"])
+    header = take_rows(dataset, rows, header_columns(dataset, kind))
+    sizes = header["rows"].to_numpy().astype(np.int64) * header["row_bytes"].to_numpy()
+    for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(np.cumsum(sizes) // BYTES)) + 1):
+        states = {
+            row: np.empty(size, np.uint8) for row, size in zip(rows[part].tolist(), sizes[part].tolist(), strict=True)
+        }
+        for row, state in states.items():
+            reader.read_into(row, 0, state.data)
+        some = header.take(pa.array(part))
+        hidden_rows = rows[part][np.asarray(pc.not_equal(some["codec"], FREED))]
+        row_crcs = crcs.filter(pc.is_in(crcs["payload_row"], value_set=pa.array(hidden_rows)))
+        check_crcs(name, row_crcs, [payload_crc(states[row]) for row in row_crcs["payload_row"].to_pylist()])
+        columns = {column: some[column] for column in some.column_names} | {"hidden": blob_column([*states.values()])}
+        yield from pa.table({n: columns[n] for n in table.schema.names}, schema=table.schema).to_batches()

@@ -1,0 +1,114 @@
+"""Frees the bytes of hidden states (or of token_stats.py's lists) that are not needed any more, without moving a row.
+
+    replace   every file of which no row is needed by one with the same rows and no states: one commit
+    drop      the versions that still name the old files, but for those that are pinned or in use
+
+Rows keep their ids, and the codec of a freed row is FREED. After a kill the same call does the rest.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import lance
+import numpy as np
+import pyarrow as pa
+from lance.fragment import FragmentMetadata, write_fragments
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.commit.signals import blob_column
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format.dataset_format import FREED
+from mopd_dataplane.store.format.lance_errors import writing
+from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.read.tags import drop_versions, tagged
+
+
+@dataclass(frozen=True)
+class Freed:
+    """Result of a call that frees, for example two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
+
+    rows: int
+    """Rows that lost their states by this call."""
+    bytes: int
+    """Bytes that left the disk by this call; those a pinned snapshot needs stay until it is released."""
+
+
+Served = Callable[[lance.LanceDataset], tuple[NDArray[np.bool_], NDArray[np.bool_]]]
+"""[n] rows that have served, [n] rows that still hold something; in the order of the scan."""
+Emptied = Callable[[lance.LanceFragment], pa.Table]
+"""The rows of a file, without what can go."""
+
+
+def free_hidden(
+    location: StoreLocation, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]
+) -> Freed:
+    """See Store.free_hidden. in_use: snapshots that readers still have open or will open."""
+
+    def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        codecs = dataset.to_table(columns=["codec"])["codec"]
+        freed = np.isin(np.arange(len(codecs)), row_ids(dataset).offsets(payload_rows))
+        return freed, np.asarray(pa.compute.not_equal(codecs, FREED))
+
+    def emptied(fragment: lance.LanceFragment) -> pa.Table:
+        rows = fragment.to_table(columns=["uid", "rows"])
+        count = rows.num_rows
+        freed = {
+            "uid": rows["uid"], "codec": [FREED] * count, "rows": rows["rows"], "row_bytes": [0] * count,
+            "hidden": blob_column([np.empty(0, np.uint8)] * count),
+        }  # fmt: skip
+        return pa.table(freed, schema=table.schema)
+
+    return free_files(location, table, served, emptied, in_use)
+
+
+def free_files(
+    location: StoreLocation, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]
+) -> Freed:
+    """Free what of a table has served; see free_hidden."""
+    with location.committing(table.name), writing(table.uri):
+        rows = _replace(table, served, emptied)
+        fault_point("retire.replaced")
+        dataset, acknowledged = table.open(), table.acknowledged()
+        keep = {*tagged(dataset).values(), *(snapshot.versions.get(table.name) for snapshot in in_use)}
+        versions = [entry["version"] for entry in dataset.versions()]
+        old = [version for version in versions if version < acknowledged and version not in keep]
+        return Freed(rows, drop_versions(dataset, versions=old)[1] if old else 0)
+
+
+def _replace(table: Table, served: Served, emptied: Emptied) -> int:
+    """Commit empty files in place of those that have served; how many rows were in them."""
+    while True:
+        dataset = table.open_to_write()
+        files = dataset.get_fragments()
+        fresh = {index: _written(table, dataset, files[index], emptied) for index in _served(dataset, served)}
+        if not fresh:
+            return 0
+        if table.barrier is not None:
+            table.barrier.sync_data(fresh.values())
+        fault_point("retire.written")
+        fragments = [fresh.get(index, fragment.metadata) for index, fragment in enumerate(files)]
+        if table.commit_at(dataset, lance.LanceOperation.Merge(fragments, dataset.lance_schema)):
+            return sum(fragment.physical_rows for fragment in fresh.values())
+
+
+def _served(dataset: lance.LanceDataset, served: Served) -> Iterator[int]:
+    """Places of the files whose rows have all served, and that still hold something."""
+    done, holds = served(dataset)
+    first = 0
+    for index, fragment in enumerate(dataset.get_fragments()):
+        rows = slice(first, first + fragment.count_rows())
+        if done[rows].all() and holds[rows].any():
+            yield index
+        first = rows.stop
+
+
+def _written(table: Table, dataset: lance.LanceDataset, old: lance.LanceFragment, emptied: Emptied) -> FragmentMetadata:
+    """A file with the rows of another, without what can go, under its number and with their ids."""
+    rows = emptied(old)
+    [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
+    fresh.id = old.fragment_id
+    fresh.row_id_meta = old.metadata.row_id_meta
+    return fresh

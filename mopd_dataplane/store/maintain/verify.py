@@ -1,0 +1,361 @@
+"""The audit: whether every reference leads to the right row and all bytes are as committed. Nothing is changed."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format.dataset_format import FREED
+from mopd_dataplane.store.format.lance_errors import is_panic
+from mopd_dataplane.store.format.manifests import crc_of_manifest
+from mopd_dataplane.store.format.row_ids import fragment_ids, row_ids
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain.deletion_records import Deletions
+from mopd_dataplane.store.maintain.verify_deleted import (
+    Deleted,
+    audit_files_of_deleted,
+    audit_records,
+    audit_rows_of_deleted,
+)
+from mopd_dataplane.store.maintain.verify_files import audit_files
+from mopd_dataplane.store.maintain.verify_report import Finding, VerifyReport, left_out, met
+from mopd_dataplane.store.maintain.verify_rows import audit_rows, files_of
+from mopd_dataplane.store.read.row_reader import scored_rows, signal_crcs, token_crcs
+from mopd_dataplane.store.read.snapshot import tags_of
+from mopd_dataplane.store.read.tags import tagged
+from mopd_dataplane.tables import TABLES, signal_table
+
+_HEADERS = {"topk": ["k", "topk_source"], "hidden": ["codec", "rows", "row_bytes"]}
+CHUNK = 512
+"""Payload rows read at once."""
+
+
+def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
+    """See Store.verify. Every kind of damage becomes a finding; an audit does not fail."""
+    report = VerifyReport()
+    opened: dict[str, lance.LanceDataset] = {}
+    read: dict[str, set[str]] = {}
+    deletions = Deletions(location)
+
+    def audit(name: str, needs: set[str], check: partial[Iterator[Finding]]) -> None:
+        """Take a check unless one of the tables it needs cannot be opened."""
+        if needs <= opened.keys():
+            report.findings.extend(met(name, check))
+
+    for name, table in tables.items():
+        audit(name, set(), partial(_newest, table, opened, report.checked))
+        audit(name, {name}, partial(_rows, table, opened, read))
+        audit(name, {name}, partial(_duplicates, name, opened, table.spec.key))
+    audit("samples", {"samples", "tokens"}, partial(_samples, opened, deep))
+    audit("scores", {"scores", "samples", "teachers"}, partial(_scores, opened, deep))
+    audit("rewards", {"rewards", "samples"}, partial(_rewards, opened))
+    audit("plans", {"plans", "samples"}, partial(_plans, opened, deletions))
+    audit("deletions", set(), partial(audit_records, deletions))
+    deleted: list[Deleted] = []
+    audit("deletions", set(), partial(_find_deleted, deletions, deleted))
+    for name in tables if deleted else ():
+        audit(name, {name}, partial(_deleted_rows, name, opened, deleted))
+    audit("teachers", {"teachers"}, partial(_heads, location, opened, deep))
+    audit("files", set(), partial(_files, location, deep))
+    if deep and deleted:
+        audit("files", set(), partial(audit_files_of_deleted, location, deleted[0]))
+    if deep:
+        audit("snapshots", set(), partial(_pins, location, tables, read))
+    audit("orphans", set(), partial(_count_orphans, opened, report.orphans))
+    return report
+
+
+def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[str, int]) -> Iterator[Finding]:
+    """The newest version opens, and its manifest is the one that was acknowledged."""
+    dataset = table.open()
+    checked[table.name] = dataset.count_rows()
+    opened[table.name] = dataset
+    if problem := table.manifest_damage():
+        yield Finding(table.name, -1, "", problem)
+
+
+def _rows(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
+    """Rows of metadata are what was committed; payload is read with the metadata that refers to it."""
+    dataset = opened[table.name]
+    read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
+    if not table.spec.heavy:
+        yield from audit_rows(table.name, dataset, table.spec.key)
+
+
+def _pins(location: StoreLocation, tables: Mapping[str, Table], read: dict[str, set[str]]) -> Iterator[Finding]:
+    """Every pinned version is what it was when it was pinned, and files that only it names are read too.
+
+    read: data files of each table that were audited already, extended here.
+    """
+    for tag in tags_of(location):
+        yield from met(f"snapshots/{tag}.json", partial(_pin, location, tables, tag, read))
+
+
+def _pin(
+    location: StoreLocation, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]]
+) -> Iterator[Finding]:
+    pinned = location.read_json(f"snapshots/{tag}.json") or {}
+    opened: dict[str, lance.LanceDataset] = {}
+    for name, version in pinned.get("versions", {}).items():
+        crc = pinned.get("manifests", {}).get(name)
+        if name in tables:
+            yield from met(name, partial(_pinned, location, tables[name], int(version), crc, tag, opened))
+        else:
+            yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
+    for name in opened:
+        yield from met(name, partial(_fresh, tables[name], opened, read))
+
+
+def _pinned(
+    location: StoreLocation,
+    table: Table,
+    version: int,
+    crc: str | None,
+    tag: str,
+    opened: dict[str, lance.LanceDataset],
+) -> Iterator[Finding]:
+    """The pinned version of a table opens, its manifest is the one that was pinned, and the tag that keeps clean-up
+    away is where the snapshot says."""
+    if crc is not None and location.root is not None:
+        actual = f"{crc_of_manifest(location.root / table.name, version):08x}"
+        if actual != crc:
+            yield Finding(table.name, -1, "", f"manifest of version {version} has crc32c {actual}, {crc} was pinned")
+    opened[table.name] = table.open(version)
+    at = tagged(opened[table.name]).get(tag)
+    if at != version:
+        said = "is gone" if at is None else f"is at version {at}"
+        yield Finding(table.name, -1, "", f"tag {tag!r} {said}, its snapshot pins version {version}")
+
+
+def _fresh(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
+    """Rows of files that no version before has named."""
+    seen, dataset = read.setdefault(table.name, set()), opened[table.name]
+    fresh = [fragment for fragment in dataset.get_fragments() if not set(files_of(fragment)) <= seen]
+    if not fresh:
+        return
+    if table.spec.heavy:
+        rows = {int(row) for fragment in fresh for row in fragment_ids(fragment).tolist()}
+        yield from _pinned_payload(table.name, opened, rows)
+    else:
+        yield from audit_rows(table.name, dataset, table.spec.key, seen)
+    seen.update(file for fragment in fresh for file in files_of(fragment))
+
+
+def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: set[int]) -> Iterator[Finding]:
+    """Given payload rows of a pinned version, by the metadata of the same snapshot."""
+    dataset = opened[name]
+    teacher, _, kind = name.removeprefix("signals/").partition("/")
+    if name == "tokens" and "samples" in opened:
+        metadata = opened["samples"].to_table(columns=["uid", "payload_row", "payload_crc"])
+        crcs_at = partial(token_crcs, dataset)
+    elif kind and "scores" in opened:
+        metadata = scored_rows(opened["scores"], teacher, kind)
+        crcs_at = partial(signal_crcs, dataset, kind)
+    else:
+        return
+    points = metadata["payload_row"].to_numpy()
+    there = np.isin(points, np.array(sorted(rows)))
+    some = metadata.filter(pa.array(there))
+    places = yield from _echo(name, some, name, dataset, "payload_row", points[there])
+    if kind == "hidden":
+        places = places[_not_freed(dataset, some, places)]
+    yield from _crcs(name, some, places, crcs_at)
+
+
+def _files(location: StoreLocation, deep: bool) -> Iterator[Finding]:
+    for name, problem in audit_files(location, deep=deep):
+        yield Finding(name, -1, "", problem)
+
+
+def _duplicates(name: str, opened: Mapping[str, lance.LanceDataset], key: tuple[str, ...]) -> Iterator[Finding]:
+    """Keys that more than one row has; payload tables may hold orphans of equal uid."""
+    if TABLES.get(name) is None or TABLES[name].heavy:
+        return
+    rows = opened[name].to_table(columns=list(key), with_row_id=True)
+    counted = rows.group_by(list(key)).aggregate([("_rowid", "count"), ("_rowid", "max")])
+    for row in counted.filter(pa.compute.greater(counted["_rowid_count"], 1)).to_pylist():
+        shown = ", ".join(str(row[part]) for part in key)
+        yield Finding(name, row["_rowid_max"], str(row[key[0]]), f"key ({shown}) is in {row['_rowid_count']} rows")
+
+
+def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    """Each sample's payload row holds that sample; deep: with the committed bytes and lengths."""
+    columns = ["uid", "payload_row", "payload_crc", "prompt_len", "total_len", "response_len", "loss_tokens"]
+    samples, numbers = opened["samples"].to_table(columns=columns), row_ids(opened["samples"]).ids()
+    yield from _lengths(samples, numbers)
+    sound = yield from _echo("samples", samples, "tokens", opened["tokens"], "payload_row", numbers)
+    if deep:
+        yield from _crcs("tokens", samples, sound, partial(token_crcs, opened["tokens"]))
+
+
+def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Iterator[Finding]:
+    """P + R = L and 0 <= M <= R."""
+    names = ("prompt_len", "response_len", "total_len", "loss_tokens")
+    prompt, response, total, scored = (samples[name].to_numpy() for name in names)
+    for row in np.flatnonzero((prompt + response != total) | (scored > response) | (scored < 0)).tolist():
+        problem = f"lengths P {prompt[row]}, R {response[row]}, L {total[row]}, M {scored[row]} do not fit together"
+        yield Finding("samples", int(numbers[row]), samples["uid"][row].as_py(), problem)
+
+
+def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    """Each score names its sample, its teacher as it is in the store, and a payload row that holds its signal."""
+    scores, numbers = opened["scores"].to_table(), row_ids(opened["scores"]).ids()
+    yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
+    teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
+    digests = dict(zip(teachers["name"], teachers["weights_digest"], strict=True))
+    by = ["teacher", "kind", "teacher_digest"]
+    placed = scores.select(by).append_column("place", pa.array(np.arange(scores.num_rows)))
+    groups = placed.group_by(by).aggregate([("place", "list")])
+    for teacher, kind, digest, places in zip(*(groups[column] for column in (*by, "place_list")), strict=True):
+        teacher, kind, digest = teacher.as_py(), kind.as_py(), digest.as_py()
+        name, chosen = signal_table(teacher, kind), np.sort(places.values.to_numpy())
+        if digests.get(teacher) != digest:
+            problem = f"scored by {teacher!r} with digest {digest}, the store knows {digests.get(teacher)}"
+            yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
+        if name not in opened:
+            problem = f"points to {name!r}, which cannot be read"
+            yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
+            continue
+        some = scores.take(pa.array(chosen))
+        sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers[chosen])
+        yield from _headers(name, opened[name], some, sound, kind)
+        if deep:
+            there = sound if kind != "hidden" else sound[_not_freed(opened[name], some, sound)]
+            yield from _crcs(name, some, there, partial(signal_crcs, opened[name], kind))
+
+
+def _headers(
+    name: str, signals: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64], kind: str
+) -> Iterator[Finding]:
+    """The headers of a payload row agree with its score."""
+    if kind not in _HEADERS or not len(places):
+        return
+    points = scores["payload_row"].to_numpy()[places]
+    there = signals.to_table(columns=_HEADERS[kind]).take(pa.array(row_ids(signals).offsets(points))).to_pylist()
+    said = scores.select(["uid", "codec", "rows", "bytes"]).take(pa.array(places)).to_pylist()
+    for point, row, score in zip(points.tolist(), there, said, strict=True):
+        if kind == "topk":
+            fits = row["topk_source"] in ("teacher", "student") and score["rows"] * row["k"] * 8 == score["bytes"]
+        elif row["codec"] == FREED:
+            fits = row["rows"] == score["rows"] and row["row_bytes"] == 0
+        else:
+            fits = (row["codec"], row["rows"]) == (score["codec"], score["rows"])
+            fits = fits and row["rows"] * row["row_bytes"] == score["bytes"]
+        if not fits:
+            yield Finding(name, point, score["uid"], f"holds {row}, but its row of `scores` says {score}")
+
+
+def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n] whether the states these rows of `scores` point to are still there."""
+    offsets = row_ids(hidden).offsets(scores["payload_row"].to_numpy()[places])
+    codecs = hidden.to_table(columns=["codec"])["codec"].take(pa.array(offsets))
+    return np.asarray(pa.compute.not_equal(codecs, FREED))
+
+
+def _rewards(opened: Mapping[str, lance.LanceDataset]) -> Iterator[Finding]:
+    rewards, numbers = opened["rewards"].to_table(columns=["uid", "sample_row"]), row_ids(opened["rewards"]).ids()
+    yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row", numbers)
+
+
+def _find_deleted(deletions: Deletions, deleted: list[Deleted]) -> Iterator[Finding]:
+    """Collect what was deleted, for the searches that follow."""
+    deleted.append(Deleted(deletions))
+    yield from ()
+
+
+def _deleted_rows(name: str, opened: Mapping[str, lance.LanceDataset], deleted: list[Deleted]) -> Iterator[Finding]:
+    yield from audit_rows_of_deleted(name, opened[name], deleted[0])
+
+
+def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> Iterator[Finding]:
+    """Each planned sample is there, or was deleted."""
+    ids, gone = row_ids(opened["samples"]), deletions.rows()
+    plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"], with_row_id=True)
+    for plan in plans.to_pylist():
+        planned = np.asarray(plan["sample_rows"], np.int64)
+        absent = planned[(ids.find(planned) < 0) & ~np.isin(planned, gone)]
+        if len(absent):
+            problem = f"window {plan['window']} plans sample row {absent[0]}, `samples` has {ids.total} rows"
+            yield Finding("plans", plan["_rowid"], plan["stage"], problem)
+
+
+def _heads(location: StoreLocation, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    """Each teacher's LM head file is there (an import may know none); deep: with the recorded digest."""
+    recorded = opened["teachers"].to_table(columns=["name", "head_file", "head_digest"], with_row_id=True)
+    for teacher in recorded.to_pylist():
+        name, row = teacher["head_file"], teacher["_rowid"]
+        if not name:
+            continue
+        if not location.has(name):
+            yield Finding("teachers", row, teacher["name"], f"head file {name} is missing")
+        elif deep and (digest := location.sha256(name)) != teacher["head_digest"]:
+            problem = f"head file {name} has sha256 {digest}, recorded was {teacher['head_digest']}"
+            yield Finding("teachers", row, teacher["name"], problem)
+
+
+def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, int]) -> Iterator[Finding]:
+    """Payload rows to which no metadata row points, by table: no findings, for they are harmless."""
+    used = {"tokens": opened["samples"].count_rows()} if {"samples", "tokens"} <= opened.keys() else {}
+    for name in opened:
+        folder, _, rest = name.partition("/")
+        if folder == "signals" and "scores" in opened:
+            teacher, _, kind = rest.partition("/")
+            used[name] = opened["scores"].count_rows(f"teacher = '{teacher}' and kind = '{kind}'")
+    left = {name: opened[name].count_rows() - count for name, count in used.items()}
+    counts.update({name: count for name, count in left.items() if count})
+    yield from ()
+
+
+def _echo(
+    name: str, rows: pa.Table, target_name: str, target: lance.LanceDataset, pointer: str, numbers: NDArray[np.int64]
+) -> Generator[Finding, None, NDArray[np.int64]]:
+    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound.
+
+    numbers: [n] row id of each of `rows`.
+    """
+    points = rows[pointer].to_numpy()
+    total, offsets = target.count_rows(), row_ids(target).find(points)
+    inside = offsets >= 0
+    uids = rows["uid"].to_numpy(zero_copy_only=False)
+    there = target.to_table(columns=["uid"])["uid"].take(pa.array(np.maximum(offsets, 0))) if total else uids
+    same = inside & (np.asarray(there) == uids)
+    for row in np.flatnonzero(~same).tolist():
+        detail = f"which holds {there[row]}" if inside[row] else f"which has {total} rows"
+        problem = f"{pointer} points to row {points[row]} of {target_name!r}, {detail}"
+        yield Finding(name, int(numbers[row]), uids[row], problem)
+    return np.flatnonzero(same)
+
+
+def _crcs(
+    name: str, metadata: pa.Table, sound: NDArray[np.int64], crcs_at: Callable[[Sequence[int]], list[int]]
+) -> Iterator[Finding]:
+    """Recompute the checksum of each payload; a chunk that cannot be read is read again row by row."""
+    points, stored = metadata["payload_row"].to_numpy(), metadata["payload_crc"].to_numpy()
+    for start in range(0, len(sound), CHUNK):
+        chunk = sound[start : start + CHUNK]
+        first = int(points[chunk[0]])
+        if why := left_out(name, "payload", first):
+            yield Finding(name, first, metadata["uid"][int(chunk[0])].as_py(), f"{len(chunk)} rows from here on: {why}")
+            continue
+        crcs = _readable(crcs_at, points[chunk].tolist())
+        for row, crc in zip(chunk.tolist(), crcs, strict=True):
+            if crc != stored[row]:
+                said = crc if isinstance(crc, str) else f"crc32c {crc:08x}"
+                problem = f"{said}, {stored[row]:08x} was committed"
+                yield Finding(name, int(points[row]), metadata["uid"][row].as_py(), problem)
+
+
+def _readable(crcs_at: Callable[[Sequence[int]], list[int]], rows: list[int]) -> list[int | str]:
+    """Checksums of rows, or for a row that cannot be read what the reader said."""
+    try:
+        return [*crcs_at(rows)]
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        if len(rows) == 1:
+            return [f"cannot be read ({error})"]
+    return [crc for row in rows for crc in _readable(crcs_at, [row])]

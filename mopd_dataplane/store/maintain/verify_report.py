@@ -1,0 +1,67 @@
+"""The report of an audit (findings, rows checked, orphans), and the announcement of its steps."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from mopd_dataplane.store.format.lance_errors import is_panic
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One damaged or inconsistent row or file.
+
+    Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c 00c0ffee, committed was 1badb002").
+    """
+
+    table: str
+    """Table, or a file of the store."""
+    row: int
+    """Row id; -1 when it concerns the whole table or file."""
+    uid: str
+    """Sample or other key; empty when unknown."""
+    problem: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Result of an audit."""
+
+    findings: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    """Rows checked per table."""
+    orphans: dict[str, int] = field(default_factory=dict)
+    """Payload rows to which no metadata row points: left by interrupted commits, in no query result, harmless."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+Watcher = Callable[[str, str, int], str]
+"""Called before each step of an audit with table, step and row; answers why it is left out, empty to take it."""
+_watchers: list[Watcher] = []
+
+
+def watch(watcher: Watcher) -> None:
+    """Have every later step of an audit in this process announced; see verify_apart.py."""
+    _watchers[:] = [watcher]
+
+
+def left_out(table: str, step: str, row: int = -1) -> str:
+    """Announce a step; why it is left out, empty when it is taken."""
+    return _watchers[0](table, step, row) if _watchers else ""
+
+
+def met(name: str, check: partial[Iterator[Finding]]) -> Iterator[Finding]:
+    """Findings of a check, and one more if it could not be completed."""
+    if why := left_out(name, check.func.__name__):
+        yield Finding(name, -1, "", why)
+        return
+    try:
+        yield from check()
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        yield Finding(name, -1, "", f"cannot be audited to its end: {error}")

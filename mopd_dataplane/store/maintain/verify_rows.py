@@ -1,0 +1,61 @@
+"""The audit of metadata: whether every row holds what was committed, file by file, and in parts where a file cannot be
+read."""
+
+from collections.abc import Collection, Iterator
+
+import lance
+
+from mopd_dataplane.store.format.lance_errors import is_panic
+from mopd_dataplane.store.format.row_checksums import wrong_rows
+from mopd_dataplane.store.format.row_ids import fragment_ids
+from mopd_dataplane.store.maintain.verify_report import Finding, left_out
+
+ROWS = 1 << 16
+"""Rows read at once."""
+SMALLEST = 256
+"""Rows that are read together when a larger part cannot be read."""
+
+
+def audit_rows(
+    name: str, dataset: lance.LanceDataset, key: tuple[str, ...], read: Collection[str] = ()
+) -> Iterator[Finding]:
+    """Rows of a version that are not what was committed; files in `read` were audited before."""
+    for fragment in dataset.get_fragments():
+        if why := left_out(name, "rows", fragment.fragment_id):
+            yield Finding(name, -1, "", f"{', '.join(files_of(fragment))}: {why}")
+        elif not set(files_of(fragment)) <= set(read):
+            for row, uid, problem in _audit_part(fragment, key, 0, fragment.count_rows()):
+                yield Finding(name, int(fragment_ids(fragment)[row]), uid, problem)
+
+
+def files_of(fragment: lance.LanceFragment) -> list[str]:
+    """Names of a fragment's data files."""
+    return [data_file.path for data_file in fragment.data_files()]
+
+
+def _audit_part(
+    fragment: lance.LanceFragment, key: tuple[str, ...], first: int, count: int
+) -> Iterator[tuple[int, str, str]]:
+    """(place in the file, key, what is wrong) of rows `first` and after, read in parts where they cannot be at once."""
+    if count > ROWS:
+        for start in range(first, first + count, ROWS):
+            yield from _audit_part(fragment, key, start, min(ROWS, first + count - start))
+        return
+    try:
+        rows = fragment.to_table(offset=first or None, limit=count)
+        wrong = list(wrong_rows(rows))
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        if count <= SMALLEST:
+            yield first, "", f"{count} rows from this one on cannot be read ({error})"
+            return
+        yield from _audit_part(fragment, key, first, count // 2)
+        yield from _audit_part(fragment, key, first + count // 2, count - count // 2)
+        return
+    if rows.num_rows != count:
+        yield first, "", f"{count} rows from this one on are said to be there, and are not"
+    for row, crc, committed in wrong:
+        named = "/".join(str(rows[part][row].as_py()) for part in key)
+        said = f"row crc32c {crc:08x}, {committed:08x} was committed"
+        yield first + row, named, said

@@ -1,0 +1,106 @@
+"""Token ids as text, by the tokenizer.json of a policy of the store or of an import; without one, as numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.base.file_checksums import CHECKSUMS, read_recorded
+from mopd_dataplane.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+KEPT = "tokenizers"
+"""Folder of the tokenizers of imports, one sealed JSON file each, by digest."""
+
+
+class Decoder:
+    """Pieces of text, one per token."""
+
+    def __init__(self, text: str) -> None:
+        """text: content of a tokenizer.json. Raises InputError when it is none."""
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise InputError(f"not a tokenizer.json ({error!s:.120}): {text[:60]!r}…; give another one") from None
+
+    def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each row of token ids, without special tokens."""
+        return list(self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Text that each token adds. A token that ends inside a character adds nothing; the next one adds it."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces = [stream.step(self._tokenizer, int(token)) or "" for token in ids]
+        tail = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        if ids and len(tail) > sum(map(len, pieces)):  # the sequence ends inside a character
+            pieces[-1] += tail[sum(map(len, pieces)) :]
+        return pieces
+
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Whole text of each sequence, many at a time."""
+        return list(self._tokenizer.decode_batch([list(map(int, ids)) for ids in sequences], skip_special_tokens=False))
+
+
+class Numbers:
+    """Stands in where a store has no tokenizer: every token is its id."""
+
+    def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Ids in angle brackets, joined."""
+        return ["".join(self.pieces(row)) for row in rows]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Ids in angle brackets."""
+        return [f"⟨{int(token)}⟩" for token in ids]
+
+    texts = plain_texts
+
+
+def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
+    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported.
+
+    Raises UnknownNameError when a given folder has no tokenizer.json.
+    """
+    if folder is not None and not (folder / "tokenizer.json").is_file():
+        raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
+    if folder is not None:
+        return Decoder((folder / "tokenizer.json").read_text(errors="replace"))
+    content = next(_tokenizers(store), "")
+    return Decoder(content) if content else Numbers()
+
+
+def keep_tokenizer(store: Store, digest: str, content: dict[str, Any] | None) -> None:
+    """Keep the tokenizer.json of samples that came without a policy; digest: as `samples.tokenizer` has it."""
+    name = f"{KEPT}/{digest}.json"
+    if content is not None and not store._location.has(name):
+        store.write_json(name, {"tokenizer": content})
+
+
+def _tokenizers(store: Store) -> Iterator[str]:
+    """Content of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
+    if store.root is not None:
+        yield from map(_of_policy, sorted((store.root / "policies").glob("**/tokenizer.json")))
+    elif store.files is not None:
+        for name in store.files.under("policies"):
+            if name.endswith("/tokenizer.json") and (content := store.files.read(name)):
+                yield content.decode()
+    for name in store._location.children(KEPT):
+        record = store.read_json(f"{KEPT}/{name}")
+        if record is not None:
+            yield json.dumps(record["tokenizer"])
+    start = ((store.read_json("job.json") or {}).get("student") or {}).get("path", "")
+    if start and (file := Path(start) / "tokenizer.json").is_file():
+        yield file.read_text(errors="replace")
+
+
+def _of_policy(file: Path) -> str:
+    """Content of the tokenizer.json of a policy folder. Raises DamagedError when it is not as it was written."""
+    recorded = (file.parent / CHECKSUMS).is_file()
+    return (read_recorded(file.parent, file.name) if recorded else file.read_bytes()).decode(errors="replace")

@@ -1,0 +1,88 @@
+"""Meaning of the tables and views of a store, from the documentation in their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.store.format.dataset_format import spec_of, sql_name
+from mopd_dataplane.store.sql.views import View, views
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+_SAID = {"float": "float32", "double": "float64", "large_string": "string", "large_binary": "bytes"}
+"""Arrow types whose own name says less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column: its Arrow type, its unit where it has one, and what it means."""
+
+    name: str
+    type: str
+    unit: str
+    doc: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relation:
+    """Something a query can select from."""
+
+    name: str
+    """Inside SQL; a macro with its parameters."""
+    kind: str
+    """table, view or macro."""
+    doc: str
+    rows: int | None
+    """Rows of a table; None for what is no table."""
+
+
+def relations(store: Store) -> Iterator[Relation]:
+    """Every table of a store, then every view and macro."""
+    names = store.names()
+    for name in names:
+        rows = store.dataset(name).count_rows()
+        yield Relation(name=sql_name(name), kind="table", doc=spec_of(name).doc, rows=rows)
+    for view in views(names).values():
+        yield Relation(name=view.call, kind="macro" if view.parameters else "view", doc=view.doc, rows=None)
+
+
+def columns(store: Store, name: str) -> list[Column]:
+    """Columns of one table, view or macro of a store.
+
+    name: as in SQL, or as the dataset is called. Raises UnknownNameError naming the nearest.
+    """
+    datasets = {sql_name(dataset): dataset for dataset in store.names()}
+    views_by_name = views(datasets.values())
+    view_name = sql_name(name.partition("(")[0].strip())
+    if view_name in datasets:
+        return [_column(field) for field in store.dataset(datasets[view_name]).schema]
+    if view_name in views_by_name:
+        return _view_columns(store, views_by_name[view_name])
+    raise UnknownNameError(
+        f"no table or view {name!r} in {store.uri}: {nearest(view_name, [*datasets, *views_by_name])}"
+    )
+
+
+def _column(field: pa.Field) -> Column:
+    meta = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
+    return Column(name=field.name, type=_type(field.type), unit=meta.get("unit", ""), doc=meta.get("doc", ""))
+
+
+def _view_columns(store: Store, view: View) -> list[Column]:
+    answer = store.sql(f"select {view.example} as {view.name}" if view.scalar else f"from {view.example} limit 0")
+    types = {field.name: _type(field.type) for field in answer.schema}
+    return [Column(name=name, type=types[name], unit="", doc=doc) for name, doc in view.columns.items()]
+
+
+def _type(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{_type(kind.value_type)}>"
+    if pa.types.is_timestamp(kind):
+        return "timestamp"
+    return _SAID.get(str(kind), str(kind))

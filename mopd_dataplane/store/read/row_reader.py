@@ -1,0 +1,353 @@
+"""Reads by row id: payload of given samples in the asked order, each row checked to be the sample asked for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
+
+from mopd_dataplane.base.checksum import payload_crc
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, require_known
+from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names, of_signal
+from mopd_dataplane.store.format import lance_errors
+from mopd_dataplane.store.format.arrow_rows import list_views, tokens_crc
+from mopd_dataplane.store.format.dataset_format import FREED
+from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.read.hidden import HiddenReader
+from mopd_dataplane.store.read.list_files import Checksum, ListFiles
+from mopd_dataplane.store.read.lists import HeldLists, Lists
+
+LOOKED_UP = 64
+"""Samples whose scores are looked up one by one; those of more are read with all others."""
+ROWS_OF_A_FILE = 64
+"""Rows wanted of each file on average that are worth a read of their own."""
+REQUEST_BYTES = 32 << 20
+"""Payload of one read through Lance: large enough to spread its fixed cost; its buffers come on top of what is kept."""
+IN_PLACE_BYTES = 32 << 20
+"""Payload of one read that is worth looking up how its files are laid out: some ten milliseconds a file."""
+TOKEN_BYTES = 9
+"""Bytes of a token in `tokens`, about: id, log-prob and mask."""
+NO_COLUMN = "mopd_no_column"
+"""A name that no column has."""
+SCAN_ROWS = 65_536
+"""Rows of a batch of a scan: few calls, and columns that stay in the cache."""
+
+
+def scan_rows(
+    dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None
+) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
+    """(row ids, columns of them), batch by batch in the order of the ids; see Store.scan_samples."""
+    ids = row_ids(dataset)
+    rows = ids.between(first, ids.end if limit is None else first + limit)
+    if not len(rows):
+        return
+    done = 0
+    with lance_errors.reading(dataset.uri):
+        if not ids.in_order:
+            for start in range(0, len(rows), SCAN_ROWS):
+                some = rows[start : start + SCAN_ROWS]
+                [batch] = take_rows(dataset, some, columns).combine_chunks().to_batches()
+                yield some, batch
+            return
+        begin = int(ids.offsets(rows[:1])[0])
+        scan = dataset.scanner(columns=list(columns), offset=begin or None, limit=len(rows), batch_size=SCAN_ROWS)
+        for batch in scan.to_batches():
+            yield rows[done : done + batch.num_rows], batch
+            done += batch.num_rows
+
+
+def check_columns(table: str, dataset: lance.LanceDataset, columns: Sequence[str]) -> None:
+    """Raise UnknownNameError for a column that a table does not have."""
+    for column in columns:
+        require_known(column, dataset.schema.names, f"table {table!r} has no column")
+
+
+def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
+    """Rows by id, in the asked order; InputError for a row that does not exist."""
+    return take_offsets(dataset, row_ids(dataset).offsets(rows), columns)
+
+
+def take_offsets(dataset: lance.LanceDataset, offsets: NDArray[np.int64], columns: Sequence[str] | None) -> pa.Table:
+    """Rows by their offset in the scan of this version, in the asked order."""
+    names = list(columns) if columns is not None else dataset.schema.names
+    if not len(offsets):
+        return dataset.to_table(columns=names, limit=0)
+    with lance_errors.reading(dataset.uri):
+        return dataset.take(offsets.tolist(), columns=names)
+
+
+def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str]) -> pa.Table:
+    """take_rows of a heavy table, where rows are many in each file: file by file.
+
+    A take over several files copies what it has read once more, into memory that is new; that is most of its time.
+    """
+    offsets = row_ids(dataset).offsets(rows)
+    if len(offsets) < 2 * ROWS_OF_A_FILE or (np.diff(offsets) < 0).any():
+        return take_offsets(dataset, offsets, columns)
+    ends = np.cumsum([fragment.count_rows() for fragment in dataset.get_fragments()])
+    cuts = np.unique(np.searchsorted(offsets, ends[:-1]))
+    parts = [part for part in np.split(offsets, cuts) if len(part)]
+    if len(offsets) < ROWS_OF_A_FILE * len(parts):
+        return take_offsets(dataset, offsets, columns)
+    return pa.concat_tables([take_offsets(dataset, part, columns) for part in parts])
+
+
+def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: list[str]) -> pa.Table:
+    """Columns of rows that match a predicate, ids in `_rowid`. Raises InputError for a text that is no predicate."""
+    try:
+        rows = dataset.to_table(columns=columns, filter=where, with_row_id=True)
+    except BaseException as error:
+        if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
+            raise
+        raise InputError(f"filter {where!r:.200} is no predicate over {name}: {error!s:.300}") from None
+    check_predicate(dataset, name, where)
+    return rows
+
+
+def check_predicate(dataset: lance.LanceDataset, name: str, where: str) -> None:
+    """Raise InputError for a text that is no predicate over a table. Lance leaves out what follows one, as in
+    "a = 1 b = 2": if it has read all, it also reads a condition behind it, and refuses that."""
+    problem = _refusal(dataset, where)
+    if not problem and f"No field named {NO_COLUMN}" not in _refusal(dataset, f"({where}\n) AND {NO_COLUMN}"):
+        problem = "it goes on where a predicate ends"
+    if problem:
+        raise InputError(f"filter {where!r:.200} is no predicate over {name}: {problem:.300}")
+
+
+def _refusal(dataset: lance.LanceDataset, where: str) -> str:
+    """What Lance says against a predicate; empty when it takes it."""
+    try:
+        dataset.scanner(columns=[], filter=where).explain_plan()
+    except BaseException as error:
+        if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
+            raise
+        return str(error)
+    return ""
+
+
+def read_tokens(
+    samples: lance.LanceDataset, tokens: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str], *, verify: bool
+) -> pa.Table:
+    """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
+    check_columns("tokens", tokens, columns)
+    metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
+    read = [*dict.fromkeys(["uid", *columns, *(checked_columns(tokens) if verify else ())])]
+    payload = take_payload(tokens, metadata["payload_row"].to_numpy(), read)
+    check_echo("tokens", metadata, payload)
+    if verify:
+        check_crcs("tokens", metadata, _crcs_of(payload.select(checked_columns(tokens))))
+    return payload.select(columns)
+
+
+def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
+    """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
+    return _crcs_of(take_payload(tokens, rows, checked_columns(tokens)))
+
+
+def checked_columns(tokens: lance.LanceDataset) -> list[str]:
+    """Columns that the checksum is over; a version of the table from before RECORDED has only the others."""
+    return [name for name in column_names((*PAYLOAD, *RECORDED)) if name in tokens.schema.names]
+
+
+def _crcs_of(payload: pa.Table) -> list[int]:
+    return [tokens_crc(arrays) for arrays in zip(*map(list_views, payload.columns), strict=True)]
+
+
+def scored_rows(
+    scores: lance.LanceDataset, teacher: str, kind: str, sample_rows: NDArray[np.int64] | None = None
+) -> pa.Table:
+    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal.
+
+    sample_rows: those that are needed; LOOKED_UP or fewer are looked up, without the others being read.
+    """
+    columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
+    few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
+    row_list = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
+    rows = scores.to_table(columns=columns, filter=f"sample_row IN ({row_list})" if row_list else None)
+    chosen = pc.and_(pc.equal(rows["teacher"], teacher), pc.equal(rows["kind"], kind))
+    return rows.filter(chosen).select(columns[:-2])
+
+
+def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: ArrayLike) -> pa.Table:
+    """scored_rows of the given rows of `samples`, in the asked order; see Store.signal_rows."""
+    row_array = np.asarray(rows, np.int64)
+    scored = scored_rows(scores, teacher, kind, row_array)
+    order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
+    have = scored["sample_row"].to_numpy()[order]
+    missing = ~np.isin(row_array, have)
+    if missing.any():
+        raise UnknownNameError(
+            f"{int(missing.sum())} samples lack signal {kind!r} of teacher {teacher!r}, the first in row "
+            f"{row_array[missing][0]}; score them first"
+        )
+    return scored.take(pa.array(order[np.searchsorted(have, row_array)]))
+
+
+def read_signal(dataset: lance.LanceDataset, kind: str, metadata: pa.Table, *, verify: bool) -> list[Any]:
+    """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
+    rows = metadata["payload_row"].to_pylist()
+    if not rows:
+        return []
+    header = take_rows(dataset, rows, header_columns(dataset, kind))
+    check_echo(dataset.uri, metadata, header)
+    if "codec" in header.column_names and FREED in (codecs := header["codec"].to_pylist()):
+        raise UnknownNameError(
+            f"{dataset.uri}: the hidden states of sample {header['uid'][codecs.index(FREED)]} were freed "
+            "after training (`retain` of the job); score it under another teacher name, or read a snapshot that was "
+            "pinned before"
+        )
+    flat = _flat_arrays(dataset, kind, rows)
+    if verify:
+        check_crcs(dataset.uri, metadata, [payload_crc(*arrays) for arrays in flat])
+    shaped = []
+    for field, arrays in zip(of_signal(kind), zip(*flat, strict=True), strict=True):
+        widths = header[field.width].to_pylist() if field.width else []
+        shaped.append([a.reshape(-1, w) for a, w in zip(arrays, widths, strict=True)] if widths else list(arrays))
+    return shaped[0] if len(shaped) == 1 else list(zip(*shaped, strict=True))
+
+
+def header_columns(dataset: lance.LanceDataset, kind: str) -> list[str]:
+    """Columns of a kind of signal beside its payload: the sample's uid, and what describes the arrays."""
+    return [name for name in dataset.schema.names if name not in column_names(of_signal(kind))]
+
+
+@dataclass(eq=False)
+class PayloadReader:
+    """Reads lists of the payload of some samples, in one heavy table at one version: in place where it is much and the
+    files allow it, else through Lance. Where each lies is looked up once, when it is first read. Used by one thread."""
+
+    dataset: lance.LanceDataset
+    sample_rows: NDArray[np.int64]
+    """[n] sorted, distinct."""
+    metadata: Callable[[NDArray[np.int64]], pa.Table]
+    """uid, payload_row, payload_crc and bytes, about, of the samples at some places of `sample_rows`."""
+    checked: Sequence[str]
+    """Columns that `checksum` is over."""
+    checksum: Checksum
+
+    def __post_init__(self) -> None:
+        self._rows = np.full(len(self.sample_rows), -1)
+        """[n] row id in the table; -1 where it is not known yet."""
+        self._crcs, self._sizes = np.zeros((2, len(self.sample_rows)), np.int64)
+        self._files = ListFiles(self.dataset, self.checked, self.checksum)
+        self._in_place = False
+        """Whether enough was read at once to look up how files are laid out."""
+
+    def lists(
+        self, sample_rows: NDArray[np.int64], columns: Sequence[str] | None = None, *, verify: bool
+    ) -> dict[str, Lists]:
+        """Columns of the payload of some of the samples, in the asked order; by default those of the checksum.
+
+        Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
+        """
+        self.look_up(sample_rows)
+        at, names = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
+        rows, sizes = self._rows[at], self._sizes[at]
+        if verify:  # what is checked must be what is delivered, so it is read once and held
+            lists = self._held(rows, sizes, [*dict.fromkeys([*names, *self.checked])])
+            checked = [lists[column] for column in self.checked]
+            crcs = [self.checksum([column.array(row) for column in checked]) for row in range(len(at))]
+            check_crcs(self.dataset.uri, self.metadata(at), crcs)
+            return lists
+        self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
+        if self._in_place:
+            offsets = row_ids(self.dataset).offsets(rows)
+            if (located := self._files.locate(offsets, names, self._crcs[at])) is not None:
+                return located
+        return self._held(rows, sizes, names)
+
+    def look_up(self, sample_rows: NDArray[np.int64]) -> None:
+        """Look up where the payload of some samples lies, as far as it is not known, and check that it is theirs."""
+        at = np.unique(np.searchsorted(self.sample_rows, sample_rows))
+        at = at[self._rows[at] < 0]
+        if len(at):
+            metadata = self.metadata(at)
+            rows, crcs, sizes = (metadata[name].to_numpy() for name in ("payload_row", "payload_crc", "bytes"))
+            check_echo(self.dataset.uri, metadata, take_rows(self.dataset, rows, ["uid"]))
+            self._rows[at], self._crcs[at], self._sizes[at] = rows, crcs, sizes
+
+    def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
+        """Every (K, top-k source) that the top-k of the given samples has."""
+        metadata = self.metadata(np.searchsorted(self.sample_rows, sample_rows))
+        header = take_rows(self.dataset, metadata["payload_row"].to_numpy(), ["k", "topk_source"])
+        return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
+
+    def _held(self, rows: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]) -> dict[str, Lists]:
+        """Columns of the given rows of the table, read through Lance. sizes: [n] bytes of each row, about."""
+        parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
+        return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
+
+
+def token_reader(
+    samples: lance.LanceDataset, tokens: lance.LanceDataset, sample_rows: NDArray[np.int64]
+) -> PayloadReader:
+    """See Store.token_reader. sample_rows: [n] sorted, distinct."""
+
+    def metadata(at: NDArray[np.int64]) -> pa.Table:
+        metadata = take_rows(samples, sample_rows[at], ["uid", "payload_row", "payload_crc", "total_len"])
+        return metadata.append_column("bytes", pc.multiply(metadata["total_len"], TOKEN_BYTES))
+
+    return PayloadReader(tokens, sample_rows, metadata, checked_columns(tokens), tokens_crc)
+
+
+def signal_reader(
+    dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], rows: pa.Table
+) -> PayloadReader:
+    """See Store.signal_reader. sample_rows: [n] sorted, distinct. found: signal_rows of them."""
+    columns = column_names(of_signal(kind))
+    return PayloadReader(
+        dataset, sample_rows, lambda at: rows.take(pa.array(at)), columns, lambda arrays: payload_crc(*arrays)
+    )
+
+
+def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
+    """payload_crc of the given rows of signals/<teacher>/<kind>, computed from the bytes on disk."""
+    return [payload_crc(*arrays) for arrays in _flat_arrays(dataset, kind, rows)]
+
+
+def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Per row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
+    fields = of_signal(kind)
+    if not any(field.blob for field in fields):
+        payload = take_payload(dataset, rows, column_names(fields))
+        return list(zip(*(list_views(column) for column in payload.columns), strict=True))
+    [field] = fields
+    header, reader = take_rows(dataset, rows, header_columns(dataset, kind)), HiddenReader(dataset)
+    counts, widths = header["rows"].to_pylist(), header[field.width].to_pylist()
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+    reader.require_sizes(rows, sizes)
+    states = np.empty(sum(sizes), np.uint8)
+    reader.read_whole(rows, sizes, states.data)
+    return [(state,) for state in np.split(states, np.cumsum(sizes, dtype=np.int64))[:-1]]
+
+
+def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
+    """Raise DamagedError when a payload row belongs to another sample than its metadata row says."""
+    rows, uids, others = metadata["payload_row"], metadata["uid"], payload["uid"]
+    for row, uid, other in zip(rows.to_pylist(), uids.to_pylist(), others.to_pylist(), strict=True):
+        if uid != other:
+            raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
+
+
+def check_crcs(name: str, metadata: pa.Table, crcs: Sequence[int]) -> None:
+    """Raise DamagedError when a payload's checksum is not the one it was committed with."""
+    rows = zip(metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), crcs, strict=True)
+    for uid, stored, crc in rows:
+        if stored != crc:
+            raise DamagedError(
+                f"{name}: payload of sample {uid} has crc32c {crc:08x}, {stored:08x} was committed; "
+                "run `mopd store verify`"
+            )
+
+
+def _requests(sizes: NDArray[np.int64]) -> Iterator[slice]:
+    """Cut rows into runs of about REQUEST_BYTES."""
+    number = np.cumsum(sizes) // REQUEST_BYTES
+    cuts = np.flatnonzero(np.diff(number)) + 1
+    for first, last in pairwise([0, *cuts.tolist(), len(sizes)]):
+        yield slice(first, last)

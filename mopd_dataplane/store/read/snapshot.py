@@ -1,0 +1,92 @@
+"""Pinned versions: one number per table, tagged so that clean-up leaves their files alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import lance
+
+from mopd_dataplane.errors import InputError, UnknownNameError, nearest
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format.manifests import crc_of_manifest
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.read.tags import drop_tag, set_tag
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
+
+
+def take_snapshot(location: StoreLocation, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
+    """The newest version of every table, such that every row it shows has its payload; and handles of them.
+
+    Rewards and scores are opened first, then samples, then payload, so that what metadata points to is there.
+    """
+    order = sorted(tables, key=lambda name: (name == "tokens" or name.startswith("signals/"), name == "samples"))
+    opened = {name: tables[name].open() for name in order}
+    versions = {name: dataset.version for name, dataset in opened.items()}
+    return Snapshot(uri=location.uri, versions=versions), list(opened.values())
+
+
+def pin(location: StoreLocation, tables: Mapping[str, Table], tag: str, target: Snapshot | None = None) -> Snapshot:
+    """The snapshot under this tag; where there is none, `target` gets it, or one taken now.
+
+    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `target`.
+    """
+    if not TAG.fullmatch(tag):
+        raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
+    if (pinned_snapshot := _held(location, tag)) is not None:
+        return pinned_snapshot
+    snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
+    for name, version in snapshot.versions.items():
+        set_tag(tables[name].open(version), tag, version)
+    del handles  # held until the tags were there
+    location.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(location, snapshot)})
+    return snapshot
+
+
+def tags_of(location: StoreLocation) -> list[str]:
+    """Tags of the pinned snapshots, sorted."""
+    return [name.removesuffix(".json") for name in location.children("snapshots") if name.endswith(".json")]
+
+
+def tags(store: Store) -> list[str]:
+    """Tags of the snapshots that a store has pinned, sorted."""
+    return tags_of(store._location)
+
+
+def tagged(store: Store, tag: str) -> Snapshot:
+    """The snapshot under a tag; unlike Store.snapshot it never pins one. Raises UnknownNameError."""
+    snapshot = _held(store._location, tag) if TAG.fullmatch(tag) else None
+    if snapshot is None:
+        raise UnknownNameError(f"{store.uri} has no snapshot {tag!r:.140}: {nearest(tag, tags(store))}")
+    return snapshot
+
+
+def release(location: StoreLocation, tables: Mapping[str, Table], tag: str) -> None:
+    """Release a pinned snapshot; no error when there is none."""
+    location.remove(_file(tag))
+    for table in tables.values():
+        drop_tag(table.open(), tag)
+
+
+def _held(location: StoreLocation, tag: str) -> Snapshot | None:
+    content = location.read_json(_file(tag))
+    if content is None:
+        return None
+    return Snapshot(uri=location.uri, versions={name: int(version) for name, version in content["versions"].items()})
+
+
+def _manifests(location: StoreLocation, snapshot: Snapshot) -> dict[str, str]:
+    """crc32c of the manifest of each table's version; an object store keeps checksums of its own."""
+    if location.root is None:
+        return {}
+    return {name: f"{crc_of_manifest(location.root / name, v):08x}" for name, v in snapshot.versions.items()}
+
+
+def _file(tag: str) -> str:
+    return f"snapshots/{tag}.json"

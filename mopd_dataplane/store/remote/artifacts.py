@@ -1,0 +1,102 @@
+"""Folders of files on an object store, whole or not at all: policies, checkpoints, heads.
+
+    publish   the files under a name of this attempt's own, then the list that names them: <name>.json
+    fetch     the list, its files into a folder beside the target, digests compared, renamed
+
+A folder exists when its list does. Lists are written once (If-None-Match), so of two that publish under one name the
+first wins and the other's files go.
+"""
+
+import re
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.files import file_digest, publish_folder
+from mopd_dataplane.base.sealed_json import seal, unseal
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.remote.objects import ObjectFiles
+
+FRESH_S = 2.0
+"""How long a listing is reused, in seconds."""
+_ATTEMPT = re.compile(r".+\.[0-9a-f]{8}")
+"""Folder of the files of one attempt, beside the list that names them."""
+
+
+class ArtifactStore:
+    """Published folders by name: "policies/student/v3"."""
+
+    def __init__(self, files: ObjectFiles) -> None:
+        self._files = files
+        self._listed: dict[str, tuple[float, list[str]]] = {}
+
+    def names(self, parent: str) -> list[str]:
+        """Names of the folders published directly under a parent, sorted; at most FRESH_S old."""
+        since, names = self._listed.get(parent, (0.0, []))
+        if time.monotonic() - since > FRESH_S or not since:
+            children = self._files.children(parent)
+            names = [name.removesuffix(".json") for name in children if name.endswith(".json")]
+            self._listed[parent] = (time.monotonic(), names)
+        return names
+
+    def below(self, parent: str) -> list[str]:
+        """Names of the folders published under a parent, and under each stage in it: "policies/student/v3"."""
+        stages = [name for name in self._files.children(parent) if not _ATTEMPT.fullmatch(name)]
+        inside = [parent, *(f"{parent}/{stage}" for stage in stages if not stage.endswith(".json"))]
+        return [f"{folder}/{name}" for folder in inside for name in self.names(folder)]
+
+    def has(self, name: str) -> bool:
+        """Whether a folder is published."""
+        return self._files.has(f"{name}.json")
+
+    def publish(self, name: str, folder: Path) -> None:
+        """Upload a finished folder; durable on return. Nothing happens when the name is taken."""
+        if self.has(name):
+            return
+        attempt = f"{name}.{uuid.uuid4().hex[:8]}"  # as _ATTEMPT says
+        listing: dict[str, Any] = {"folder": attempt, "files": {}}
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            relative = file.relative_to(folder).as_posix()
+            listing["files"][relative] = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+            self._files.upload(f"{attempt}/{relative}", file)
+        fault_point("artifact.uploaded")
+        content = seal(listing)
+        if not self._files.create(f"{name}.json", content) and self._files.read(f"{name}.json") != content:
+            self._files.remove(self._files.under(attempt))
+        self._listed.pop(name.rpartition("/")[0], None)
+
+    def fetch(self, name: str, target: Path) -> bool:
+        """Download a published folder to `target`, durable and checked; False when there is none.
+
+        Raises DamagedError when a file is missing or not the one that was published.
+        """
+        content = self._files.read(f"{name}.json")
+        if content is None:
+            return False
+        staging = target.with_name(f".{target.name}.fetched")
+        shutil.rmtree(staging, ignore_errors=True)
+        listing = unseal(content, f"{self._files.uri}/{name}.json")
+        for relative, record in listing["files"].items():
+            if not (file := (staging / relative)).resolve().is_relative_to(staging.resolve()):
+                raise DamagedError(f"{self._files.uri}/{name} lists {relative!r:.80}, a file outside its folder")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._files.download(f"{listing['folder']}/{relative}", file)
+            except FileNotFoundError:
+                raise DamagedError(f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy") from None
+            if file_digest(file) != record["sha256"]:
+                raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
+        fault_point("artifact.fetched")
+        shutil.rmtree(target, ignore_errors=True)
+        publish_folder(staging, target)
+        return True
+
+    def drop(self, name: str) -> None:
+        """Remove a published folder."""
+        content = self._files.read(f"{name}.json")
+        if content is not None:
+            self._files.remove([f"{name}.json", *self._files.under(unseal(content, name)["folder"])])
+            self._listed.pop(name.rpartition("/")[0], None)
