@@ -11,6 +11,9 @@ run_sections.py   its sections on how the run went and what it was made with
 measures.py       its numbers, one SQL statement each
 exactness.py      self-checks of the models, and trainer against sampler
 run_curves.py     curves over iterations and steps, which the viewer draws too
+spent.py          answers, tokens and seconds that a policy version cost
+sweep.py          curves and paired differences of the arms of a sweep
+sweep_report.py   the page of a sweep, and its table
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG
