@@ -13,7 +13,8 @@ from pathlib import Path
 import merging
 from results import JOBS
 
-from mopd_dataplane.job.job import Job, Stage, load_job
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.load import load_job
 
 FACTORS = (0.5, 1.0, 2.0)
 """Learning rates to try, as multiples of the job's: the same search for every arm that trains."""

@@ -10,7 +10,8 @@ from pictures import Curve, Panel, panels_picture
 from quickstart_tables import quickstart_ends
 from results import JOBS, Right, mean, results, right
 
-from mopd_dataplane.job.job import Stage, load_job
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.load import load_job
 
 
 def accuracy_picture() -> str:

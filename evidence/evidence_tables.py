@@ -10,7 +10,7 @@ from comparisons import COMPARISONS, NEAR_RATES, TEACHER_COUNTS, TEACHER_ORDER
 from quickstart_tables import quickstart_ends
 from results import JOBS, Result, Right, line, mean, over_seeds, paired, recovery, results, right
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 
 EVIDENCE_ARMS = (
     "base", "joint-sft", "teacher-sft", "teacher-forward", "gkd", "grpo", "task-arithmetic", "ties", "mopd-sampled",

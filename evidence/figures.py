@@ -25,7 +25,7 @@ from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
 from mopd_dataplane.run.provenance import settings_digest
 

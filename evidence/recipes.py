@@ -30,7 +30,7 @@ from results import JOBS, results
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.answers import held_out
 from mopd_dataplane.run.provenance import provenance
 

@@ -30,7 +30,8 @@ from comparisons import COMPARISONS, Arm, Comparison
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.job.job import Stage, load_job
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt

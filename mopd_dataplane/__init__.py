@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MopdError
 
 if TYPE_CHECKING:
-    from mopd_dataplane.job.job import Job, load_job
+    from mopd_dataplane.job.job import Job
+    from mopd_dataplane.job.load import load_job
     from mopd_dataplane.job.objectives import Divergence, Term
     from mopd_dataplane.load.spec import LoadSpec
     from mopd_dataplane.load.stream import BatchStream
@@ -69,7 +70,7 @@ for _noisy in ("torchao", "torch.utils._pytree"):
 
 _RECORDS = ("Batch", "Pack", "PlanWindow", "Prompt", "Sample", "Signal", "Snapshot", "Teacher", "sample_uid")
 _HOMES = {
-    **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.job",
+    **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.load",
     **dict.fromkeys(("run_job", "rollout_stage", "score_stage", "train_stage"), "run.pipeline"),
     "reward_stage": "run.steps.reward", "plan_stage": "run.steps.plan",
     "LoadSpec": "load.spec", "BatchStream": "load.stream",

@@ -293,7 +293,7 @@ EVENTS = TableSpec(
 
 LABELS = TableSpec(
     "labels",
-    "One row is a label that a reader gave a sample, or removed. The newest row of a sample and label counts.",
+    "One row is a label that a reader gave a sample, or removed. Of a sample and label the row that was committed last counts.",
     (
         _field("label_id", _STRING, "unique name of the row"),
         _field("uid", _STRING, "sample"),

@@ -19,7 +19,8 @@ from typing import Any
 
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.measures import Measures, measure, recovery, teacher_policies
 from mopd_dataplane.run.provenance import provenance
 

@@ -35,7 +35,8 @@ from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models.hf import hidden_states, lm_head, load_model
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.store.dataset import Store

@@ -22,7 +22,7 @@ import numpy as np
 
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.statistics import compare
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.store.dataset import Store

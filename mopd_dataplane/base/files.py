@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import io
 import os
+import resource
 import shutil
 import stat
 import time
@@ -225,6 +226,16 @@ def fsync(path: Path) -> None:
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error means that the disk, or the quota, takes no more; libraries in Rust say so in words only."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+
+
+def out_of_descriptors(where: str, error: BaseException) -> ResourceError | None:
+    """The error to raise where the process, or the machine, may open no more files; None for other errors."""
+    if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE) and "Too many open files" not in str(error):
+        return None
+    return ResourceError(
+        f"{where}: this process may open no more files (ulimit -n is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}); "
+        "nothing is damaged: raise the limit, or close stores that are not used, then run again"
+    )
 
 
 def once_there_is_space(

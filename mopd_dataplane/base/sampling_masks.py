@@ -17,9 +17,10 @@ class SamplingMasks:
 
     def fits(self, needs_mask: NDArray[np.bool_]) -> bool:
         """Whether there is a set for every row of `needs_mask` [B], empty where it is false."""
-        return len(self.sizes) == len(needs_mask) and len(self.ids) == int(self.sizes[needs_mask].sum()) == int(
-            self.sizes.sum()
-        )
+        whole = self.sizes.dtype.kind in "iu" and self.ids.dtype.kind in "iu"
+        if not whole or self.sizes.shape != needs_mask.shape or self.ids.ndim != 1 or (self.sizes < 0).any():
+            return False
+        return len(self.ids) == int(self.sizes[needs_mask].sum()) == int(self.sizes.sum())
 
     def holds(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """[B] whether each token could be drawn from its set."""

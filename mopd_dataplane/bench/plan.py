@@ -68,7 +68,7 @@ def make_metadata(folder: str, samples: int) -> None:
         }
 
     filled_samples(store, samples, columns)
-    store._table("tokens").append(token_rows([bench_sample(0, 1)]))
+    store.table_handle("tokens").append(token_rows([bench_sample(0, 1)]))
 
 
 def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str, Any]:

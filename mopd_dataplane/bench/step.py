@@ -17,7 +17,8 @@ from typing import Any
 
 from mopd_dataplane.bench.crowd import DEADLINE_S, cpu_seconds, tree_pss_bytes
 from mopd_dataplane.errors import EngineError
-from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.store.dataset import Store
 
 RECIPE, STAGE = "smollm2", "student"

@@ -145,7 +145,7 @@ def filled_tokens(store: Store, count: int) -> None:
     def write_tokens(rows: slice, uids: pa.Array) -> None:
         nonlocal places
         same = payload.take(pa.array(np.zeros(len(uids), np.int64)))
-        places = store._table("tokens").append(same.set_column(0, payload.schema.field(0), uids))[0]
+        places = store.table_handle("tokens").append(same.set_column(0, payload.schema.field(0), uids))[0]
 
     def pointers(rows: slice) -> dict[str, Any]:
         return {"payload_row": places}
@@ -174,7 +174,7 @@ def filled_samples(
             index = SAMPLES.schema.get_field_index(name)
             field = SAMPLES.schema.field(index)
             table = table.set_column(index, field, pa.array(values).cast(field.type))
-        store._table("samples").append(table)
+        store.table_handle("samples").append(table)
 
 
 def _uids(seed: int, count: int) -> pa.Array:

@@ -17,7 +17,7 @@ from typer.exceptions import TyperException
 
 from mopd_dataplane import __version__
 from mopd_dataplane.base.extras import missing_package
-from mopd_dataplane.base.files import full_disk_named
+from mopd_dataplane.base.files import full_disk_named, out_of_descriptors
 from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.cli import answers, bench, evaluate, interchange, jobs, load, recipes, stores, sweep, view
 from mopd_dataplane.cli.output import note, print_error
@@ -105,6 +105,8 @@ def _known(error: BaseException) -> MopdError:
         return error
     if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)):
         return InputError(missing)
+    if failure := out_of_descriptors("mopd", error):
+        return failure
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename:
         return InputError(f"{str(error.filename)[:200]}: {error.strerror}; give another place, or the right to use it")
     trace = traceback.extract_tb(error.__traceback__)

@@ -278,7 +278,7 @@ def add_to(app: Typer) -> None:
 
 def load(path: str, overrides: Overrides) -> Job:
     """The checked job with the command line's overrides applied. Raises JobFileError."""
-    from mopd_dataplane.job.job import load_job
+    from mopd_dataplane.job.load import load_job
 
     extra = [] if overrides.seed is None else [f"seed={overrides.seed}"]
     extra += [] if overrides.store is None else [f"store={json.dumps(overrides.store)}"]

@@ -40,7 +40,7 @@ def recipes(
 
 
 def _describe(file: Path) -> dict[str, Any]:
-    from mopd_dataplane.job.job import load_job
+    from mopd_dataplane.job.load import load_job
     from mopd_dataplane.job.recipes import FULL_SCALE
 
     job = load_job(file)

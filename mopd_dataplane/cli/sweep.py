@@ -41,7 +41,7 @@ def sweep(
     and reverse KL against answers, tokens and seconds; the table pairs every arm with the first, prompt by prompt.
     """
     from mopd_dataplane.base.extras import require
-    from mopd_dataplane.job.job import load_job
+    from mopd_dataplane.job.load import load_job
     from mopd_dataplane.job.sweep import plan_sweep
     from mopd_dataplane.query.sweep_report import sweep_grid, write_sweep_report
 

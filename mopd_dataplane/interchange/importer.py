@@ -166,9 +166,8 @@ def _check(
         before = prompts_by_id.setdefault(prompt.prompt_id, prompt)
         if not _is_same_question(prompt, before):
             raise InputError(
-                f"{row.location}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the "
-                "store or in a "
-                "row before; rename it, or leave prompt_id out"
+                f"{row.location}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in "
+                "a row before; rename it, or leave prompt_id out"
             )
     if not places:
         raise InputError(f"{path}: no rows")
@@ -277,8 +276,7 @@ def _converted(
     if fields.get("tokenizer", vocabulary.digest) != vocabulary.digest:
         raise InputError(
             f"{row.location}: token ids of tokenizer {fields['tokenizer']!r:.40}, the given one is "
-            f"{vocabulary.digest}; "
-            "give the tokenizer that made them"
+            f"{vocabulary.digest}; give the tokenizer that made them"
         )
     prompt = _question(row, domain, settings)
     trained = [1] * len(response_ids) if row.loss_mask is None else row.loss_mask

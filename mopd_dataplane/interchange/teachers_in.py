@@ -39,9 +39,8 @@ class Teachers:
         teacher, signal = said.teacher, said.signal
         if teacher.tokenizer_digest != self._digest:
             raise InputError(
-                f"{location}: teacher {teacher.name!r} reads tokenizer {teacher.tokenizer_digest!r:.40}, "
-                "the given one is "
-                f"{self._digest}; give the tokenizer that made the ids"
+                f"{location}: teacher {teacher.name!r} reads tokenizer {teacher.tokenizer_digest!r:.40}, the given one "
+                f"is {self._digest}; give the tokenizer that made the ids"
             )
         self._check_identity(teacher, location, needs_head=signal.kind == "hidden")
         try:
@@ -67,9 +66,8 @@ class Teachers:
         earlier = self._stored.get(teacher.name) or self._new.get(teacher.name)
         if earlier is not None and earlier.weights_digest != teacher.weights_digest:
             raise InputError(
-                f"{location}: teacher {teacher.name!r} has weights {teacher.weights_digest!r:.20}, the one "
-                "of that name "
-                f"in the store or in a row before has {earlier.weights_digest!r:.20}; rename one of them"
+                f"{location}: teacher {teacher.name!r} has weights {teacher.weights_digest!r:.20}, the one of that "
+                f"name in the store or in a row before has {earlier.weights_digest!r:.20}; rename one of them"
             )
         if teacher.name not in self._stored:
             self._new.setdefault(teacher.name, teacher)
@@ -77,9 +75,8 @@ class Teachers:
                 self._heads[teacher.name] = self._head(teacher, location)
         elif needs_head and not self._stored[teacher.name].head_file:
             raise InputError(
-                f"{location}: teacher {teacher.name!r} is in the store without its LM head, which its "
-                "hidden states need; "
-                "import into another store, or export without hidden states"
+                f"{location}: teacher {teacher.name!r} is in the store without its LM head, which its hidden states "
+                "need; import into another store, or export without hidden states"
             )
 
     def _head(self, teacher: Teacher, location: str) -> str:

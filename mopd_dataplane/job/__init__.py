@@ -5,7 +5,8 @@ parse.py        what pydantic found wrong, in words, and in which line; a sectio
 objectives.py   what a stage minimises, as a sum of terms; the classes that other packages' terms derive from
 schedules.py    weights that are fixed, or change over the optimizer steps of a stage
 read.py         from files, `extends` and overrides to one plain table
-job.py          the table as a Job, or an error that names the nearest valid key
+job.py          the Job: its stages, and who samples, scores and judges what
+load.py         the table as a Job, or an error that names the nearest valid key
 recipes.py      jobs that come with the package, and copies of them
 sweep.py        the runs of a sweep: combinations of settings and seeds, with their names
 reference.py    every key with type, default, unit, meaning and example: docs/job.md, JSON Schema

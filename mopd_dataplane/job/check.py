@@ -9,7 +9,7 @@ import numpy as np
 
 from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.schedules import Weight, weight_at
-from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
+from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING, engines_that
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def check_references(job: Job, where: str) -> None:
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
+    _check_engine(job, where)
     _check_teachers(job, where)
     for number, stage in enumerate(job.stages):
         at, earlier = f"{where}: stages.{stage.name}", names[:number]
@@ -45,6 +46,18 @@ def check_references(job: Job, where: str) -> None:
         _check_weights(job, stage, at)
         _check_routing(job, stage, earlier, at)
         _check_effect(job, stage, at)
+
+
+def _check_engine(job: Job, where: str) -> None:
+    """Refuse keys of `[engine]` that its kind does not have."""
+    keys_of_kinds = {key for kind in ENGINES.values() for key in kind.settings}
+    foreign = keys_of_kinds - set(engine_kind(job.engine.kind).settings)
+    if strange := sorted(foreign & job.engine.model_dump(exclude_defaults=True).keys()):
+        able = " or ".join(f'"{name}"' for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
+        raise JobFileError(
+            f'{where}: engine: {", ".join(strange)}: only for kind = {able}, and it is "{job.engine.kind}"; leave '
+            f"{'it' if len(strange) == 1 else 'them'} out, or change kind"
+        )
 
 
 def _check_teachers(job: Job, where: str) -> None:

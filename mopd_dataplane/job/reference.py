@@ -14,7 +14,8 @@ from typing import Any
 
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.job.examples import EXAMPLES, UNITS, UNITS_BY_ENDING
-from mopd_dataplane.job.job import Job, Stage, section_in
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.load import section_in
 from mopd_dataplane.job.read import STAGE_TABLES, Extends
 from mopd_dataplane.job.sections import Section
 

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.job.schedules import Weight
-from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 from mopd_dataplane.score.engines import SCORING, engines_that
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
@@ -204,12 +203,7 @@ class Engine(Section):
     training: vLLM sleeps where its build can (CUDA, ROCm), else it ends, and starts again for the next."""
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> Engine:
-        settings_class = engine_kind(self.kind).settings
-        of_some = {name for kind in ENGINES.values() for name in kind.settings}
-        if strange := sorted((of_some - set(settings_class)) & self.model_dump(exclude_defaults=True).keys()):
-            kinds = " or ".join(repr(name) for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
-            raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}; leave it out, or change kind")
+    def _of_one_server(self) -> Engine:
         if self.url and (self.options or self.dtype or not self.keep):
             raise ValueError("options, dtype and keep are for vLLM started here; a server (url) has its own")
         if self.reload and not self.url:

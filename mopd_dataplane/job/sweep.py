@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 
 _VALUE = re.compile(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
 

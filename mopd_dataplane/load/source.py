@@ -315,9 +315,9 @@ class WindowSource:
                 suffix = f", the {source}'s" if source else ""
                 widths_text = ", ".join(f"{k} (the {topk_source}'s likeliest)" for k, topk_source in forms)
                 raise MismatchError(
-                    f"the stored top-k of teacher {teacher!r} has k = {widths_text}; one k and one source "
-                    f"are needed{suffix}: "
-                    "go back to the settings it was scored with, or score the samples under another teacher name"
+                    f"the stored top-k of teacher {teacher!r} has k = {widths_text}; one k and one source are "
+                    f"needed{suffix}: go back to the settings it was scored with, or score the samples under another "
+                    "teacher name"
                 )
             widths[teacher] = forms[0][0]
         return widths

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.query.text import count
 
 if TYPE_CHECKING:
-    from mopd_dataplane.query.measures import Rows
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
@@ -54,7 +53,7 @@ def exactness_facts(store: Store, snapshot: Snapshot | None = None) -> dict[str,
     return facts
 
 
-def worst_gaps(gaps: Rows) -> Rows:
+def worst_gaps(gaps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Choose for each stage the window with the largest mean difference from the sampler."""
     worst: dict[str, dict[str, Any]] = {}
     for row in gaps:
@@ -63,7 +62,7 @@ def worst_gaps(gaps: Rows) -> Rows:
     return list(worst.values())
 
 
-def verdict(checks: Rows, gaps: Rows) -> str:
+def verdict(checks: list[dict[str, Any]], gaps: list[dict[str, Any]]) -> str:
     """One sentence on the whole, and every warning."""
     if not checks and not gaps:
         return ""

@@ -30,6 +30,7 @@ from mopd_dataplane.rollout.engines.engine import (
     Request,
     StepOutput,
     check_answered,
+    check_columns,
     check_kept,
     check_routes,
     check_step,
@@ -254,12 +255,13 @@ class RolloutLoop:
 
     def _step(self) -> None:
         output = self._watch.call(self.engine.step)
+        check_columns(output)
         check_answered(output, self._due, lockstep=self.engine.lockstep)
         check_step(output, self.engine.vocab_size)
         handles = self._handle[output.slots]
         self._say_kept(output, handles)
         self._say_routes(output, handles)
-        columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
+        columns = (output.positions.astype(np.uint32), output.token_ids.astype(np.uint32))
         self._say(log_records.Step(handles, *columns, output.logprobs, output.finished))
         fault_point("rollout.step")
         self._due[output.slots] += 1

@@ -13,6 +13,7 @@ context.py            what every step needs: job, store, policies, tokenizer, pr
 steps/                one file a step: rollout, score, plan, train, evaluate …
 follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
 ray/                  rollout and scoring on a Ray cluster
+tasks.py              units of work that a step hands to this process, or to a fleet of workers
 iteration.py          prompts of an iteration, and who answers each: student, teacher, both, or the stored answer
 exactness.py          records how exact sampler, teachers and trainer are
 environments.py       what answers the policy at the end of its turn

@@ -32,7 +32,7 @@ from mopd_dataplane.store.read.decode import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mopd_dataplane.run.ray.cluster import RayFleet
+    from mopd_dataplane.run.tasks import Fleet
 
 Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"
@@ -49,7 +49,7 @@ class Run:
     store: Store
     policies: Policies
     progress: Progress
-    fleet: RayFleet | None = None
+    fleet: Fleet | None = None
     """The workers that roll out and score, if that is not this process."""
 
     @cached_property

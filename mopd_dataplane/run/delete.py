@@ -133,7 +133,7 @@ def _logs_locked(store: Store) -> Iterator[dict[str, int]]:
     locks: dict[str, int] = {}
     with ExitStack() as stack:
         if store.root is not None:
-            stack.enter_context(store._location.committing(LOGS_LOCK))
+            stack.enter_context(store.location.committing(LOGS_LOCK))
         stack.callback(_close, locks)
         for name in log_names(store) if store.root is not None else ():
             locks[name] = take_lock(store.path(name))

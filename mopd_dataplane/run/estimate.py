@@ -305,8 +305,8 @@ def _disk(result: Estimate, job: Job, disk: DiskEstimate) -> None:
     if disk.total > free:
         result.doubt(
             "store",
-            f"may grow to {_size(disk.total)}, {existing} has {_size(free)} free; set retain.hidden_passes "
-            "= 1, a smaller "
+            f"may grow to {_size(disk.total)}, {existing} has {_size(free)} free; set retain.hidden_passes = 1, a "
+            "smaller "
             "score.hidden_codec or rollout.max_new_tokens, or another store",
         )
 

@@ -19,7 +19,8 @@ from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.base.file_urls import is_url
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError, MopdError
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.models import tiny
 from mopd_dataplane.models.devices import resolve_device

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mopd_dataplane.base.processes import exit_error, parent_named, stop_child
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.job.sweep import SweepRun
 from mopd_dataplane.query.text import duration
 from mopd_dataplane.run.context import open_existing

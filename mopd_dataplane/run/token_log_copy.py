@@ -29,7 +29,7 @@ _LISTING = "shipped.json"
 
 def log_names(store: Store) -> list[str]:
     """Token logs of a store, wal/<stage>/<writer>."""
-    children = store._location.children
+    children = store.location.children
     return [f"wal/{stage}/{writer}" for stage in children("wal") for writer in children(f"wal/{stage}")]
 
 

@@ -20,8 +20,8 @@ from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.run.whole_copy import copy_log_folder
 from mopd_dataplane.store.commit.table import Table
-from mopd_dataplane.store.format.dataset_format import MARK, write_mark
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.format.dataset_format import write_mark
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.upgrade import PROGRESS, link_file, open_source, upgrade_tables
 from mopd_dataplane.store.maintain.verify import verify
 

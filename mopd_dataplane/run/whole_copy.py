@@ -60,7 +60,7 @@ def copy_whole(source: Store, target: str) -> Iterator[str]:
             _copy_log(source, location, name)
             fault_point("whole_copy.log")
         yield f"token logs: {len(logs)}"
-        for stage in source._location.children(_CHECKPOINTS):
+        for stage in source.location.children(_CHECKPOINTS):
             _copy_checkpoints(source, location, stage)
             fault_point("whole_copy.checkpoints")
         yield "checkpoints"
@@ -76,7 +76,7 @@ def _leave_out(
     source: Store, location: StoreLocation, finished: Collection[str], deletions: Collection[Deletion]
 ) -> None:
     """Copy the records of deletions, and carry out in the copy those that were not finished when the copy began."""
-    for name in source._location.children(DELETIONS):
+    for name in source.location.children(DELETIONS):
         if name.endswith(".json"):
             copy_file(source, location, f"{DELETIONS}/{name}")
     copy, removed = Store(location), False
@@ -93,7 +93,7 @@ def _logs_at_rest(source: Store) -> Iterator[list[str]]:
     logs = log_names(source)
     with ExitStack() as stack:
         if source.root is not None and os.access(source.root, os.W_OK):
-            stack.enter_context(source._location.committing(LOGS_LOCK))
+            stack.enter_context(source.location.committing(LOGS_LOCK))
         for name in logs if source.root is not None else ():
             lock = source.path(name) / LOCK
             if not lock.is_file():

@@ -141,8 +141,7 @@ class TokenSignal(SignalKind):
         if signals.shape != output.targets.shape:
             raise MismatchError(
                 f"signal {self.name!r}: values have shape {list(signals.shape)}, expected "
-                f"{list(output.targets.shape)}, "
-                "one for each trained token"
+                f"{list(output.targets.shape)}, one for each trained token"
             )
         check_finite(output.teacher, output.items, signals, f"signal {self.name!r} of ")
         for item, values in zip(output.items, output.split(signals.float()), strict=True):

@@ -1,6 +1,7 @@
 """SAMPLES -> DATASETS: durable, exactly once, pinned, audited.
 
 dataset.py   Store, the public interface to all of these
+open_store.py the part of Store that functions over a whole store are given
 location.py  the root of a store, its small JSON files, and its locks: one committer at a time
 format/      what is on disk: schemas, values that may be stored, checksums, and the files of Lance
 commit/      writing: tables, commits that are durable and happen once, and the queue

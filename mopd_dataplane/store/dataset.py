@@ -21,10 +21,10 @@ from mopd_dataplane.store.commit import signals
 from mopd_dataplane.store.commit.samples import CommitReceipt, commit_others
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format import lance_errors
-from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, to_rows
-from mopd_dataplane.store.format.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
+from mopd_dataplane.store.format.arrow_rows import plan_of, plan_record, reward_rows, step_record, to_rows
+from mopd_dataplane.store.format.dataset_format import check_teacher, read_mark, signal_tables, write_mark
 from mopd_dataplane.store.format.row_ids import in_row_order
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
 from mopd_dataplane.store.maintain.delete_samples import remove_since
 from mopd_dataplane.store.maintain.deletion_records import Deletions
@@ -51,7 +51,7 @@ class Store:
     """
 
     def __init__(self, location: StoreLocation) -> None:
-        self._location = location
+        self.location = location
         self._tables: dict[str, Table] = {}
         self.uri = location.uri
         self.root = location.root
@@ -65,10 +65,22 @@ class Store:
         self.cache: RangeCache | None = None
         """Keeps hidden states of an object store on this node; the loader sets one."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a place to open again, so that a DataLoader may send a store to workers that it spawns."""
+        return self._reopened, (self.uri, self.location.storage_options, self.uuid)
+
+    @classmethod
+    def _reopened(cls, uri: str, storage_options: dict[str, str], uuid: str) -> Store:
+        """The store of a pickle. Raises MismatchError where another one lies now, and what `open` raises."""
+        store = cls.open(uri, storage_options)
+        store.location.expect(uuid)
+        return store
+
     def __repr__(self) -> str:
         if self.root is None:
             return f"Store({self.uri!r})"
-        rows = {name: self._table(name).open().count_rows() for name in ("prompts", "samples", "teachers", "steps")}
+        shown = ("prompts", "samples", "teachers", "steps")
+        rows = {name: self.table_handle(name).open().count_rows() for name in shown}
         return f"Store({self.uri!r}, {', '.join(f'{name}={count:,}' for name, count in rows.items())})"
 
     @classmethod
@@ -78,8 +90,7 @@ class Store:
         Raises UnknownNameError when there is none, MismatchError when its format version is another one, DamagedError
         when its mark is not as it was written.
         """
-        store = cls.find(uri, storage_options)
-        if store is None:
+        if (store := cls.find(uri, storage_options)) is None:
             raise UnknownNameError(
                 f"no store at {StoreLocation(uri).uri} (it has no {MARK}); `mopd run JOB` and `mopd import` write one, "
                 "create_store in Python"
@@ -97,6 +108,7 @@ class Store:
             location.check_new()
             return None
         location.single_writer = bool(mark.get("single_writer"))
+        location.expect(str(mark.get("uuid", "")))
         return cls(location)
 
     @classmethod
@@ -108,49 +120,40 @@ class Store:
         single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
         object store that ignores preconditions (ResourceError without it). Also raises what `find` does.
         """
-        existing = cls.find(uri, storage_options)
-        if existing is not None:
-            existing._location.admit_writer()
+        if (existing := cls.find(uri, storage_options)) is not None:
+            existing.location.admit_writer()
             return existing
         location = StoreLocation(uri, storage_options)
-        if location.root is not None:
-            location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        location.single_writer = single_writer
-        location.admit_writer()
+        location.make(single_writer=single_writer)
         store = cls(location)
         for name in TABLES:
-            store._table(name).create()
-        write_mark(location, **({"single_writer": True} if single_writer else {}))
+            store.table_handle(name).create()
+        location.expect(write_mark(location, **({"single_writer": True} if single_writer else {})))
         return store
 
     @property
     def uuid(self) -> str:
         """Random id of this store, which no other store at the same place ever has."""
-        return str((self._location.read_json(MARK) or {}).get("uuid", ""))
+        return str((self.location.read_json(MARK) or {}).get("uuid", ""))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A small JSON file of the store, None when there is none."""
-        return self._location.read_json(name)
+        return self.location.read_json(name)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON file of the store, atomically and durably."""
-        self._location.write_json(name, value)
+        self.location.write_json(name, value)
 
     def path(self, name: str) -> Path:
         """A file or folder of the store that is not a dataset: "wal", "heads", "policies/student/v3"."""
-        return self._location.local(name)
+        return self.location.local(name)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. None is opened."""
-        names = [
-            signal_table(teacher, kind)
-            for teacher in self._location.children("signals")
-            for kind in self._location.children(f"signals/{teacher}")
-            if is_table(signal_table(teacher, kind))
-        ]
-        return [*(name for name in TABLES if name not in LATER or self._table(name).was_made()), *names]
+        fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).was_made())
+        return [*fixed, *signal_tables(self.location)]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
         """The Lance dataset of a table, at the snapshot's version or the newest."""
@@ -159,7 +162,7 @@ class Store:
         if name not in snapshot.versions:
             raise UnknownNameError(f"table {name!r} is not in the snapshot: {nearest(name, snapshot.versions)}")
         try:
-            return self._table(name).open(snapshot.versions[name])
+            return self.table_handle(name).open(snapshot.versions[name])
         except DamagedError:
             self.deletions.refuse_version(name, snapshot.versions[name])
             raise
@@ -275,7 +278,8 @@ class Store:
             if deleted.any() and not keep_first:
                 self.deletions.refuse_uids([sample.uid for sample in batch])
                 self.deletions.refuse_prompts([sample.prompt_id for sample in batch])
-            return commit_others(self._table("samples"), self._table("tokens"), batch, deleted, keep_first=keep_first)
+            tables = self.table_handle("samples"), self.table_handle("tokens")
+            return commit_others(*tables, batch, deleted, keep_first=keep_first)
 
     # -- teachers and signals --------------------------------------------------------------------------------------
 
@@ -290,8 +294,8 @@ class Store:
 
     def teachers(self) -> dict[str, Teacher]:
         """Teachers by name."""
-        rows = self.table("teachers").drop_columns(["created_at", "row_crc"]).to_pylist()
-        return {row["name"]: Teacher(**row) for row in rows}
+        rows = self.table("teachers").drop_columns(["created_at", "row_crc"])
+        return {row["name"]: Teacher(**row) for row in rows.to_pylist()}
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
         """Make one teacher's signals visible and durable; those the store has already are left alone.
@@ -301,14 +305,12 @@ class Store:
         """
         teachers = self.teachers()
         if teacher not in teachers:
-            raise UnknownNameError(
-                f"no teacher {teacher!r} in the store: {nearest(teacher, teachers)}; add_teacher first"
-            )
-        payload = self._table(signal_table(teacher, kind))
+            raise UnknownNameError(f"no teacher {teacher!r}: {nearest(teacher, teachers)}; add it with add_teacher")
+        payload = self.table_handle(signal_table(teacher, kind))
         with self._committing(payload.name):
             deleted = self.deletions.uids()
             batch = [signal for signal in batch if signal.uid not in deleted]
-            scores, samples = self._table("scores"), self._table("samples")
+            scores, samples = self.table_handle("scores"), self.table_handle("samples")
             return signals.commit_signals(scores, samples, payload, teachers[teacher], kind, batch)
 
     def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
@@ -364,7 +366,7 @@ class Store:
         table = self._existing(signal_table(teacher, "hidden"))
         scored = row_reader.scored_rows(self.dataset("scores"), teacher, "hidden")
         served = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64))
-        return free_hidden(self._location, table, scored["payload_row"].to_numpy()[served], in_use)
+        return free_hidden(self.location, table, scored["payload_row"].to_numpy()[served], in_use)
 
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 
@@ -378,11 +380,7 @@ class Store:
 
     def add_steps(self, steps: Iterable[StepMetrics]) -> int:
         """Add optimizer steps; a step recorded before is left alone."""
-        records = [asdict(step) for step in steps]
-        for record in records:
-            record["extra"] = json.dumps(record["extra"], sort_keys=True)
-            record["reverse_kl"] = None if np.isnan(record["reverse_kl"]) else record["reverse_kl"]
-        return self._insert("steps", records)
+        return self._insert("steps", map(step_record, steps))
 
     def add_evals(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `evals`, dicts by column name; returns how many are new."""
@@ -406,7 +404,7 @@ class Store:
     def plan(self, stage: str, window: int) -> PlanWindow | None:
         """A recorded window, None when there is none."""
         keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
-        rows, dataset = self._table("plans").find(keys)
+        rows, dataset = self.table_handle("plans").find(keys)
         return None if rows[0] < 0 else plan_of(row_reader.take_rows(dataset, rows, None))
 
     def plans(self, stage: str) -> list[int]:
@@ -425,8 +423,8 @@ class Store:
         """The newest version of every table; with a tag, pinned against clean-up and the same at every later call."""
         tables = self._all_tables()
         if tag is not None:
-            return snapshots.pin(self._location, tables, tag)
-        self._taken.append((taken := snapshots.take_snapshot(self._location, tables))[1])
+            return snapshots.pin(self.location, tables, tag)
+        self._taken.append((taken := snapshots.take_snapshot(self.location, tables))[1])
         return taken[0]
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
@@ -434,26 +432,26 @@ class Store:
 
         Raises DamagedError when it is more than a day old and clean-up has been there.
         """
-        snapshots.pin(self._location, self._all_tables(), tag, snapshot)
+        snapshots.pin(self.location, self._all_tables(), tag, snapshot)
 
     def release(self, tag: str) -> None:
         """Release a tagged snapshot."""
-        snapshots.release(self._location, self._all_tables(), tag)
+        snapshots.release(self.location, self._all_tables(), tag)
 
     def info(self) -> dict[str, Any]:
         """Rows, bytes, files and version of every table; format version and pinned snapshots."""
-        return compaction.describe(self._location, self._all_tables())
+        return compaction.describe(self.location, self._all_tables())
 
     def verify(self, deep: bool = True) -> VerifyReport:
         """Audit every row and file and, when `deep`, every byte of payload and tensors; nothing is changed.
 
         It reads in this process, which damaged bytes may end; verify_apart.verify_apart audits in a child process.
         """
-        return verify.verify(self._location, self._all_tables(), deep=deep)
+        return verify.verify(self.location, self._all_tables(), deep=deep)
 
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
         """Merge small files and drop old versions; see compaction.compact."""
-        return compaction.compact(self._location, self._all_tables(), now=now)
+        return compaction.compact(self.location, self._all_tables(), now=now)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -464,20 +462,20 @@ class Store:
         A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
         """
         looked_at = self.deletions.names()
-        with self._location.committing(name):
+        with self.location.committing(name):
             yield
         remove_since(self, looked_at)
 
     def _all_tables(self) -> dict[str, Table]:
-        return {name: self._table(name) for name in self.names()}
+        return {name: self.table_handle(name) for name in self.names()}
 
-    def _table(self, name: str) -> Table:
+    def table_handle(self, name: str) -> Table:
         if name not in self._tables:
-            self._tables[name] = Table(self._location, name)
+            self._tables[name] = Table(self.location, name)
         return self._tables[name]
 
     def _existing(self, name: str) -> Table:
-        table = self._table(name)
+        table = self.table_handle(name)
         if name not in TABLES and not table.exists():
             raise UnknownNameError(f"no dataset {name!r} in {self.uri}: {nearest(name, self.names())}")
         return table
@@ -489,7 +487,7 @@ class Store:
         """Insert the rows whose key is new; how many. Refuses one whose key is known with other values to compare."""
         if not rows.num_rows:
             return 0
-        table = self._table(name)
+        table = self.table_handle(name)
         if compare:
             table.refuse_other(rows, compare)
         with self._committing(name):

@@ -2,24 +2,34 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lance
 
-from mopd_dataplane.base.files import create_file, file_digest, fsync, publish_file, try_lock
+from mopd_dataplane.base.files import create_file, file_digest, fsync, out_of_descriptors, publish_file, try_lock
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
-from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles, refuse_credentials
 
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
 COMMITS_CACHED = 128
+_REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
+"""Control characters, which Lance refuses in a path, and bytes that are no UTF-8."""
+MARK = "store.json"
+"""Marks a folder as a store; the last file of one that is made."""
+_NEVER = (0, 0, 0)
+"""Inode, change time and size of a mark that was not looked at yet."""
 LOCK_S = 10.0
 """Longest wait of a committer for the one before it."""
+_COMMITS = ".lock"
+"""Ending of the lock files of committers."""
 LOGS_LOCK = "wal"
 """Name of the lock that is no table's: copies and deletions hold it while they lock the token logs of a local store, so
 that neither takes the other for a rollout."""
@@ -34,8 +44,11 @@ class StoreLocation:
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
         text = str(uri).removeprefix("file://")
-        if not text.strip() or any(ord(character) < ord(" ") for character in text):
-            raise InputError(f"{text!r:.80} is not the place of a store; give a folder, or s3://bucket/prefix")
+        if not text.strip() or _REFUSED.search(text):
+            raise InputError(
+                f"{text!r:.80} is not the place of a store; give a folder without control characters (newline, tab) "
+                "and in UTF-8, or s3://bucket/prefix"
+            )
         remote = "://" in text
         self.root: Path | None = None if remote else Path(text).absolute()
         """The folder; None on an object store."""
@@ -48,9 +61,43 @@ class StoreLocation:
         self.single_writer = False
         """Somebody has promised that one process writes: preconditions need not be honoured."""
         self._admitted = not remote
+        self._uuid, self._mark_seen = "", _NEVER
         self._session: Any = None
         self._commits = 0
         """Commits since the session began."""
+
+    def expect(self, uuid: str) -> None:
+        """From now on `require_same` refuses every store but the one with this id. Raises as it does."""
+        self._uuid, self._mark_seen = uuid, _NEVER
+        self.require_same()
+
+    def require_same(self) -> None:
+        """Raise MismatchError when another store was made in this folder since: handles and caches are of the old one.
+
+        Looks at the file's inode and times, and reads the file only when they changed.
+        """
+        if self.root is None or not self._uuid:
+            return
+        try:
+            status = os.stat(self.root / MARK)
+        except FileNotFoundError:  # deleted, or of the first format: the tables themselves are looked for
+            return
+        seen = (status.st_ino, status.st_ctime_ns, status.st_size)
+        if seen == self._mark_seen:
+            return
+        uuid = str((self.read_json(MARK) or {}).get("uuid", ""))
+        if uuid != self._uuid:
+            raise MismatchError(
+                f"{self.uri}: store {self._uuid} lay here when it was opened, store {uuid} lies here now; open it again"
+            )
+        self._mark_seen = seen
+
+    def make(self, *, single_writer: bool) -> None:
+        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does."""
+        if self.root is not None:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.single_writer = single_writer
+        self.admit_writer()
 
     def admit_writer(self) -> None:
         """Raise ResourceError on an object store that ignores preconditions: there, commits of two writers get lost."""
@@ -95,10 +142,18 @@ class StoreLocation:
             self.admit_writer()
             yield False
             return
-        path = self.root / "locks" / f"{name.replace('/', '.')}.lock"
+        descriptor = self.lock_file(f"{name.replace('/', '.')}{_COMMITS}")
+        try:
+            yield try_lock(descriptor, LOCK_S)
+        finally:
+            os.close(descriptor)
+
+    def lock_file(self, name: str) -> int:
+        """Open a lock file of a local store; returns its descriptor. Raises ResourceError if it is read-only."""
+        path = self.local("locks") / name
         try:
             path.parent.mkdir(exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
@@ -106,15 +161,15 @@ class StoreLocation:
                 f"{self.uri} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for "
                 "writing"
             ) from error
-        try:
-            yield try_lock(descriptor, LOCK_S)
-        finally:
-            os.close(descriptor)
+
+    def clock_offset(self) -> timedelta:
+        """How far the clock of this machine is ahead of that of the object store; zero for a folder."""
+        return self.files.clock_offset() if self.files is not None else timedelta()
 
     def wait_for_committers(self) -> None:
         """Wait until every committer that holds the lock of a table, made or not, has let go of it, or is overdue."""
         for lock in self.children("locks") if self.root is not None else ():
-            if (name := lock.removesuffix(".lock")) != LOGS_LOCK:
+            if lock.endswith(_COMMITS) and (name := lock.removesuffix(_COMMITS)) != LOGS_LOCK:
                 with self.committing(name):
                     pass
 
@@ -174,7 +229,10 @@ class StoreLocation:
         if self.files is not None:
             return self.files.children(name)
         folder = self.local(name)
-        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        try:
+            return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        except OSError as error:
+            raise out_of_descriptors(str(folder), error) or error from None
 
     def read(self, name: str) -> bytes | None:
         """Content of a small file, None when there is none."""
@@ -184,6 +242,8 @@ class StoreLocation:
         try:
             return path.read_bytes() if path.is_file() else None
         except OSError as error:
+            if failure := out_of_descriptors(str(path), error):
+                raise failure from None
             raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a store") from None
 
     def check_new(self) -> None:

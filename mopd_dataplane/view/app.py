@@ -118,7 +118,7 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
 
         def work() -> Any:
             shown = stores.get(request.query_params.get("store", "0"))
-            return labels.write(shown.store, shown.index(), shown.labelled, body)
+            return labels.write(shown.store, shown.index().row, shown.labelled, body)
 
         return await run_in_threadpool(_answered, work)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,10 @@ import pyarrow.compute as pc
 from mopd_dataplane.query.lineage import literal
 
 if TYPE_CHECKING:
+    import duckdb
+
     from mopd_dataplane.view.columns import Column
-    from mopd_dataplane.view.index import Index
+    from mopd_dataplane.view.rollouts import Rollouts
 
 BINS = 32
 LONG_TAIL = 3.0
@@ -51,10 +53,20 @@ class Bars:
         return {**self.about, "bins": bins}
 
 
+class Answers(Protocol):
+    """Answers questions about the table of rollouts."""
+
+    rollouts: Rollouts
+
+    def ask(self, sql: str) -> duckdb.DuckDBPyConnection: ...
+
+    def rows(self, sql: str) -> list[dict[str, Any]]: ...
+
+
 class Histograms:
     """Histograms of one index. Threads may ask at the same time."""
 
-    def __init__(self, index: Index, table: str) -> None:
+    def __init__(self, index: Answers, table: str) -> None:
         self._index = index
         self._table = table
         self._lock = threading.Lock()

@@ -14,8 +14,9 @@ from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.view.index import Index
 
 LABEL_CHARACTERS = 64
 NOTE_CHARACTERS = 4000
@@ -44,17 +45,19 @@ class Labelled:
             self._table = None
 
 
-def write(store: Store, index: Index, labelled: Labelled, body: Any) -> list[dict[str, Any]]:
+def write(
+    store: Store, find_row: Callable[[str], dict[str, Any]], labelled: Labelled, body: Any
+) -> list[dict[str, Any]]:
     """Add a label, or remove it (`removed`): a row for each, so that the history stays. Returns the sample's labels.
 
-    Raises InputError (shape, length), UnknownNameError (sample).
+    find_row: the metadata of a sample by its uid. Raises InputError (shape, length), UnknownNameError (sample).
     """
     if not isinstance(body, dict) or not all(isinstance(body.get(key, ""), str) for key in ("uid", "label", "note")):
         raise InputError('a label is {"uid": …, "label": …, "note": …, "removed": false}')
     label, note = body.get("label", "").strip(), body.get("note", "").strip()
     if not label or len(label) > LABEL_CHARACTERS or len(note) > NOTE_CHARACTERS:
         raise InputError(f"a label has 1 to {LABEL_CHARACTERS} characters, a note up to {NOTE_CHARACTERS:,}")
-    uid = index.row(body.get("uid", ""))["uid"]
+    uid = find_row(body.get("uid", ""))["uid"]
     store.add_labels([{
         "label_id": str(uuid.uuid4()), "uid": uid, "label": label, "note": note, "author": getpass.getuser(),
         "removed": body.get("removed") is True,
@@ -64,9 +67,12 @@ def write(store: Store, index: Index, labelled: Labelled, body: Any) -> list[dic
 
 
 def standing(store: Store, uid: str | None = None) -> list[dict[str, Any]]:
-    """Labels that a sample bears now, or all do: the newest row of each (sample, label), unless it takes it back."""
+    """Labels that a sample bears now, or all do: the last row of each (sample, label), unless it takes it back.
+
+    The last row is the one committed last: clocks may be set back, and differ between machines.
+    """
     keys = None if uid is None else f"uid = {literal(uid)}"
-    rows = store.table("labels", filter=keys).sort_by("created_at").to_pylist()
+    rows = store.table("labels", filter=keys).to_pylist()
     newest = {(row["uid"], row["label"]): row for row in rows}
     standing_rows = [row for row in newest.values() if not row["removed"]]
     return [

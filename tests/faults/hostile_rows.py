@@ -29,7 +29,7 @@ from tinystage import TEACHER, build, make_stage
 
 from mopd_dataplane.errors import DamagedError, MopdError
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.job import check_job, load_job
+from mopd_dataplane.job.load import check_job, load_job
 from mopd_dataplane.load.protocol import Channel
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import load_prompts

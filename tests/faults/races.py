@@ -104,7 +104,7 @@ def begin(ground: Ground) -> None:
     store = Store.create(ground.uri)
     store.add_teacher(build.teacher(TEACHER))
     for kind in KINDS:
-        store._table(f"signals/{TEACHER}/{kind}").create()
+        store.table_handle(f"signals/{TEACHER}/{kind}").create()
 
 
 def write(ground: Ground, writer: int, moment_s: float | None = None) -> int:

@@ -21,7 +21,8 @@ from typing import Any
 from rich.console import Console
 
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.pipeline import run_job
 
 FIRST_MIB = 2

@@ -44,7 +44,7 @@ def observe(name):
     if seen == count:
         os.kill(os.getpid(), signal.SIGKILL)
 fault_points.observe(observe)
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.pipeline import run_job
 run_job(load_job(sys.argv[3]), only="gad")
 """

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.measures import measure
 from mopd_dataplane.rollout.engines.decoder import Decoder
 from mopd_dataplane.run.pipeline import run_job

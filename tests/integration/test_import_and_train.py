@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import open_store
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models.initial_weights import make_student
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mopd_dataplane import open_store
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.pipeline import run_job
 
 OPSD = Path(__file__).parents[2] / "jobs" / "opsd"

@@ -13,7 +13,7 @@ from rich.console import Console
 from mopd_dataplane import Prompt, Sample, create_store
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import Command, Result, Turn
 from mopd_dataplane.run.context import Run, open_run

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mopd_dataplane import Store, open_store
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.steps.score import score

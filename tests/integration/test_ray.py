@@ -18,7 +18,7 @@ import torch
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import EngineError, InputError, ResourceError
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray import pool

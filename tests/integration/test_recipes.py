@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mopd_dataplane import open_store
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.pipeline import run_job

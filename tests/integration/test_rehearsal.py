@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.job.job import Job, check_job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job, load_job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.devices import free_device_memory
 from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest

@@ -19,7 +19,7 @@ from model_server import Handler, Misbehave, ModelServer, is_silent, never_ends,
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
 from mopd_dataplane.run.context import open_run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.prompts import load_prompts
 
 JOB = load_job(Path(__file__).parents[2] / "jobs" / "conflict")

@@ -19,7 +19,7 @@ from mopd_dataplane.base.processes import parent_named, scratch_folder
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.cli import output
 from mopd_dataplane.errors import InputError, JobFileError, ResourceError
-from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.load.server import listen
 
 PASSWORD = "hunter2-hunter2"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.job.job import Job, check_job, load_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job, load_job
 
 ROOT = Path(__file__).parents[2]
 JOB = """
@@ -139,7 +140,9 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
             '"sampled"\nrollout = { group_size = 4 }\nplan = { strict_batches = false,',
             ["group_size = 4", "strict_batches = true"],
         ),
-        ("[teachers]", "[engine]\nkeep = false\n[teachers]", ["keep: only for kind = 'vllm'"]),
+        ("[teachers]", "[engine]\nkeep = false\n[teachers]", ['keep: only for kind = "vllm"', "leave it out"]),
+        ("[teachers]", '[engine]\nnoise = "seeded"\n[teachers]', ['noise: only for kind = "vllm"']),
+        ("[teachers]", '[engine]\nurl = "http://h/v1"\n[teachers]', ['url: only for kind = "vllm"', '"hf"']),
         (
             "[teachers]",
             '[engine]\nkind = "vllm"\nurl = "http://h/v1"\nkeep = false\n[teachers]',

@@ -63,14 +63,9 @@ def modules() -> dict[str, Path]:
 
 
 def imports(source: str, known: set[str]) -> set[str]:
-    """Modules that a file imports as it runs, also inside of functions."""
-    tree = ast.parse(source)
-    typing_only = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    passed_over = {id(node) for block in typing_only for node in ast.walk(block)}
+    """Modules that a file imports: as it runs, inside of functions, and for types alone."""
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in passed_over:
-            continue
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -97,4 +92,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_a_circle_is_found() -> None:
     later = "def f():\n    from a.x import name"
     assert set(circle({"a.x": "import a.y", "a.y": later})) == {"a.x", "a.y"}
-    assert circle({"a.x": "import a.y", "a.y": "if TYPE_CHECKING:\n    import a.x"}) == []
+    for_types = "if TYPE_CHECKING:\n    import a.x"
+    assert set(circle({"a.x": "import a.y", "a.y": for_types})) == {"a.x", "a.y"}
+    assert circle({"a.x": "import a.y", "a.y": "import b.z"}) == []

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
 from mopd_dataplane.run.provenance import commit, provenance, settings_digest
 

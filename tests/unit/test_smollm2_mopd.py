@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
 

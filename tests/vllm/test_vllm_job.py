@@ -19,7 +19,7 @@ from commandline import ENVIRONMENT, command, run_mopd
 from decoding import TOLERANCE, decode, make_requests
 
 from mopd_dataplane import Store
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
 from mopd_dataplane.rollout.log.recovery import recover

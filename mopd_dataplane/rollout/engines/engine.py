@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
 FINISH_REASON = {STOP: "stop", LENGTH: "length"}
+_LAST_EXPERT = int(np.iinfo(np.int16).max)
 RESCORED = 16
 """How many of the newest tokens of a resumed prefix the engine scores again."""
 
@@ -179,6 +180,29 @@ class HasIdentity(Protocol):
         """What the served policy is known by; None where the server itself names its weights. Raises EngineError."""
 
 
+_COLUMNS = {"slots": "iu", "positions": "iu", "token_ids": "iu", "logprobs": "f", "finished": "iu"}
+"""Columns of a step, and the kinds of dtype that each may have."""
+
+
+def check_columns(output: StepOutput) -> None:
+    """Raise EngineError unless every column of a step is a numpy array [B] of its kind of numbers.
+
+    First of the checks: the others, and the token log, take values by their place.
+    """
+    count = len(output.slots) if isinstance(output.slots, np.ndarray) and output.slots.ndim == 1 else None
+    for name, kinds in _COLUMNS.items():
+        column = getattr(output, name)
+        if isinstance(column, np.ndarray) and column.shape == (count,) and column.dtype.kind in kinds:
+            continue
+        said = f"{column.dtype} {list(column.shape)}" if isinstance(column, np.ndarray) else f"{column!r:.40}"
+        numbers = "floats" if kinds == "f" else "whole numbers"
+        size = "one dimension" if count is None else f"shape [{count}], as slots has"
+        raise EngineError(
+            f"the engine returned {said} as {name}; a numpy array of {numbers} with {size} is needed; nothing of this "
+            "step was written; mend the engine (mopd_dataplane.testing.check_engine), then run again to continue"
+        )
+
+
 def check_step(output: StepOutput, vocab_size: int) -> None:
     """Raise EngineError for what no sampler can return: a NaN, a positive log-prob, a token outside the vocabulary.
 
@@ -218,14 +242,17 @@ def check_routes(output: StepOutput, needs_record: NDArray[np.bool_], lacking: N
     lacking: [B] tokens whose experts nobody has said yet.
     """
     routes = output.routes
-    if (
-        routes is None
-        or len(routes.counts) != len(needs_record)
-        or (routes.counts[needs_record] < lacking[needs_record]).any()
-    ):
+    if routes is None or routes.counts.shape != needs_record.shape or (routes.counts < lacking)[needs_record].any():
         raise EngineError(
             "the engine gives no expert ids, which rollout.record asks for; nothing of this step was "
             'written; take "experts" out of rollout.record, or sample with a mixture of experts'
+        )
+    ids, read = routes.ids, int(routes.counts.sum())
+    if ids.ndim != 2 or len(ids) != read or ids.dtype.kind not in "iu" or (ids < 0).any() or (ids > _LAST_EXPERT).any():
+        raise EngineError(
+            f"the engine returned expert ids {ids.dtype} {list(ids.shape)}; whole numbers from 0 to {_LAST_EXPERT} of "
+            f"shape [{read}, W], a row for each token that was read, are needed; nothing of this step was written; "
+            "mend the engine, then run again to continue"
         )
     return routes
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.sampling_masks import SamplingMasks
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import FORMAT_1_NAMES
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
@@ -62,6 +63,16 @@ class _NumbersAndText:
 def _packed(types: Iterable[str | np.dtype[Any]], *columns: NDArray[Any]) -> bytes:
     """Columns as values of these types, one column behind the other."""
     return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, types, strict=True))
+
+
+def _packed_rows(types: Iterable[str | np.dtype[Any]], *columns: NDArray[Any]) -> bytes:
+    """Columns with a value for each row. Raises MismatchError for other shapes: read back, they would be other rows."""
+    if columns[0].ndim != 1 or any(column.shape != columns[0].shape for column in columns):
+        raise MismatchError(
+            f"columns of shapes {[list(column.shape) for column in columns]} are no rows of a token log; one dimension "
+            "and one length are needed; mend the engine or the environment, then run again to continue"
+        )
+    return _packed(types, *columns)
 
 
 def _unpacked(types: Iterable[str | np.dtype[Any]], count: int, body: bytes, offset: int = 0) -> list[NDArray[Any]]:
@@ -116,7 +127,7 @@ class Step:
     ended: NDArray[np.uint8]
 
     def encode(self) -> bytes:
-        return _packed(self.types, self.handles, self.positions, self.tokens, self.logprobs, self.ended)
+        return _packed_rows(self.types, self.handles, self.positions, self.tokens, self.logprobs, self.ended)
 
     @classmethod
     def decode(cls, body: bytes) -> Step:
@@ -234,8 +245,8 @@ class Tokens:
     ended: int = 0
 
     def encode(self) -> bytes:
-        head = struct.pack("<IIIB3x", self.handle, self.position, len(self.tokens), self.ended)
-        return head + _packed(self.types, self.tokens, self.logprobs, self.loss_mask)
+        rows = _packed_rows(self.types, self.tokens, self.logprobs, self.loss_mask)
+        return struct.pack("<IIIB3x", self.handle, self.position, len(self.tokens), self.ended) + rows
 
     @classmethod
     def decode(cls, body: bytes) -> Tokens:

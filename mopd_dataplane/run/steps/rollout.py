@@ -2,13 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mopd_dataplane.job.job import Stage
-from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine, HasSelfCheck
 from mopd_dataplane.rollout.engines.hf import MixedTeacher
@@ -19,36 +17,19 @@ from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.run.exactness import record_self_check
-from mopd_dataplane.run.iteration import Sampler, iteration_prompts, sampler_of
+from mopd_dataplane.run.iteration import iteration_prompts, sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.discriminate import answered_by_teacher
 from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
 from mopd_dataplane.run.steps.server_identity import check_policy_server
+from mopd_dataplane.run.tasks import Part
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.delete_samples import prompt_slots
 
 REFERENCE_BATCH = 4096
 """Reference samples committed together."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The prompts that one policy answers in one iteration of a stage."""
-
-    stage: Stage
-    iteration: int
-    sampler: Sampler
-    version: int
-    """Policy version that samples."""
-    prompts: list[Prompt]
-    """In admission order."""
-
-    @property
-    def adapter(self) -> Lora | None:
-        """LoRA settings of the sampler's later policies, where they are adapters; a teacher stays as it is."""
-        return self.stage.adapter if self.sampler.policy == "self" else None
 
 
 def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
 from mopd_dataplane.run.steps.server_identity import check_teacher_server
+from mopd_dataplane.run.tasks import ScoredTask, ScoreTask
 from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
@@ -33,26 +34,6 @@ ROUNDING_SAMPLES = 32
 """Samples that show what a teacher's quantisation does."""
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
-
-
-@dataclass(frozen=True)
-class ScoreTask:
-    """Samples that one teacher reads once."""
-
-    teacher: str
-    kinds: tuple[str, ...]
-    rows: Rows
-    """Rows of `samples`."""
-
-
-@dataclass(frozen=True)
-class ScoredTask:
-    """Result of a task."""
-
-    teacher: str
-    signals: int
-    """That are new in the store."""
-    loss_tokens: int
 
 
 def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
@@ -136,9 +117,8 @@ def check_precision(run: Run, stage: Stage) -> None:
         now = quantisation_of(run.job.teachers[member].quantisation for member in run.job.members_of(teacher))
         if teacher in teachers and teachers[teacher].quantisation != now:
             raise MismatchError(
-                f"the store has signals of teacher {teacher!r} with quantisation "
-                f"{teachers[teacher].quantisation!r}, the "
-                f"job now says {now!r}; go back to that, or give the new teacher another name"
+                f"the store has signals of teacher {teacher!r} with quantisation {teachers[teacher].quantisation!r}, "
+                f"the job now says {now!r}; go back to that, or give the new teacher another name"
             )
 
 

@@ -337,9 +337,8 @@ def kl_warning(values: Sequence[float]) -> str:
     if after < -max(BELOW_ZERO, 2 * math.sqrt(statistics.variance(last) / third)):
         return (
             f"reverse KL on the sampled tokens fell from {before:.3f} to {after:.3f} nat per token over the first "
-            f"{len(values_known)} steps, and no KL is below 0: the student no longer writes what it is "
-            "scored on. Lower "
-            "train.learning_rate (a tenth is a good next try), or make plan.batch_samples larger"
+            f"{len(values_known)} steps, and no KL is below 0: the student no longer writes what it is scored on. "
+            "Lower train.learning_rate (a tenth is a good next try), or make plan.batch_samples larger"
         )
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
     if after - before <= max(0.1 * abs(before), 2 * error):

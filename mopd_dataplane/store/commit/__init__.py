@@ -6,6 +6,8 @@ keys.py          key -> row, in memory, so that an insert costs the same at any 
 durability.py    a commit is durable only after its files are synced
 merge_check.py   comparison of what a merge has copied, before it is committed
 fragments.py     merging of small files, so that a table has few
+in_flight.py     commits in flight, whose files clean-up leaves alone
+clean_up.py      dropping of old versions, and of files that interrupted commits left
 payload.py       writing payload once
 samples.py       samples: payload first, metadata last
 signals.py       teachers' signals: payload first, then `scores`

@@ -19,6 +19,11 @@ from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.format.manifests import manifest
 
+
+class LostFileError(ResourceError):
+    """A file of a commit was deleted before the commit was acknowledged."""
+
+
 AT_ONCE = 8
 """Files that are synced at once."""
 
@@ -29,6 +34,8 @@ class Barrier:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._synced: set[Path] = set()
+        self._acknowledged: set[Path] = set()
+        """Files of the version that was synced last; their loss would be damage, which readers report."""
 
     def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
         """Sync data files and blob sidecars; ResourceError when the disk cannot take them."""
@@ -43,8 +50,13 @@ class Barrier:
         self._sync(paths)
 
     def sync_version(self, dataset: lance.LanceDataset) -> None:
-        """Return once this version survives a power cut; ResourceError when that cannot be ensured."""
+        """Return once this version survives a power cut; ResourceError when that cannot be ensured.
+
+        Raises LostFileError when a file is gone, also one that was synced before the commit.
+        """
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
+        named = {self._root / "data" / file.path for fragment in fragments for file in fragment.files}
+        self._check_present(dataset.version, [manifest(self._root, dataset.version), *(named - self._acknowledged)])
         self.sync_data(fragments)
         paths = [manifest(self._root, dataset.version)]
         transaction = dataset.read_transaction(dataset.version)
@@ -53,7 +65,20 @@ class Barrier:
             paths += [path] if (path := self._root / "_transactions" / name).exists() else []
         self._sync([path for path in paths if path not in self._synced])
         # What only older versions name is asked for no more.
-        self._synced &= {self._root / "data" / file.path for fragment in fragments for file in fragment.files}
+        self._synced &= named
+        self._acknowledged = named
+
+    def _check_present(self, version: int, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if not path.exists():
+                raise self._lost(path, f"version {version}")
+
+    def _lost(self, path: Path, commit: str) -> LostFileError:
+        return LostFileError(
+            f"{self._root}: {commit} is not acknowledged, because {path.name} was deleted meanwhile, by another "
+            "program or by a clean-up that locks do not reach; run `mopd store verify`, which says if a version "
+            "names it"
+        )
 
     def _sync(self, paths: list[Path]) -> None:
         """Sync files and their folders at once: the file system then writes its journal once or twice, not for each."""
@@ -62,6 +87,8 @@ class Barrier:
         try:
             with ThreadPoolExecutor(AT_ONCE, "sync") as pool:
                 list(pool.map(fsync, every))
+        except FileNotFoundError as error:
+            raise self._lost(Path(error.filename), "this commit") from error
         except OSError as error:
             raise ResourceError(
                 f"{self._root}: sync failed ({error}); what was acknowledged before is safe, this commit may not "

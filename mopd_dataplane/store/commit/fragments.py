@@ -4,8 +4,6 @@ Tiers by size: when more than COUNT files lie between one LIMIT and the next, th
 Each byte is copied about once a tier, so commit time stays flat; about a hundred files lie beside the gigabyte ones.
 """
 
-from datetime import timedelta
-
 import lance
 from lance.optimize import Compaction, CompactionOptions
 
@@ -13,15 +11,12 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.commit.durability import Barrier
 from mopd_dataplane.store.commit.merge_check import check_copies
 from mopd_dataplane.store.format.lance_errors import reading
-from mopd_dataplane.store.read.tags import drop_versions
 
 MIB = 1 << 20
 TIERS = ((MIB // 8, 32), (4 * MIB, 32), (64 * MIB, 32), (1024 * MIB, 32))
 """(limit in bytes, most files of that size that lie beside one another)"""
 PAGE = MIB
 """Bytes of a file, on average, below which files that are merged are written anew."""
-KEEP = timedelta(days=1)
-"""Untagged versions younger than this are left alone: a reader or a committer may still be at work on them."""
 
 
 def is_crowded(dataset: lance.LanceDataset) -> int:
@@ -63,11 +58,6 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
     Compaction.commit(dataset, done)
     fault_point("merge.committed")
     return sum(result.metrics.fragments_removed for result in done)
-
-
-def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
-    """Drop versions older than KEEP (see drop_versions), and week-old files of interrupted commits."""
-    return drop_versions(dataset, older_than=KEEP)
 
 
 def _sizes(fragments: list[lance.LanceFragment]) -> dict[int, float]:

@@ -19,11 +19,12 @@ import pyarrow as pa
 
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
+from mopd_dataplane.store.commit.clean_up import clean_up
 from mopd_dataplane.store.commit.table import ATTEMPTS, BACKOFF_S, Table
 from mopd_dataplane.store.format.lance_errors import is_overtaken, reading, writing
 from mopd_dataplane.store.format.row_ids import in_row_order, row_ids
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.read.tags import drop_tag, drop_versions, set_tag, tagged
+from mopd_dataplane.store.read.tags import drop_tag, set_tag, tagged
 
 CLEARED = "cleared"
 _VALUE = ("kind", "value", "dtype", "shape", "crc")
@@ -143,7 +144,7 @@ class Queue:
                 with writing(self._table.uri):
                     if not self._table.commit_at(dataset, operation):
                         return 0
-            drop_versions(self._table.open(), older_than=KEEP)
+            clean_up(self._location, self._table.name, self._table.open(), self._table.acknowledged(), older_than=KEEP)
             return len(unneeded)
 
     def _appended(self, rows: pa.Table) -> lance.LanceDataset:

@@ -16,9 +16,12 @@ from mopd_dataplane.records import Signal, Teacher
 from mopd_dataplane.store.commit.payload import place_payload
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.arrow_rows import list_column, to_rows
+from mopd_dataplane.store.format.dataset_format import spec_of
 from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.format.sample_values import whole_numbers
+from mopd_dataplane.store.format.shapes import check_length, check_width
 from mopd_dataplane.store.read.row_reader import signal_crcs, take_offsets
-from mopd_dataplane.tables import SCORES
+from mopd_dataplane.tables import SCORES, signal_table
 
 
 def _typed(signal: Signal, field: Field) -> NDArray[Any]:
@@ -35,21 +38,37 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
     where = f"signal {signal.kind!r} of sample {signal.uid}"
     if signal.kind != kind:
         raise MismatchError(f"{where} was passed to commit_signals as {kind!r}; pass its own kind")
+    places = {"response": (response_len, "response tokens"), "trained": (loss_tokens, "loss tokens")}
+    columns = spec_of(signal_table("any", kind)).schema
     widths: dict[str, tuple[str, int]] = {}
     for field in of_signal(kind):
-        array, length = value(signal, field.name), response_len if field.axis == "response" else loss_tokens
-        if array is None:
-            raise MismatchError(f"{where}: {field.name} is missing")
-        if array.ndim != (2 if field.width else 1) or len(array) != length:
-            raise MismatchError(f"{where}: {field.name} has shape {array.shape}, expected {length} rows")
-        if field.is_float and not np.isfinite(array).all():
-            raise EngineError(f"{where}: {field.name} holds NaN or infinity; check the teacher's weights and dtype")
-        if field.blob and array.dtype != field.dtype:
-            raise MismatchError(f"{where}: {field.name} is {array.dtype}, expected the codec's bytes as uint8")
+        array = value(signal, field.name)
+        if not isinstance(array, np.ndarray):
+            raise MismatchError(f"{where}: {field.name} is {array!r:.40}; a numpy array is needed")
+        check_length(array, field, places[field.axis], where)
+        _check_values(array, field, f"{where}: {field.name}")
         if field.width:
+            check_width(array, field, columns.field(field.width).type, where)
             first, width = widths.setdefault(field.width, (field.name, array.shape[1]))
             if width != array.shape[1]:
                 raise MismatchError(f"{where}: {first} has {width} values a row and {field.name} {array.shape[1]}")
+
+
+def _check_values(array: NDArray[Any], field: Field, what: str) -> None:
+    """Raise MismatchError for another type of values, EngineError for a number that the column cannot hold."""
+    if field.blob:
+        if array.dtype != field.dtype:
+            raise MismatchError(f"{what} is {array.dtype}, expected the codec's bytes as uint8")
+    elif not field.is_float:
+        most = np.iinfo(field.dtype)
+        whole_numbers(array, *(field.values or (int(most.min), int(most.max))), what)
+    elif array.dtype.kind not in "fiu":
+        raise MismatchError(f"{what} holds {array.dtype} values; numbers are needed")
+    elif array.size and not np.abs(array).max() <= np.finfo(field.dtype).max:  # a NaN is not
+        raise EngineError(
+            f"{what} holds NaN, infinity or a number beyond {np.finfo(field.dtype).max:.3g}; check the teacher's "
+            "weights and dtype"
+        )
 
 
 def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:

@@ -12,8 +12,8 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lance
@@ -25,18 +25,20 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.store.commit.acknowledged import Acknowledged
-from mopd_dataplane.store.commit.durability import Barrier
-from mopd_dataplane.store.commit.fragments import drop_old, is_crowded, merge_small
+from mopd_dataplane.store.commit.clean_up import clean_up
+from mopd_dataplane.store.commit.durability import Barrier, LostFileError
+from mopd_dataplane.store.commit.fragments import is_crowded, merge_small
+from mopd_dataplane.store.commit.in_flight import writing_files
 from mopd_dataplane.store.commit.keys import KeyDirectory
 from mopd_dataplane.store.format.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
-from mopd_dataplane.store.format.lance_errors import is_overtaken, is_panic, writing
+from mopd_dataplane.store.format.lance_errors import environment_failure, is_overtaken, is_panic, writing
 from mopd_dataplane.store.format.manifests import crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.store.format.row_ids import ids_of_files
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.open_versions import Gone, hold
 from mopd_dataplane.store.read.row_reader import take_rows
-from mopd_dataplane.store.remote.network import answering, network_failure
+from mopd_dataplane.store.remote.network import answering
 
 ATTEMPTS = 64
 BACKOFF_S = 0.005
@@ -100,7 +102,7 @@ class Table:
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
         """The dataset at a version (default: the newest); UnknownNameError when there is none. Changes nothing.
 
-        Clean-up leaves the version alone as long as the handle lives (in a folder; see held.py). Raises MismatchError
+        Clean-up leaves the version alone as long as the handle lives (in a folder; see open_versions.py). Raises MismatchError
         for another format version or other columns, DamagedError when an acknowledged version is gone.
         """
         acknowledged = 0
@@ -135,6 +137,8 @@ class Table:
         try:
             crc = crc_of_manifest(self._folder, version)
         except OSError as error:
+            if failure := environment_failure(self.uri, error):
+                raise failure from None
             return "" if isinstance(error, FileNotFoundError) else f"manifest of version {version}: {error.strerror}"
         if recorded_crc is None or crc == recorded_crc:
             return ""
@@ -179,12 +183,13 @@ class Table:
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
         options = self._location.storage_options or None
+        self._location.require_same()
         try:
             return lance.dataset(self.uri, version=version, session=self._location.session, storage_options=options)
         except BaseException as error:
             if not isinstance(error, ValueError | OSError) and not is_panic(error):
                 raise
-            if failure := network_failure(self.uri, error):
+            if failure := environment_failure(self.uri, error):
                 raise failure from None
             if "was not found" in str(error) and version is None:
                 raise UnknownNameError(f"no dataset {self.name!r} in {self._location.uri}") from error
@@ -210,10 +215,11 @@ class Table:
 
     def append(self, rows: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
         """Append payload rows as they are; their [n] row ids, and the dataset that has them."""
-        dataset = self._evolved()
-        with writing(self.uri):
+        with writing_files(self._location, self.name), writing(self.uri):
+            dataset = self._evolved()
             fragments = self._write(dataset, rows)
             fault_point(f"{self.name}.append.written")
+            self.check_files(fragments)
             operation = lance.LanceOperation.Append(fragments)
             dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
         fault_point(f"{self.name}.append.committed")
@@ -221,11 +227,16 @@ class Table:
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
         """Append rows on exactly this version; None, with nothing changed, when another commit came first."""
-        with writing(self.uri):
+        with writing_files(self._location, self.name), writing(self.uri):
             return self._swap(dataset, self._write(dataset, rows))
 
     def insert(self, rows: pa.Table) -> Inserted:
         """Insert the rows whose key the table does not have; the keys decide, other columns are not compared."""
+        with writing_files(self._location, self.name):
+            inserted = self._insert(rows)
+        return replace(inserted, dataset=self._tidied(inserted.dataset)) if inserted.new.any() else inserted
+
+    def _insert(self, rows: pa.Table) -> Inserted:
         written = np.zeros(rows.num_rows, bool)
         fragments: list[FragmentMetadata] = []  # hold the rows that are written, and that no version names yet
         first = _first_of_each(rows.select(self.spec.key))
@@ -247,7 +258,7 @@ class Table:
                 matches[new] = ids_of_files(committed, _paths(fragments))
                 with self._keys_lock:
                     self._keys.learn(committed, matches[new], rows.filter(pa.array(new)))
-                return Inserted(matches[first], new, self._tidied(committed))
+                return Inserted(matches[first], new, committed)
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
@@ -268,14 +279,47 @@ class Table:
                     )
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
-        """Sync a version to the disk (an object store takes only what is durable), then acknowledge it for good."""
-        if self.barrier is not None:
-            self.barrier.sync_version(dataset)
-        self._acknowledged.record(dataset.version)
+        """Sync a version to the disk (an object store takes only what is durable), then acknowledge it for good.
+
+        A version that was acknowledged later builds on this one and is on the disk, with what this one holds. Clean-up
+        may then have dropped this one, so nothing is left to do. Raises LostFileError for a file that is gone
+        otherwise.
+        """
+        if self.barrier is None or self._acknowledged.newest() < dataset.version:
+            try:
+                if self.barrier is not None:
+                    self.barrier.sync_version(dataset)
+                self._acknowledged.record(dataset.version)
+            except LostFileError:
+                if self._acknowledged.newest() < dataset.version:
+                    raise
         self._location.committed()
 
-    def commit_at(self, dataset: lance.LanceDataset, operation: lance.LanceOperation.BaseOperation) -> bool:
-        """Commit on exactly this version, durable on return; False when another commit came first."""
+    def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
+        """Sync files that no version names yet; an object store takes only what is durable."""
+        if self.barrier is not None:
+            self.barrier.sync_data(fragments)
+
+    def check_files(self, fragments: Iterable[FragmentMetadata]) -> None:
+        """Raise LostFileError when a file that is about to be committed is gone."""
+        for path in _paths(fragments):
+            if not self._location.has(f"{self.name}/data/{path}"):
+                raise LostFileError(
+                    f"{self.uri}/data/{path} was deleted before its commit, by another program or by a clean-up that "
+                    "locks do not reach; nothing became visible: run the same command again"
+                )
+
+    def commit_at(
+        self,
+        dataset: lance.LanceDataset,
+        operation: lance.LanceOperation.BaseOperation,
+        fresh: Iterable[FragmentMetadata] = (),
+    ) -> bool:
+        """Commit on exactly this version, durable on return; False when another commit came first.
+
+        fresh: files that were written for it. Raises LostFileError when one of them is gone.
+        """
+        self.check_files(fresh)
         try:
             done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
@@ -302,8 +346,7 @@ class Table:
         names = set(rows.column_names)
         rows = rows.select([name for name in dataset.schema.names if name in names])
         fragments = write_fragments(rows, dataset, mode="append", data_storage_version=self.spec.storage)
-        if self.barrier is not None:
-            self.barrier.sync_data(fragments)
+        self.sync_data(fragments)
         return fragments
 
     def _tidied(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
@@ -311,9 +354,10 @@ class Table:
         if blob_columns(self.spec) or not (limit := is_crowded(dataset)):
             return dataset
         try:
-            merge_small(dataset, limit, self.barrier)
+            with writing_files(self._location, self.name):
+                merge_small(dataset, limit, self.barrier)
             if time.monotonic() >= self._clean_up_at:  # Lance reads every manifest to find the old ones
-                drop_old(dataset)
+                clean_up(self._location, self.name, dataset, self.acknowledged())
                 self._clean_up_at = time.monotonic() + CLEAN_UP_S
         except DamagedError as error:  # the commit stands; damaged files stay unmerged until they are restored
             warnings.warn(str(error), stacklevel=2)
@@ -329,6 +373,7 @@ class Table:
         for index, fragment in enumerate(fresh):
             fragment.id = next_id + index
         operation = lance.LanceOperation.Merge(fragments + fresh, dataset.lance_schema)
+        self.check_files(fresh)
         try:
             return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
@@ -344,7 +389,7 @@ def _first_of_each(keys: pa.Table) -> NDArray[np.int64]:
     return np.array([seen.setdefault(key, index) for index, key in pairs], np.int64)
 
 
-def _paths(fragments: list[FragmentMetadata]) -> set[str]:
+def _paths(fragments: Iterable[FragmentMetadata]) -> set[str]:
     return {data_file.path for fragment in fragments for data_file in fragment.files}
 
 

@@ -57,7 +57,7 @@ def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
 
     Raises MismatchError for a name that is no statistic, and for a count that is not the sample's loss tokens.
     """
-    table = store._table(TOKEN_STATS.name)
+    table = store.table_handle(TOKEN_STATS.name)
     if stats and not table.exists():
         table.create()
     added = 0
@@ -90,7 +90,7 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
 
     The rows stay, with their means. in_use: snapshots that readers will still open; tagged ones are always kept.
     """
-    table = store._table(TOKEN_STATS.name)
+    table = store.table_handle(TOKEN_STATS.name)
     if not table.exists():
         return Freed(0, 0)
 
@@ -98,7 +98,7 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
         rows = dataset.to_table(columns=["sample_row", "bytes"])
         return np.isin(rows["sample_row"].to_numpy(), np.asarray(sample_rows)), rows["bytes"].to_numpy() > 0
 
-    return free_files(store._location, table, served, _without_lists, in_use)
+    return free_files(store.location, table, served, _without_lists, in_use)
 
 
 def _without_lists(fragment: lance.LanceFragment) -> pa.Table:
@@ -117,8 +117,13 @@ def _rows(store: Store, stats: Sequence[TokenStats]) -> pa.Table:
     for one, uid, count in zip(stats, samples["uid"].to_pylist(), tokens, strict=True):
         for name, values in one.values.items():
             require_known(name, PER_TOKEN_STATS, "no statistic", MismatchError)
-            if len(values) != count:
-                raise MismatchError(f"{name} of sample {uid} has {len(values)} values, it has {count} loss tokens")
+            if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiu":
+                raise MismatchError(f"{name} of sample {uid} is {values!r:.40}; a numpy array of numbers is needed")
+            if values.shape != (count,):
+                shape = list(values.shape)
+                raise MismatchError(
+                    f"{name} of sample {uid} has shape {shape}; a value for each of {count} loss tokens"
+                )
     now = datetime.now(UTC)
     columns: dict[str, Any] = {
         "uid": samples["uid"],

@@ -8,6 +8,7 @@ manifests.py       the newest version of a local dataset, and manifests that a p
 arrow_rows.py      records <-> Arrow rows
 repetition.py      how much of a response repeats itself
 sample_values.py   refusal of values that no sample can have, before any cast
+shapes.py          refusal of arrays with other dimensions or lengths than their field has
 lance_pages.py     positions of the pages of a Lance file
 row_checksums.py   a checksum over the content of each row of metadata
 """

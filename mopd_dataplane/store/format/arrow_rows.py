@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -15,18 +15,11 @@ from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import InputError, MismatchError, nearest, require_known
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, value
-from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
+from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot, StepMetrics
 from mopd_dataplane.store.format.repetition import repetition
-from mopd_dataplane.store.format.sample_values import check_values, whole_numbers
+from mopd_dataplane.store.format.sample_values import check_values
 from mopd_dataplane.tables import FORMAT_VERSION, REWARDS, SAMPLES, TOKENS, TableSpec
 
-PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
-    "token": lambda sample: (len(sample.tokens), "tokens"),
-    "read": lambda sample: (max(len(sample.tokens) - 1, 0), "tokens but the last"),
-    "response": lambda sample: (sample.response_len, "response tokens"),
-    "trained": lambda sample: (sample.loss_tokens, "loss tokens"),
-}
-"""Places of a sample along an axis, and what they are called."""
 _UID = re.compile("[0-9a-f]{32}")
 _SAME = tuple(name for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__)
 """Columns of `samples` that are attributes of a sample."""
@@ -88,11 +81,6 @@ def check_sample(sample: Sample) -> None:
     if not _UID.fullmatch(sample.uid):
         raise MismatchError(f"sample uid {sample.uid!r:.80} is not 32 hex digits; use records.sample_uid")
     length = sample.response_len
-    if not 0 <= sample.prompt_len <= len(sample.tokens):
-        raise MismatchError(f"{where}: prompt_len {sample.prompt_len} outside 0 to {len(sample.tokens)} tokens")
-    for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
-        if array is not None and len(array) != length:
-            raise MismatchError(f"{where}: {name} has {len(array)} values, the response has {length} tokens")
     starts = np.asarray(sample.version_starts)
     rising = len(starts) < 2 or (starts[1:] > starts[:-1]).all()
     if len(starts) != len(sample.versions) or len(starts) == 0 or starts[0] != 0 or not rising:
@@ -105,21 +93,8 @@ def check_sample(sample: Sample) -> None:
     for name, allowed in (("finish_reason", FINISH_REASONS), ("resume", RESUME_KINDS)):
         require_known(getattr(sample, name), allowed, f"{where}: {name}", MismatchError)
     _check_sampling_masks(sample, where)
-    for field in RECORDED:
-        if field.axis in PLACES and (array := value(sample, field.name)) is not None:
-            _check_recorded(sample, field, array, where)
     for name in sample.extra:
         require_known(name, [field.name for field in RECORDED], f"{where}: extra has", MismatchError)
-
-
-def _check_recorded(sample: Sample, field: Field, array: NDArray[Any], where: str) -> None:
-    """Raise MismatchError unless there is a value, or a row of them, for each place of the field's axis."""
-    count, places = PLACES[field.axis](sample)
-    shape = f"{where}: {field.name} has shape {list(array.shape)}; a {'row' if field.width else 'value'}"
-    if array.ndim != (2 if field.width else 1) or len(array) != count:
-        raise MismatchError(f"{shape} for each of {count} {places}")
-    if field.values is not None:
-        whole_numbers(array.reshape(-1), *field.values, f"{where}: {field.name}")
 
 
 def _check_sampling_masks(sample: Sample, where: str) -> None:
@@ -132,8 +107,6 @@ def _check_sampling_masks(sample: Sample, where: str) -> None:
             f"{where}: sampling_mask_sizes and sampling_mask_ids have {said[0]} and {said[1]} values; a size for each "
             f"of the {sample.loss_tokens} loss tokens, at least 0, and as many ids as they sum to"
         )
-    if (ids < 0).any():
-        raise MismatchError(f"{where}: sampling_mask_ids holds {ids.min()}; token ids are at least 0")
     drawn = sample.tokens[sample.prompt_len :][np.asarray(sample.loss_mask, bool)]
     if not (good := SamplingMasks(sizes, ids).holds(drawn)).all():
         row = int(np.argmin(good))
@@ -221,6 +194,12 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
         if field.count:
             sizes[field.count] = None if array is None else len(array)
     return sizes
+
+
+def step_record(step: StepMetrics) -> dict[str, Any]:
+    """Row of `steps`."""
+    divergence = None if np.isnan(step.reverse_kl) else step.reverse_kl
+    return asdict(step) | {"extra": json.dumps(step.extra, sort_keys=True), "reverse_kl": divergence}
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

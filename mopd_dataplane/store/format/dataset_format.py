@@ -14,14 +14,13 @@ import pyarrow as pa
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import Teacher
-from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec, plugin_signal
+from mopd_dataplane.store.location import MARK, StoreLocation
+from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec, plugin_signal, signal_table
 
 FORMAT_KEY = b"mopd:format_version"
 TABLE_KEY = b"mopd:table"
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
 PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
-MARK = "store.json"
 FREED = "freed"
 """Codec of a row of hidden states that are gone; see retire.py."""
 TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -135,11 +134,26 @@ def read_mark(location: StoreLocation) -> dict[str, Any] | None:
     return mark
 
 
-def write_mark(location: StoreLocation, **more: object) -> None:
-    """Write store.json, the last file of a store that is made, with an id of its own; durable on return."""
+def write_mark(location: StoreLocation, **more: object) -> str:
+    """Write store.json, the last file of a store that is made, with an id of its own; durable on return.
+
+    Returns the id of the store that lies there: that of another process where both made it at the same time.
+    """
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    mark = {"format_version": FORMAT_VERSION, "created": created, "uuid": str(uuid.uuid4())}
-    location.write_json(MARK, mark | more)
+    mark = {"format_version": FORMAT_VERSION, "created": created, "uuid": str(uuid.uuid4())} | more
+    if not location.create_json(MARK, mark):
+        mark = location.read_json(MARK) or mark
+    return str(mark["uuid"])
+
+
+def signal_tables(location: StoreLocation) -> list[str]:
+    """Names of the tables of signals that lie in a store."""
+    return [
+        name
+        for teacher in location.children("signals")
+        for kind in location.children(f"signals/{teacher}")
+        if is_table(name := signal_table(teacher, kind))
+    ]
 
 
 def _column_problem(field: pa.Field, schema: pa.Schema) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 from lance.commit import CommitConflictError
 
+from mopd_dataplane.base.files import out_of_descriptors
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
 from mopd_dataplane.store.remote.network import network_failure
 
@@ -17,13 +18,18 @@ _NO_ROOM = {
 }
 
 
+def environment_failure(where: str, error: BaseException) -> MopdError | None:
+    """The error to raise where not the data is at fault: no descriptor is left, or the object store fails."""
+    return out_of_descriptors(where, error) or network_failure(where, error)
+
+
 @contextmanager
 def writing(where: str) -> Iterator[None]:
     """ResourceError, with its errno, when the disk takes no more; what an object store answers; other errors pass."""
     try:
         yield
     except OSError as error:
-        if failure := network_failure(where, error):
+        if failure := environment_failure(where, error):
             raise failure from None
         if isinstance(error, MopdError) or not (number := _no_room(error)):
             raise
@@ -49,7 +55,7 @@ def reading(where: str) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and (is_overtaken(error) or _no_room(error)):
             raise
-        if failure := network_failure(where, error):
+        if failure := environment_failure(where, error):
             raise failure from None
         raise DamagedError(f"{where}: cannot be read ({error}); run `mopd store verify`") from error
 

@@ -15,6 +15,7 @@ from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.fields import IDS, INT32, PAYLOAD, RECORDED
 from mopd_dataplane.fields import value as value_of
 from mopd_dataplane.records import Sample
+from mopd_dataplane.store.format.shapes import check_sample_shapes
 
 _FEW = 4096
 """uids that are asked for by name; for more, all of them are read."""
@@ -79,16 +80,17 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
 
 
 def check_values(sample: Sample) -> None:
-    """Raise MismatchError, or EngineError for log-probs, for a value that no sample can have."""
+    """Raise MismatchError, or EngineError for log-probs, for a shape or value that no sample can have."""
     where = f"sample {sample.uid!s:.40}"
     _check_types(sample, where)
-    for field in PAYLOAD:
-        if field.values is not None:
-            whole_numbers(getattr(sample, field.name), *field.values, f"{where}: {field.name}")
     for name, (low, high) in _WHOLES.items():
         value = getattr(sample, name)
         if isinstance(value, bool) or not isinstance(value, _INTEGER) or not low <= value <= high:
             raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: whole numbers, {low} to {high}")
+    check_sample_shapes(sample, where)
+    for field in (*PAYLOAD, *RECORDED):
+        if field.values is not None and (array := value_of(sample, field.name)) is not None:
+            whole_numbers(array, *field.values, f"{where}: {field.name}")
     if sample.logprobs is not None:
         log_probs(sample.logprobs, where)
     for name, most, kind in (("temperature", math.inf, "at least 0"), ("top_p", 1.0, "0 to 1")):

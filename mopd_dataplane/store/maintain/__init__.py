@@ -6,6 +6,7 @@ verify.py            the audit
 verify_report.py     findings of an audit, and its progress
 verify_apart.py      the audit in a process of its own, which damaged bytes may end
 verify_rows.py       the audit of rows of metadata
+verify_payload.py    the audit of payload: its bytes, and the lengths of its lists
 verify_files.py      the audit of the files beside the tables
 verify_deleted.py    the audit of deletions: their records, and the search for what they name
 upgrade.py           tables of format 1, copied into format 2

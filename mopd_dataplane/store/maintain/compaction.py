@@ -1,23 +1,21 @@
 """Maintenance of a store: counts, merging of small files, dropping of old versions."""
 
-import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import lance
 
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.commit.fragments import drop_old, merge_small
+from mopd_dataplane.store.commit.clean_up import KEEP, CleanedUp, clean_up
+from mopd_dataplane.store.commit.fragments import merge_small
+from mopd_dataplane.store.commit.in_flight import writing_files
 from mopd_dataplane.store.commit.table import ATTEMPTS, Table
 from mopd_dataplane.store.format.dataset_format import blob_columns
 from mopd_dataplane.store.format.lance_errors import is_missing, is_overtaken, writing
-from mopd_dataplane.store.format.manifests import names_of_versions
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.read.open_versions import free_versions
 from mopd_dataplane.store.read.snapshot import tags_of
-from mopd_dataplane.store.read.tags import drop_versions, tagged
+from mopd_dataplane.store.read.tags import tagged
 
 LARGE_FILE = 1 << 30
 """Bytes from which on a file is left as it is."""
@@ -73,39 +71,27 @@ def compact(location: StoreLocation, tables: Mapping[str, Table], *, now: bool =
 
 def _tidy(location: StoreLocation, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
     with location.committing(table.name), writing(table.uri):
-        merged, dataset = _merge(table)
+        merged, dataset = _merge(location, table)
         yield "files_merged", merged
-        tag_by_version: dict[int, str] = {}
-        if now and location.root is not None:
-            versions, freed, tag_by_version = _drop_unheld(location.root / table.name, dataset, table.acknowledged())
-        else:
-            versions, freed = drop_old(dataset)
-        yield "versions_dropped", versions
-        yield "bytes_freed", freed
+        done = clean_up(
+            location,
+            table.name,
+            dataset,
+            table.acknowledged(),
+            older_than=None if now and location.root is not None else KEEP,
+            wait=True,
+        )
+        yield "versions_dropped", done.versions
+        yield "bytes_freed", done.bytes
         sizes = file_sizes(dataset)
         yield "bytes", sum(sizes.values())
-        yield "kept", list(_reasons(location, dataset, tag_by_version, sizes, now=now))
-
-
-def _drop_unheld(root: Path, dataset: lance.LanceDataset, acknowledged: int) -> tuple[int, int, dict[int, str]]:
-    """Drop every version before the acknowledged one that no tag pins and no process of this machine has open.
-
-    Returns (versions dropped, bytes freed, who holds each of the others).
-    """
-    pinned = set(tagged(dataset).values())
-    old = [version for version in names_of_versions(root) if version < acknowledged and version not in pinned]
-    gc.collect()  # a handle that nothing refers to any more holds its version no longer
-    with free_versions(root, old) as (free, holders):
-        freed = 0
-        if free:
-            _, freed = drop_versions(dataset, versions=free)
-    return len(free), freed, {version: ", ".join(names) for version, names in holders.items()}
+        yield "kept", list(_reasons(location, dataset, done, sizes, now=now))
 
 
 def _reasons(
     location: StoreLocation,
     dataset: lance.LanceDataset,
-    tag_by_version: Mapping[int, str],
+    done: CleanedUp,
     sizes: Mapping[str, int],
     *,
     now: bool,
@@ -115,7 +101,7 @@ def _reasons(
     reasons: dict[str, set[int]] = {}
     for tag, version in tagged(dataset).items():
         reasons.setdefault(f"snapshot {tag}", set()).add(version)
-    for version, who in tag_by_version.items():
+    for version, who in done.readers.items():
         reasons.setdefault(f"read by {who}", set()).add(version)
     for why, versions in reasons.items():
         more = _data_of(dataset, versions) - needed
@@ -125,7 +111,9 @@ def _reasons(
     if not rest:
         return
     left = "left by interrupted commits; it goes when it is a week old"
-    if not now:
+    if done.hindrance:
+        left = f"not cleaned up, because {done.hindrance}; run the command again later"
+    elif not now:
         left = "of versions of the last day, or left by interrupted commits; `--now` drops what nobody reads"
     elif location.root is None:
         left = "of versions of the last day: on an object store nobody can tell who reads them"
@@ -147,14 +135,15 @@ def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
     return paths
 
 
-def _merge(table: Table) -> tuple[int, lance.LanceDataset]:
+def _merge(location: StoreLocation, table: Table) -> tuple[int, lance.LanceDataset]:
     """(files merged, the version that has the result); a merge that a commit has overtaken is made again."""
     for _ in range(ATTEMPTS):
         dataset = table.open_to_write()
         if blob_columns(table.spec):
             return 0, dataset
         try:
-            merged = merge_small(dataset, LARGE_FILE, table.barrier)
+            with writing_files(location, table.name):
+                merged = merge_small(dataset, LARGE_FILE, table.barrier)
         except OSError as error:
             if not is_overtaken(error):
                 raise

@@ -15,8 +15,8 @@ from mopd_dataplane.base.files import duplicate_file, make_folder
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.format.dataset_format import MARK, write_mark
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.format.dataset_format import write_mark
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletion
 from mopd_dataplane.store.maintain.verify import verify
 from mopd_dataplane.store.maintain.verify_files import JOB_FILES
@@ -84,7 +84,7 @@ def copy_job(source: Store, location: StoreLocation) -> None:
         value = source.read_json(name)
         if value is not None:
             location.write_json(name, {**value, "store": location.uri} if "store" in value else value)
-    for name in source._location.children(KEPT):
+    for name in source.location.children(KEPT):
         copy_file(source, location, f"{KEPT}/{name}")
 
 
@@ -99,7 +99,7 @@ def copy_weights(source: Store, location: StoreLocation) -> None:
 
 def copy_file(source: Store, location: StoreLocation, name: str) -> None:
     """Copy one file that is never rewritten, unless the target has it or the source does not."""
-    if not name or location.has(name) or not source._location.has(name):
+    if not name or location.has(name) or not source.location.has(name):
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         file = Path(scratch) / "file" if source.files is not None else source.path(name)
@@ -116,8 +116,8 @@ def copy_folders(source: Store, location: StoreLocation, parent: str) -> None:
     if source.files is not None:
         names = ArtifactStore(source.files).below(parent)
     else:
-        inside = [parent, *(f"{parent}/{stage}" for stage in source._location.children(parent))]
-        names = [f"{folder}/{name}" for folder in inside for name in source._location.children(folder)]
+        inside = [parent, *(f"{parent}/{stage}" for stage in source.location.children(parent))]
+        names = [f"{folder}/{name}" for folder in inside for name in source.location.children(folder)]
         names = [name for name in names if source.path(f"{name}/{CHECKSUMS}").is_file()]
     for name in names:
         _copy_folder(source, location, name)

@@ -26,10 +26,10 @@ def copy_tables(source: Store, location: StoreLocation) -> Iterator[str]:
     that is not the one that was acknowledged, or pinned."""
     pins = _pins(source)
     at = source.snapshot().versions
-    at |= {name: source._table(name).open().version for name in _queues(source)}
+    at |= {name: source.table_handle(name).open().version for name in _queues(source)}
     for name, newest in at.items():
         versions = sorted({newest, *(pin[name] for pin in pins.values() if name in pin)})
-        old = source._table(name)
+        old = source.table_handle(name)
         if problem := old.manifest_damage():  # its copy would be acknowledged
             raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
@@ -55,20 +55,20 @@ def table_names(source: Store) -> list[str]:
 
 
 def _queues(source: Store) -> list[str]:
-    return [f"queues/{name}" for name in source._location.children("queues")]
+    return [f"queues/{name}" for name in source.location.children("queues")]
 
 
 def _pins(source: Store) -> dict[str, dict[str, int]]:
     """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
     pins = {}
-    for tag in snapshots.tags_of(source._location):
+    for tag in snapshots.tags_of(source.location):
         try:
             pins[tag] = snapshots.tagged(source, tag).versions
         except UnknownNameError:  # a deletion has released it since
             continue
         recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
         for name, versions in recorded.items():
-            content = source._location.read(f"{name}/_versions/{manifest_name(pins[tag][name])}")
+            content = source.location.read(f"{name}/_versions/{manifest_name(pins[tag][name])}")
             if content is not None and f"{crc32c(content):08x}" != versions:
                 problem = f"version {pins[tag][name]}, which {tag} pins, has another manifest than it had"
                 raise DamagedError(f"{source.uri}/{name}: {problem}; nothing is copied of it, restore it from a copy")
@@ -81,7 +81,7 @@ def _copy_version(source: Store, location: StoreLocation, name: str, dataset: la
     for fragment in dataset.get_fragments():
         for data_file in fragment.data_files():
             stem = data_file.path.removesuffix(".lance")
-            for beside in source._location.children(f"{name}/data/{stem}"):
+            for beside in source.location.children(f"{name}/data/{stem}"):
                 copy_file(source, location, f"{name}/data/{stem}/{beside}")
             if data_file.path not in files:
                 copy_file(source, location, f"{name}/data/{data_file.path}")

@@ -41,7 +41,7 @@ from mopd_dataplane.store.read.row_reader import check_crcs, fitting_rows, heade
 from mopd_dataplane.store.read.tags import tagged
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 BYTES = 64 << 20
 """Hidden states that are copied at once, about."""
@@ -64,13 +64,13 @@ class Chosen:
     prompts: list[str]
     """Prompts that have no other sample."""
 
-    def record(self, store: Store, where: str) -> Deletion:
+    def record(self, store: OpenStore, where: str) -> Deletion:
         """Record that all of them are about to be deleted by the command with this predicate."""
         slots = _slots_of(store, self.prompts)
         return store.deletions.begin(self.uids, self.rows.tolist(), self.prompts, slots=slots, where=where)
 
 
-def choose(store: Store, where: str) -> Chosen:
+def choose(store: OpenStore, where: str) -> Chosen:
     """Samples that match a predicate, and prompts all of whose samples do; if none matches, prompts without samples.
 
     Raises InputError for an invalid predicate.
@@ -92,7 +92,7 @@ def choose(store: Store, where: str) -> Chosen:
     return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
 
 
-def prompt_slots(store: Store, split: str, domains: Iterable[str]) -> list[Prompt | None]:
+def prompt_slots(store: OpenStore, split: str, domains: Iterable[str]) -> list[Prompt | None]:
     """Prompts of a split and some domains in the order they were added, None in place of each that was deleted.
 
     Those that an earlier version of this package deleted leave no place.
@@ -110,16 +110,16 @@ def prompt_slots(store: Store, split: str, domains: Iterable[str]) -> list[Promp
     return [slots[row] for row in sorted(slots)]
 
 
-def forget_plan(store: Store, plan: PlanWindow) -> None:
+def forget_plan(store: OpenStore, plan: PlanWindow) -> None:
     """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
     for name, column in (("steps", "plan_digest"), ("plans", "digest")):
         dataset = store.dataset(name)
         with reading(dataset.uri):
             rows = dataset.to_table(columns=[column], with_row_id=True)
-        remove_rows(store._location, store._table(name), _ids(rows.filter(pc.equal(rows[column], plan.digest))))
+        remove_rows(store.location, store.table_handle(name), _ids(rows.filter(pc.equal(rows[column], plan.digest))))
 
 
-def _slots_of(store: Store, names: Collection[str]) -> list[PromptSlot]:
+def _slots_of(store: OpenStore, names: Collection[str]) -> list[PromptSlot]:
     """Positions of the prompts of these names that the store has."""
     with reading(store.dataset("prompts").uri):
         prompts = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)
@@ -127,7 +127,7 @@ def _slots_of(store: Store, names: Collection[str]) -> list[PromptSlot]:
     return [PromptSlot(int(row["_rowid"]), row["domain"], row["split"]) for row in prompts.to_pylist()]
 
 
-def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
+def rows_to_go(store: OpenStore, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
     """[n] row ids of each table that refer to these samples, or to prompts by the hash of their name; tables in the
     order in which rows can be removed. Tables that have none are left out."""
     names = store.names()
@@ -141,7 +141,7 @@ def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) ->
     return {name: rows for name, rows in rows_by_table.items() if len(rows)}
 
 
-def late_samples(store: Store, deletion: Deletion) -> dict[str, int]:
+def late_samples(store: OpenStore, deletion: Deletion) -> dict[str, int]:
     """uid -> row id of the samples of deleted prompts that no record names: they were committed during the deletion."""
     rows = _of_prompts(store.dataset("samples"), set(deletion.prompts), ["uid"])
     deleted_uids = store.deletions.uids() if rows.num_rows else set()
@@ -183,7 +183,7 @@ def _ids(rows: pa.Table) -> Rows:
     return np.asarray(rows["_rowid"].to_numpy(), np.int64)
 
 
-def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
+def remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
     """Remove what a deletion names; yields (table, rows removed) for each table that had some.
 
     First waits once for every commit lock, so that writers which looked at the deletions before this one was recorded
@@ -191,7 +191,7 @@ def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
     recorded and removed too. Raises DamagedError when a row that stays is damaged; removed rows stay removed, and the
     same call continues.
     """
-    store._location.wait_for_committers()
+    store.location.wait_for_committers()
     yield from _remove(store, deletion)
     if late := late_samples(store, deletion):
         record = store.deletions.begin(late, late.values(), [], where=deletion.where)
@@ -199,7 +199,7 @@ def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
         store.deletions.close(record)
 
 
-def remove_since(store: Store, names: Collection[str]) -> None:
+def remove_since(store: OpenStore, names: Collection[str]) -> None:
     """Remove what the deletions name that were recorded in addition to those of these names; a writer's second look."""
     for name in store.deletions.names():
         if name not in names:
@@ -207,35 +207,35 @@ def remove_since(store: Store, names: Collection[str]) -> None:
                 pass
 
 
-def _remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
+def _remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
     while remaining := rows_to_go(store, deletion.uids, deletion.prompts):
         for tag in pins_of(store, remaining):
-            tables = {name: store._table(name) for name in store.names()}
+            tables = {name: store.table_handle(name) for name in store.names()}
             # Those that are looked at for tags come last: a call that was killed finds what it left.
             ordered = sorted(tables, key=lambda name: name in remaining)
-            snapshots.release(store._location, {name: tables[name] for name in ordered}, tag)
+            snapshots.release(store.location, {name: tables[name] for name in ordered}, tag)
             fault_point("delete.unpinned")
         for name, rows in remaining.items():
-            table = store._table(name)
+            table = store.table_handle(name)
             blobs = partial(_states, store, name) if blob_columns(table.spec) else None
-            if count := remove_rows(store._location, table, rows, blobs):
+            if count := remove_rows(store.location, table, rows, blobs):
                 yield name, count
 
 
-def pins_of(store: Store, rows_by_table: dict[str, Rows]) -> list[str]:
+def pins_of(store: OpenStore, rows_by_table: dict[str, Rows]) -> list[str]:
     """Snapshots that hold one of the rows."""
     tags: set[str] = set()
     for name, rows in rows_by_table.items():
         for tag, version in tagged(store.dataset(name)).items():
-            if tag not in tags and (row_ids(store._table(name).open(version)).find(rows) >= 0).any():
+            if tag not in tags and (row_ids(store.table_handle(name).open(version)).find(rows) >= 0).any():
                 tags.add(tag)
     return sorted(tags)
 
 
-def _states(store: Store, name: str, dataset: lance.LanceDataset, rows: Rows) -> Iterator[pa.RecordBatch]:
+def _states(store: OpenStore, name: str, dataset: lance.LanceDataset, rows: Rows) -> Iterator[pa.RecordBatch]:
     """Rows of signals/<teacher>/hidden with their bytes, compared with the checksums in `scores`."""
     _, teacher, kind = name.split("/")
-    table, reader = store._table(name), store.hidden_reader(teacher)
+    table, reader = store.table_handle(name), store.hidden_reader(teacher)
     crcs = scored_rows(store.dataset("scores"), teacher, kind).select(["uid", "payload_row", "payload_crc"])
     header = take_rows(dataset, rows, header_columns(dataset, kind))
     sizes = header["rows"].to_numpy().astype(np.int64) * header["row_bytes"].to_numpy()

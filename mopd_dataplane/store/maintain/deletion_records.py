@@ -162,9 +162,8 @@ class Deletions:
             for name in names if gone else ():
                 if prompt_hash(name) in gone:
                     raise MismatchError(
-                        f"{self._location.uri}: prompt {name!r:.80} was deleted ({deletion.began}, `mopd "
-                        "store delete`); "
-                        "take it out of what is read, or write to another store"
+                        f"{self._location.uri}: prompt {name!r:.80} was deleted ({deletion.began}, `mopd store "
+                        "delete`); take it out of what is read, or write to another store"
                     )
 
     def refuse_rows(self, sample_rows: ArrayLike) -> None:
@@ -175,10 +174,10 @@ class Deletions:
             if len(gone):
                 at = int(gone[0])
                 raise UnknownNameError(
-                    f"{self._location.uri}: row {deletion.rows[at]} of `samples`, sample "
-                    f"{deletion.uids[at]}, was deleted "
-                    f"({deletion.began}, `mopd store delete`; {len(gone)} of the {len(np.unique(rows))} asked for): "
-                    "a plan that holds it cannot be trained from any more; plan what is left in a stage of its own"
+                    f"{self._location.uri}: row {deletion.rows[at]} of `samples`, sample {deletion.uids[at]}, was "
+                    f"deleted ({deletion.began}, `mopd store delete`; {len(gone)} of the {len(np.unique(rows))} asked "
+                    "for): a plan that holds it cannot be trained from any more; plan what is left in a stage of its "
+                    "own"
                 )
 
     def are_deleted(self, samples: Sequence[Sample]) -> NDArray[np.bool_]:

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.commit.clean_up import clean_up
+from mopd_dataplane.store.commit.in_flight import writing_files
 from mopd_dataplane.store.commit.signals import blob_column
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.format.row_ids import row_ids
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.read.tags import drop_versions, tagged
 
 
 @dataclass(frozen=True)
@@ -69,29 +70,37 @@ def free_files(
 ) -> Freed:
     """Free what of a table has served; see free_hidden."""
     with location.committing(table.name), writing(table.uri):
-        rows = _replace(table, served, emptied)
+        rows = _replace(location, table, served, emptied)
         fault_point("retire.replaced")
-        dataset, acknowledged = table.open(), table.acknowledged()
-        keep = {*tagged(dataset).values(), *(snapshot.versions.get(table.name) for snapshot in in_use)}
-        versions = [entry["version"] for entry in dataset.versions()]
-        old = [version for version in versions if version < acknowledged and version not in keep]
-        return Freed(rows, drop_versions(dataset, versions=old)[1] if old else 0)
+        needed = [snapshot.versions[table.name] for snapshot in in_use if table.name in snapshot.versions]
+        done = clean_up(
+            location,
+            table.name,
+            table.open(),
+            table.acknowledged(),
+            older_than=None,
+            needed=needed,
+            readers_keep=False,
+            wait=True,
+        )
+        return Freed(rows, done.bytes)
 
 
-def _replace(table: Table, served: Served, emptied: Emptied) -> int:
+def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emptied) -> int:
     """Commit empty files in place of those that have served; how many rows were in them."""
     while True:
-        dataset = table.open_to_write()
-        files = dataset.get_fragments()
-        fresh = {index: _written(table, dataset, files[index], emptied) for index in _served(dataset, served)}
-        if not fresh:
-            return 0
-        if table.barrier is not None:
-            table.barrier.sync_data(fresh.values())
-        fault_point("retire.written")
-        fragments = [fresh.get(index, fragment.metadata) for index, fragment in enumerate(files)]
-        if table.commit_at(dataset, lance.LanceOperation.Merge(fragments, dataset.lance_schema)):
-            return sum(fragment.physical_rows for fragment in fresh.values())
+        with writing_files(location, table.name):
+            dataset = table.open_to_write()
+            files = dataset.get_fragments()
+            fresh = {index: _written(table, dataset, files[index], emptied) for index in _served(dataset, served)}
+            if not fresh:
+                return 0
+            table.sync_data(fresh.values())
+            fault_point("retire.written")
+            fragments = [fresh.get(index, fragment.metadata) for index, fragment in enumerate(files)]
+            operation = lance.LanceOperation.Merge(fragments, dataset.lance_schema)
+            if table.commit_at(dataset, operation, fresh.values()):
+                return sum(fragment.physical_rows for fragment in fresh.values())
 
 
 def _served(dataset: lance.LanceDataset, served: Served) -> Iterator[int]:

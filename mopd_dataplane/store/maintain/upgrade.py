@@ -25,10 +25,10 @@ from mopd_dataplane.base.files import duplicate_file
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store.commit.table import Table
-from mopd_dataplane.store.format.dataset_format import MARK, blob_columns
+from mopd_dataplane.store.format.dataset_format import blob_columns
 from mopd_dataplane.store.format.lance_errors import reading, writing
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.tables import TABLES, TableSpec
 

@@ -1,6 +1,6 @@
 """The audit: whether every reference leads to the right row and all bytes are as committed. Nothing is changed."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 
 import lance
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import FREED
-from mopd_dataplane.store.format.lance_errors import is_panic
 from mopd_dataplane.store.format.manifests import crc_of_manifest
 from mopd_dataplane.store.format.row_ids import fragment_ids, row_ids
 from mopd_dataplane.store.location import StoreLocation
@@ -22,16 +21,26 @@ from mopd_dataplane.store.maintain.verify_deleted import (
     audit_rows_of_deleted,
 )
 from mopd_dataplane.store.maintain.verify_files import audit_files
-from mopd_dataplane.store.maintain.verify_report import Finding, VerifyReport, left_out, met
+from mopd_dataplane.store.maintain.verify_payload import (
+    LENGTHS,
+    UNKNOWN,
+    Lengths,
+    audit_payload,
+    audit_token_stats,
+    length_columns,
+    signal_lengths,
+    signal_payload,
+    token_lengths,
+    token_payload,
+)
+from mopd_dataplane.store.maintain.verify_report import Finding, VerifyReport, met
 from mopd_dataplane.store.maintain.verify_rows import audit_rows, files_of
-from mopd_dataplane.store.read.row_reader import scored_rows, signal_crcs, token_crcs
+from mopd_dataplane.store.read.row_reader import scored_rows, take_offsets
 from mopd_dataplane.store.read.snapshot import tags_of
 from mopd_dataplane.store.read.tags import tagged
 from mopd_dataplane.tables import TABLES, signal_table
 
 _HEADERS = {"topk": ["k", "topk_source"], "hidden": ["codec", "rows", "row_bytes"]}
-CHUNK = 512
-"""Payload rows read at once."""
 
 
 def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
@@ -52,6 +61,8 @@ def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) 
         audit(name, {name}, partial(_duplicates, name, opened, table.spec.key))
     audit("samples", {"samples", "tokens"}, partial(_samples, opened, deep))
     audit("scores", {"scores", "samples", "teachers"}, partial(_scores, opened, deep))
+    if deep:
+        audit("token_stats", {"token_stats", "samples"}, partial(_token_stats, opened))
     audit("rewards", {"rewards", "samples"}, partial(_rewards, opened))
     audit("plans", {"plans", "samples"}, partial(_plans, opened, deletions))
     audit("deletions", set(), partial(audit_records, deletions))
@@ -150,11 +161,13 @@ def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: s
     dataset = opened[name]
     teacher, _, kind = name.removeprefix("signals/").partition("/")
     if name == "tokens" and "samples" in opened:
-        metadata = opened["samples"].to_table(columns=["uid", "payload_row", "payload_crc"])
-        crcs_at = partial(token_crcs, dataset)
-    elif kind and "scores" in opened:
-        metadata = scored_rows(opened["scores"], teacher, kind)
-        crcs_at = partial(signal_crcs, dataset, kind)
+        samples = opened["samples"]
+        metadata = samples.to_table(columns=["uid", "payload_row", "payload_crc", *length_columns(samples)])
+        payload = token_payload(dataset)
+        lengths = token_lengths(payload.fields, metadata)
+    elif kind and {"samples", "scores"} <= opened.keys():
+        metadata, payload = scored_rows(opened["scores"], teacher, kind), signal_payload(dataset, kind)
+        lengths = signal_lengths(kind, metadata, *_of_samples(opened["samples"], metadata))
     else:
         return
     points = metadata["payload_row"].to_numpy()
@@ -163,7 +176,7 @@ def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: s
     places = yield from _echo(name, some, name, dataset, "payload_row", points[there])
     if kind == "hidden":
         places = places[_not_freed(dataset, some, places)]
-    yield from _crcs(name, some, places, crcs_at)
+    yield from audit_payload(name, some, places, payload, lengths[:, there])
 
 
 def _files(location: StoreLocation, deep: bool) -> Iterator[Finding]:
@@ -184,27 +197,45 @@ def _duplicates(name: str, opened: Mapping[str, lance.LanceDataset], key: tuple[
 
 def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each sample's payload row holds that sample; deep: with the committed bytes and lengths."""
-    columns = ["uid", "payload_row", "payload_crc", "prompt_len", "total_len", "response_len", "loss_tokens"]
+    columns = ["uid", "payload_row", "payload_crc", *length_columns(opened["samples"])]
     samples, numbers = opened["samples"].to_table(columns=columns), row_ids(opened["samples"]).ids()
-    yield from _lengths(samples, numbers)
+    fitting = yield from _lengths(samples, numbers)
     sound = yield from _echo("samples", samples, "tokens", opened["tokens"], "payload_row", numbers)
     if deep:
-        yield from _crcs("tokens", samples, sound, partial(token_crcs, opened["tokens"]))
+        payload = token_payload(opened["tokens"])
+        lengths = np.where(fitting, token_lengths(payload.fields, samples), UNKNOWN)
+        yield from audit_payload("tokens", samples, sound, payload, lengths)
 
 
-def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Iterator[Finding]:
-    """P + R = L and 0 <= M <= R."""
-    names = ("prompt_len", "response_len", "total_len", "loss_tokens")
-    prompt, response, total, scored = (samples[name].to_numpy() for name in names)
-    for row in np.flatnonzero((prompt + response != total) | (scored > response) | (scored < 0)).tolist():
+def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Generator[Finding, None, NDArray[np.bool_]]:
+    """P + R = L and 0 <= M <= R. Returns [n] whether the lengths of each sample fit together."""
+    prompt, response, total, scored = (samples[name].to_numpy() for name in LENGTHS)
+    fitting: NDArray[np.bool_] = (prompt + response == total) & (scored <= response) & (scored >= 0) & (prompt >= 0)
+    for row in np.flatnonzero(~fitting).tolist():
         problem = f"lengths P {prompt[row]}, R {response[row]}, L {total[row]}, M {scored[row]} do not fit together"
         yield Finding("samples", int(numbers[row]), samples["uid"][row].as_py(), problem)
+    return fitting
+
+
+def _of_samples(samples: lance.LanceDataset, scores: pa.Table) -> tuple[Lengths, Lengths]:
+    """[n] R and [n] M of the samples that rows of `scores` name; UNKNOWN where a row names none."""
+    offsets = row_ids(samples).find(scores["sample_row"].to_numpy())
+    there = offsets >= 0
+    metadata = take_offsets(samples, offsets[there], ["response_len", "loss_tokens"])
+    response, trained = np.full((2, len(offsets)), UNKNOWN, np.int64)
+    response[there], trained[there] = metadata["response_len"].to_numpy(), metadata["loss_tokens"].to_numpy()
+    return response, trained
 
 
 def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each score names its sample, its teacher as it is in the store, and a payload row that holds its signal."""
     scores, numbers = opened["scores"].to_table(), row_ids(opened["scores"]).ids()
-    yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
+    named = yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
+    response, trained = _of_samples(opened["samples"], scores)
+    covered = scores["rows"].to_numpy()
+    for row in named[covered[named] != trained[named]].tolist():
+        problem = f"covers {covered[row]} tokens, its sample has {trained[row]} loss tokens"
+        yield Finding("scores", int(numbers[row]), scores["uid"][row].as_py(), problem)
     teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
     digests = dict(zip(teachers["name"], teachers["weights_digest"], strict=True))
     by = ["teacher", "kind", "teacher_digest"]
@@ -225,7 +256,8 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
         yield from _headers(name, opened[name], some, sound, kind)
         if deep:
             there = sound if kind != "hidden" else sound[_not_freed(opened[name], some, sound)]
-            yield from _crcs(name, some, there, partial(signal_crcs, opened[name], kind))
+            lengths = signal_lengths(kind, some, response[chosen], trained[chosen])
+            yield from audit_payload(name, some, there, signal_payload(opened[name], kind), lengths)
 
 
 def _headers(
@@ -254,6 +286,10 @@ def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.
     offsets = row_ids(hidden).offsets(scores["payload_row"].to_numpy()[places])
     codecs = hidden.to_table(columns=["codec"])["codec"].take(pa.array(offsets))
     return np.asarray(pa.compute.not_equal(codecs, FREED))
+
+
+def _token_stats(opened: Mapping[str, lance.LanceDataset]) -> Iterator[Finding]:
+    yield from audit_token_stats(opened["token_stats"], opened["samples"])
 
 
 def _rewards(opened: Mapping[str, lance.LanceDataset]) -> Iterator[Finding]:
@@ -328,34 +364,3 @@ def _echo(
         problem = f"{pointer} points to row {points[row]} of {target_name!r}, {detail}"
         yield Finding(name, int(numbers[row]), uids[row], problem)
     return np.flatnonzero(same)
-
-
-def _crcs(
-    name: str, metadata: pa.Table, sound: NDArray[np.int64], crcs_at: Callable[[Sequence[int]], list[int]]
-) -> Iterator[Finding]:
-    """Recompute the checksum of each payload; a chunk that cannot be read is read again row by row."""
-    points, stored = metadata["payload_row"].to_numpy(), metadata["payload_crc"].to_numpy()
-    for start in range(0, len(sound), CHUNK):
-        chunk = sound[start : start + CHUNK]
-        first = int(points[chunk[0]])
-        if why := left_out(name, "payload", first):
-            yield Finding(name, first, metadata["uid"][int(chunk[0])].as_py(), f"{len(chunk)} rows from here on: {why}")
-            continue
-        crcs = _readable(crcs_at, points[chunk].tolist())
-        for row, crc in zip(chunk.tolist(), crcs, strict=True):
-            if crc != stored[row]:
-                said = crc if isinstance(crc, str) else f"crc32c {crc:08x}"
-                problem = f"{said}, {stored[row]:08x} was committed"
-                yield Finding(name, int(points[row]), metadata["uid"][row].as_py(), problem)
-
-
-def _readable(crcs_at: Callable[[Sequence[int]], list[int]], rows: list[int]) -> list[int | str]:
-    """Checksums of rows, or for a row that cannot be read what the reader said."""
-    try:
-        return [*crcs_at(rows)]
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        if len(rows) == 1:
-            return [f"cannot be read ({error})"]
-    return [crc for row in rows for crc in _readable(crcs_at, [row])]

@@ -48,7 +48,7 @@ def verify_apart(store: Store, *, deep: bool = True) -> VerifyReport:
 def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyReport | None, Step | None, str]:
     """(report, last step, how the process ended when there is no report)."""
     request = {
-        "uri": store.uri, "options": store._location.storage_options, "deep": deep,
+        "uri": store.uri, "options": store.location.storage_options, "deep": deep,
         "deadly": [[*step, why] for step, why in deadly.items()],
     }  # fmt: skip
     command = [sys.executable, "-m", "mopd_dataplane.store.maintain.verify_apart"]

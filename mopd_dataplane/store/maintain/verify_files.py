@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from mopd_dataplane.base.file_checksums import CHECKSUMS, find_damage
 from mopd_dataplane.base.sealed_json import unseal
 from mopd_dataplane.errors import DamagedError, InputError
-from mopd_dataplane.store.format.dataset_format import MARK
-from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.location import MARK, StoreLocation
+from mopd_dataplane.store.maintain.verify_report import damage
 from mopd_dataplane.store.read.decode import KEPT
 from mopd_dataplane.store.remote.artifacts import ArtifactStore
 
@@ -51,7 +51,7 @@ def _sealed(location: StoreLocation, name: str) -> Iterator[Damage]:
     try:
         location.read_json(name)
     except (DamagedError, InputError, OSError) as error:
-        yield name, str(error)
+        yield name, damage(error)
 
 
 def _folder(location: StoreLocation, name: str, deep: bool) -> Iterator[Damage]:
@@ -103,7 +103,7 @@ def _listed(location: StoreLocation, name: str, deep: bool) -> Iterator[Damage]:
     try:
         listing = location.read_json(name) or {}
     except (DamagedError, OSError) as error:
-        yield name, str(error)
+        yield name, damage(error)
         return
     for relative, record in listing["files"].items():
         file = f"{listing['folder']}/{relative}"

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from mopd_dataplane.base.files import out_of_descriptors
+from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.format.lance_errors import is_panic
 
 
@@ -54,6 +56,17 @@ def left_out(table: str, step: str, row: int = -1) -> str:
     return _watchers[0](table, step, row) if _watchers else ""
 
 
+def damage(error: BaseException) -> str:
+    """Text of an error that damaged data raised. Raises any other again: an interrupt, or no descriptors left."""
+    if not isinstance(error, Exception) and not is_panic(error):
+        raise error
+    if isinstance(error, ResourceError):
+        raise error
+    if failure := out_of_descriptors("the audit", error):
+        raise failure from None
+    return str(error)
+
+
 def met(name: str, check: partial[Iterator[Finding]]) -> Iterator[Finding]:
     """Findings of a check, and one more if it could not be completed."""
     if why := left_out(name, check.func.__name__):
@@ -62,6 +75,4 @@ def met(name: str, check: partial[Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        yield Finding(name, -1, "", f"cannot be audited to its end: {error}")
+        yield Finding(name, -1, "", f"cannot be audited to its end: {damage(error)}")

@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterator
 
 import lance
 
-from mopd_dataplane.store.format.lance_errors import is_panic
 from mopd_dataplane.store.format.row_checksums import wrong_rows
 from mopd_dataplane.store.format.row_ids import fragment_ids
-from mopd_dataplane.store.maintain.verify_report import Finding, left_out
+from mopd_dataplane.store.maintain.verify_report import Finding, damage, left_out
 
 ROWS = 1 << 16
 """Rows read at once."""
@@ -45,10 +44,9 @@ def _audit_part(
         rows = fragment.to_table(offset=first or None, limit=count)
         wrong = list(wrong_rows(rows))
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
+        problem = damage(error)
         if count <= SMALLEST:
-            yield first, "", f"{count} rows from this one on cannot be read ({error})"
+            yield first, "", f"{count} rows from this one on cannot be read ({problem})"
             return
         yield from _audit_part(fragment, key, first, count // 2)
         yield from _audit_part(fragment, key, first + count // 2, count - count // 2)

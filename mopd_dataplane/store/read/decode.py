@@ -11,7 +11,7 @@ from mopd_dataplane.base.file_checksums import CHECKSUMS, read_recorded
 from mopd_dataplane.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 KEPT = "tokenizers"
 """Folder of the tokenizers of imports, one sealed JSON file each, by digest."""
@@ -63,7 +63,7 @@ class Numbers:
     texts = plain_texts
 
 
-def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
+def find_decoder(store: OpenStore, folder: Path | None = None) -> Decoder | Numbers:
     """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported.
 
     Raises UnknownNameError when a given folder has no tokenizer.json.
@@ -76,14 +76,14 @@ def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
     return Decoder(content) if content else Numbers()
 
 
-def keep_tokenizer(store: Store, digest: str, content: dict[str, Any] | None) -> None:
+def keep_tokenizer(store: OpenStore, digest: str, content: dict[str, Any] | None) -> None:
     """Keep the tokenizer.json of samples that came without a policy; digest: as `samples.tokenizer` has it."""
     name = f"{KEPT}/{digest}.json"
-    if content is not None and not store._location.has(name):
+    if content is not None and not store.location.has(name):
         store.write_json(name, {"tokenizer": content})
 
 
-def _tokenizers(store: Store) -> Iterator[str]:
+def _tokenizers(store: OpenStore) -> Iterator[str]:
     """Content of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
     if store.root is not None:
         yield from map(_of_policy, sorted((store.root / "policies").glob("**/tokenizer.json")))
@@ -91,7 +91,7 @@ def _tokenizers(store: Store) -> Iterator[str]:
         for name in store.files.under("policies"):
             if name.endswith("/tokenizer.json") and (content := store.files.read(name)):
                 yield content.decode()
-    for name in store._location.children(KEPT):
+    for name in store.location.children(KEPT):
         record = store.read_json(f"{KEPT}/{name}")
         if record is not None:
             yield json.dumps(record["tokenizer"])

@@ -13,7 +13,7 @@ from mopd_dataplane.store.format.dataset_format import spec_of, sql_name
 from mopd_dataplane.store.sql.views import View, views
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 _SAID = {"float": "float32", "double": "float64", "large_string": "string", "large_binary": "bytes"}
 """Arrow types whose own name says less."""
@@ -42,7 +42,7 @@ class Relation:
     """Rows of a table; None for what is no table."""
 
 
-def relations(store: Store) -> Iterator[Relation]:
+def relations(store: OpenStore) -> Iterator[Relation]:
     """Every table of a store, then every view and macro."""
     names = store.names()
     for name in names:
@@ -52,7 +52,7 @@ def relations(store: Store) -> Iterator[Relation]:
         yield Relation(name=view.call, kind="macro" if view.parameters else "view", doc=view.doc, rows=None)
 
 
-def columns(store: Store, name: str) -> list[Column]:
+def columns(store: OpenStore, name: str) -> list[Column]:
     """Columns of one table, view or macro of a store.
 
     name: as in SQL, or as the dataset is called. Raises UnknownNameError naming the nearest.
@@ -74,7 +74,7 @@ def _column(field: pa.Field) -> Column:
     return Column(name=field.name, type=_type(field.type), unit=meta.get("unit", ""), doc=meta.get("doc", ""))
 
 
-def _view_columns(store: Store, view: View) -> list[Column]:
+def _view_columns(store: OpenStore, view: View) -> list[Column]:
     answer = store.sql(f"select {view.example} as {view.name}" if view.scalar else f"from {view.example} limit 0")
     types = {field.name: _type(field.type) for field in answer.schema}
     return [Column(name=name, type=types[name], unit="", doc=doc) for name, doc in view.columns.items()]

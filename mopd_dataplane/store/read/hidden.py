@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.format import lance_errors
 from mopd_dataplane.store.format.row_ids import row_ids
-from mopd_dataplane.store.remote.network import network_failure
 from mopd_dataplane.store.remote.sidecars import FileEnded, LocalSidecars, Part, Sidecars
 
 LOCATED = 1 << 16
@@ -141,7 +140,7 @@ class HiddenReader:
                     piece = memory[done : done + PIECE]
                     piece[:] = blob.read_range(start + done, len(piece))
         except (ValueError, OSError) as error:
-            if failure := network_failure(self._dataset.uri, error):
+            if failure := lance_errors.environment_failure(self._dataset.uri, error):
                 raise failure from None
             raise self._damage(row, start, len(memory), str(error)) from error
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.files import read_into
+from mopd_dataplane.base.files import out_of_descriptors, read_into
 from mopd_dataplane.errors import DamagedError
 
 OPEN_FILES = 128
@@ -109,6 +109,8 @@ class OpenFiles:
             try:
                 whole = not nbytes or read_into(self.fd(number), position, memory[done : done + nbytes])
             except OSError as error:
+                if failure := out_of_descriptors(str(self._paths[number]), error):
+                    raise failure from None
                 raise self._damage(number, position, nbytes, error.strerror) from error
             if not whole:
                 raise self._damage(number, position, nbytes, "the file ends before")

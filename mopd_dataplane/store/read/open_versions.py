@@ -66,7 +66,7 @@ def free_versions(root: Path, versions: Iterable[int]) -> Iterator[tuple[list[in
     Example: ([1, 2], {3: ["process 4711 (mopd view runs/demo)"]}).
     """
     free: list[int] = []
-    holders: dict[int, list[str]] = {}
+    readers: dict[int, list[str]] = {}
     with ExitStack() as stack:
         for version in versions:
             try:
@@ -78,11 +78,11 @@ def free_versions(root: Path, versions: Iterable[int]) -> Iterator[tuple[list[in
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free.append(version)
             except OSError:
-                holders[version] = _holders(fd)
-        yield free, holders
+                readers[version] = holders(fd)
+        yield free, readers
 
 
-def _holders(fd: int) -> list[str]:
+def holders(fd: int) -> list[str]:
     """Processes that hold a lock on an open file."""
     inode = os.fstat(fd).st_ino
     try:

@@ -140,13 +140,19 @@ def read_tokens(
     payload = take_payload(tokens, metadata["payload_row"].to_numpy(), read)
     check_echo("tokens", metadata, payload)
     if verify:
-        check_crcs("tokens", metadata, _crcs_of(payload.select(checked_columns(tokens))))
+        checked = _arrays_of(payload.select(checked_columns(tokens)))
+        check_crcs("tokens", metadata, [tokens_crc(arrays) for arrays in checked])
     return payload.select(columns)
 
 
 def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
-    return _crcs_of(take_payload(tokens, rows, checked_columns(tokens)))
+    return [tokens_crc(arrays) for arrays in token_arrays(tokens, rows)]
+
+
+def token_arrays(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[tuple[NDArray[Any] | None, ...]]:
+    """Per row of `tokens` the arrays of checked_columns; None where one is null."""
+    return _arrays_of(take_payload(tokens, rows, checked_columns(tokens)))
 
 
 def checked_columns(tokens: lance.LanceDataset) -> list[str]:
@@ -154,8 +160,8 @@ def checked_columns(tokens: lance.LanceDataset) -> list[str]:
     return [name for name in column_names((*PAYLOAD, *RECORDED)) if name in tokens.schema.names]
 
 
-def _crcs_of(payload: pa.Table) -> list[int]:
-    return [tokens_crc(arrays) for arrays in zip(*map(list_views, payload.columns), strict=True)]
+def _arrays_of(payload: pa.Table) -> list[tuple[NDArray[Any] | None, ...]]:
+    return list(zip(*map(list_views, payload.columns), strict=True))
 
 
 def scored_rows(
@@ -168,7 +174,8 @@ def scored_rows(
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
     few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
     row_list = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
-    rows = scores.to_table(columns=columns, filter=f"sample_row IN ({row_list})" if row_list else None)
+    with lance_errors.reading(scores.uri):
+        rows = scores.to_table(columns=columns, filter=f"sample_row IN ({row_list})" if row_list else None)
     chosen = pc.and_(pc.equal(rows["teacher"], teacher), pc.equal(rows["kind"], kind))
     return rows.filter(chosen).select(columns[:-2])
 
@@ -201,7 +208,7 @@ def read_signal(dataset: lance.LanceDataset, kind: str, metadata: pa.Table, *, v
             "after training (`retain` of the job); score it under another teacher name, or read a snapshot that was "
             "pinned before"
         )
-    flat = _flat_arrays(dataset, kind, rows)
+    flat = signal_arrays(dataset, kind, rows)
     if verify:
         check_crcs(dataset.uri, metadata, [payload_crc(*arrays) for arrays in flat])
     shaped = []
@@ -307,15 +314,15 @@ def signal_reader(
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of signals/<teacher>/<kind>, computed from the bytes on disk."""
-    return [payload_crc(*arrays) for arrays in _flat_arrays(dataset, kind, rows)]
+    return [payload_crc(*arrays) for arrays in signal_arrays(dataset, kind, rows)]
 
 
-def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
+def signal_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
     """Per row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
     fields = of_signal(kind)
     if not any(field.blob for field in fields):
         payload = take_payload(dataset, rows, column_names(fields))
-        return list(zip(*(list_views(column) for column in payload.columns), strict=True))
+        return _arrays_of(payload)
     [field] = fields
     header, reader = take_rows(dataset, rows, header_columns(dataset, kind)), HiddenReader(dataset)
     counts, widths = header["rows"].to_pylist(), header[field.width].to_pylist()

@@ -16,7 +16,7 @@ from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.tags import drop_tag, set_tag
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
@@ -54,14 +54,14 @@ def tags_of(location: StoreLocation) -> list[str]:
     return [name.removesuffix(".json") for name in location.children("snapshots") if name.endswith(".json")]
 
 
-def tags(store: Store) -> list[str]:
+def tags(store: OpenStore) -> list[str]:
     """Tags of the snapshots that a store has pinned, sorted."""
-    return tags_of(store._location)
+    return tags_of(store.location)
 
 
-def tagged(store: Store, tag: str) -> Snapshot:
+def tagged(store: OpenStore, tag: str) -> Snapshot:
     """The snapshot under a tag; unlike Store.snapshot it never pins one. Raises UnknownNameError."""
-    snapshot = _held(store._location, tag) if TAG.fullmatch(tag) else None
+    snapshot = _held(store.location, tag) if TAG.fullmatch(tag) else None
     if snapshot is None:
         raise UnknownNameError(f"{store.uri} has no snapshot {tag!r:.140}: {nearest(tag, tags(store))}")
     return snapshot

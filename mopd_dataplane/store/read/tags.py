@@ -8,12 +8,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import lance
 
 from mopd_dataplane.store.format.lance_errors import is_missing
 
 ATTEMPTS = 64
+_OLDER_THAN_ANY = timedelta(days=36_500)
+"""An age that no version has, also where a clock stood at 1970: Lance takes no empty list of versions."""
 T = TypeVar("T")
 
 
@@ -25,10 +28,22 @@ def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
 
 def set_tag(dataset: lance.LanceDataset, tag: str, version: int) -> None:
     """Set a tag to a version, or move it there."""
+    tags = _with_tags_inside(dataset).tags
     if tag in tagged(dataset):
-        dataset.tags.update(tag, version)
+        tags.update(tag, version)
     else:
-        dataset.tags.create(tag, version)
+        tags.create(tag, version)
+
+
+def _with_tags_inside(dataset: lance.LanceDataset) -> lance.LanceDataset:
+    """The dataset, opened so that its tags are written in its own folder.
+
+    Lance, given a path with characters that a URL escapes, makes the folder of the tags at the escaped path: an empty
+    folder beside the store, or an error where the parent cannot be written. The path as a URL goes another way.
+    """
+    if "://" in dataset.uri:
+        return dataset
+    return lance.dataset(f"file-object-store://{quote(dataset.uri)}", version=dataset.version)
 
 
 def drop_tag(dataset: lance.LanceDataset, tag: str) -> None:
@@ -40,13 +55,11 @@ def drop_tag(dataset: lance.LanceDataset, tag: str) -> None:
             dataset.tags.delete(tag)
 
 
-def drop_versions(
-    dataset: lance.LanceDataset, *, versions: Sequence[int] | None = None, older_than: timedelta | None = None
-) -> tuple[int, int]:
-    """Drop given versions, or those older than an age, that no tag keeps; returns (versions, bytes) dropped."""
-    selection: dict[str, Any] = {"older_than": older_than} if versions is None else {"versions": list(versions)}
+def drop_versions(dataset: lance.LanceDataset, versions: Sequence[int]) -> int:
+    """Drop these versions, unless tagged, and week-old files that no version names. Returns the bytes freed."""
+    selection: dict[str, Any] = {"versions": list(versions)} if versions else {"older_than": _OLDER_THAN_ANY}
     freed = _again(lambda: dataset.cleanup_old_versions(**selection, error_if_tagged_old_versions=False))
-    return int(freed.old_versions), int(freed.bytes_removed)
+    return int(freed.bytes_removed)
 
 
 def _again(work: Callable[[], T]) -> T:

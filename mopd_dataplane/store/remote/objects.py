@@ -9,7 +9,7 @@ import hashlib
 import os
 import uuid
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -126,6 +126,16 @@ class ObjectFiles:
         try:
             self.create(name, b"first")  # False too when only its reply was lost
             return not self.create(name, b"second") and self.read(name) == b"first"
+        finally:
+            self.remove([name])
+
+    def clock_offset(self) -> timedelta:
+        """How far the clock of this machine is ahead of the server's."""
+        name = f"probe/{uuid.uuid4().hex}"
+        try:
+            self.create(name, b"")
+            with self._answering(name):
+                return datetime.now(UTC) - self._store.head(name)["last_modified"]
         finally:
             self.remove([name])
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import lance
 
     from mopd_dataplane.records import Snapshot
-    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.open_store import OpenStore
 
 SMALL_SCAN = {"batch_size": 256, "batch_readahead": 2, "fragment_readahead": 1, "io_buffer_size": 16 << 20}
 """How payload is read for a query with limits: little at a time, where Lance would read some hundred MB ahead."""
@@ -54,7 +54,7 @@ class Limits:
     """Most that may lie there."""
 
 
-def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
+def run_sql(store: OpenStore, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
     """Answer a query; see Store.sql.
 
     Raises QueryError for anything but one readable statement within `limits`, DeadlineError for one that takes longer.
@@ -169,7 +169,7 @@ def interrupted_after(connection: duckdb.DuckDBPyConnection, seconds: float) -> 
         timer.cancel()
 
 
-def _with_comments(described: pa.Table, store: Store, name: str) -> pa.Table:
+def _with_comments(described: pa.Table, store: OpenStore, name: str) -> pa.Table:
     """The answer to `describe NAME` with what each column means."""
     docs = {
         column.name: f"{column.doc} [{column.unit}]" if column.unit else column.doc for column in columns(store, name)
@@ -192,7 +192,7 @@ def _single_statement(connection: duckdb.DuckDBPyConnection, query: str) -> duck
 
 
 def _register(
-    connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None, scan: dict[str, int]
+    connection: duckdb.DuckDBPyConnection, store: OpenStore, query: str, snapshot: Snapshot | None, scan: dict[str, int]
 ) -> None:
     """Make the tables and views that the query names visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
@@ -218,7 +218,7 @@ def _register(
         create_views(connection, used_views, lambda: find_decoder(store))
 
 
-def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array | None:
+def _used_rows(store: OpenStore, name: str, snapshot: Snapshot | None) -> pa.Array | None:
     """Row ids of the payload that metadata names; None for a table that is no payload of samples or scores.
 
     Payload left by an interrupted commit, or by one of two competing commits, has the uid of a sample too: a join would
@@ -290,7 +290,7 @@ class _Batches(NamedTuple):
         return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches())
 
 
-def _explain(error: duckdb.Error, store: Store) -> str:
+def _explain(error: duckdb.Error, store: OpenStore) -> str:
     """DuckDB's message, or for an unknown table the tables there are."""
     unknown = re.search(r"Table with name (\S+) does not exist", str(error))
     if unknown is None:

@@ -10,7 +10,7 @@ from decoding import TINY
 from mopd_dataplane import Store
 from mopd_dataplane.cli.load import serve
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 

@@ -10,7 +10,8 @@ import typer
 
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.errors import InputError, ResourceError
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.pipeline import run_job
 from mopd_dataplane.run.progress import Progress

@@ -38,7 +38,7 @@ def test_imported_rollouts_are_text_to_query_and_show(imported: Store) -> None:
     assert texts == [f" it is {n}" for n in (1, 2, 3)]
     uid = imported.samples(["uid"])["uid"][0].as_py()
     assert "it is" in "".join(token.text for token in read_sample(imported, uid).tokens)
-    assert [name.removesuffix(".json") for name in imported._location.children(KEPT)] == imported.sql(
+    assert [name.removesuffix(".json") for name in imported.location.children(KEPT)] == imported.sql(
         "select distinct tokenizer from samples"
     )["tokenizer"].to_pylist()
 
@@ -51,7 +51,7 @@ def test_a_copy_brings_the_tokenizer_along(imported: Store, tmp_path: Path) -> N
 
 def test_a_damaged_tokenizer_is_found(imported: Store) -> None:
     assert imported.verify().ok
-    (name,) = imported._location.children(KEPT)
+    (name,) = imported.location.children(KEPT)
     file = imported.path(f"{KEPT}/{name}")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter
 
 from mopd_dataplane.errors import JobFileError, UnknownNameError
 from mopd_dataplane.job.examples import EXAMPLES, UNITS
-from mopd_dataplane.job.job import Job, Stage, load_job
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.job.parse import line_of
 from mopd_dataplane.job.read import STAGE_TABLES
 from mopd_dataplane.job.recipes import FOLDER, copy_recipe, job_file, recipe_names

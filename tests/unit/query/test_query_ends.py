@@ -28,7 +28,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., St
     store = make_store(tmp_path_factory.mktemp("questions") / "store", prompts=2)
     for name in ("tokens", f"signals/{TEACHER}/logprob"):
         for commit in range(COMMITS):
-            store._table(name).append(_payload(store._table(name).schema, commit))
+            store.table_handle(name).append(_payload(store.table_handle(name).schema, commit))
     return store
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -451,6 +452,39 @@ def test_a_step_that_is_not_one_token_a_sample_is_refused_unwritten(
     with pytest.raises(EngineError, match=r"the engine returned \d+ tokens for 8 samples; slot \d is at position"):
         roll(shelf, engine=Sick(slots=8))
     roll(shelf)
+    assert content(shelf.samples) == content(reference)
+
+
+@pytest.mark.parametrize("column", ["slots", "positions", "token_ids", "logprobs", "finished"])
+@pytest.mark.parametrize("shape", ["a matrix", "one value", "one less", "texts", "a list"])
+def test_a_step_whose_columns_have_other_shapes_is_refused_unwritten(
+    roll: Roll, shelf: Any, reference: dict[str, Sample], column: str, shape: str
+) -> None:
+    changes: dict[str, Callable[[Any], Any]] = {
+        "a matrix": lambda array: np.stack([array, array], axis=1), "one value": lambda array: array[0],
+        "one less": lambda array: array[:-1], "texts": lambda array: array.astype(str), "a list": list,
+    }  # fmt: skip
+
+    class Sick(ToyEngine):
+        def step(self) -> StepOutput:
+            output = super().step()
+            return dataclasses.replace(output, **{column: changes[shape](getattr(output, column))})
+
+    with pytest.raises(EngineError, match=r"the engine returned .* as \w+; a numpy array of .* is needed"):
+        roll(shelf, engine=Sick(slots=8))
+    roll(shelf)
+    assert content(shelf.samples) == content(reference)
+
+
+def test_a_step_in_wider_numbers_is_the_same_step(roll: Roll, shelf: Any, reference: dict[str, Sample]) -> None:
+    class Wide(ToyEngine):
+        def step(self) -> StepOutput:
+            said = super().step()
+            whole = (column.astype(np.int64) for column in (said.positions, said.token_ids, said.finished))
+            positions, token_ids, finished = whole
+            return StepOutput(said.slots, positions, token_ids, said.logprobs.astype(np.float64), finished)
+
+    roll(shelf, engine=Wide(slots=8))
     assert content(shelf.samples) == content(reference)
 
 

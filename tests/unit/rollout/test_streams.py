@@ -163,8 +163,6 @@ def test_an_impossible_url_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"url": "http://127.0.0.1:1/v1"}, "only for kind = 'vllm'"),
-        ({"noise": "seeded"}, "only for kind = 'vllm'"),
         ({"kind": "vllm", "reload": True}, "give its url"),
         ({"kind": "vllm", "url": "http://127.0.0.1:1/v1", "options": {"seed": 1}}, "has its own"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.framing import MAX_BODY, SEGMENT_HEADER, SegmentHeader, pack_record, read_segment
 from mopd_dataplane.rollout.partial_sample import SampleSpec
@@ -166,3 +166,10 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(DamagedError, match="log format 2, this release reads 1"):
         read_segment(path)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4,), ()])
+def test_rows_of_another_shape_are_no_record(shape: tuple[int, ...]) -> None:
+    silent = np.zeros(3, np.float32)
+    with pytest.raises(MismatchError, match="are no rows of a token log"):
+        log_records.Tokens(0, 0, np.zeros(shape, np.int32), silent, silent.astype(np.uint8)).encode()

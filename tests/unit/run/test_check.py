@@ -197,7 +197,7 @@ def test_offload_on_the_cpu_is_counted_as_one_memory(tmp_path: Path, capsys: pyt
 
 
 def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> None:
-    from mopd_dataplane.job.job import check_job
+    from mopd_dataplane.job.load import check_job
     from mopd_dataplane.models.hf import load_model
 
     folder = make_student(Student(config=TINY), tmp_path / "model", seed=0)

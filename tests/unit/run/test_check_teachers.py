@@ -10,7 +10,7 @@ import pytest
 from tokenizers_apart import exchanged_letters, rebuilt
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models import tiny
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
 from mopd_dataplane.run.preflight import preflight, refuse

@@ -9,7 +9,7 @@ import pytest
 
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 

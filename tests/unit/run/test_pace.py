@@ -9,7 +9,8 @@ import pytest
 from decoding import TINY
 from rich.console import Console
 
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run import pace
 from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.progress import Progress

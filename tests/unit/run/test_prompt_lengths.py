@@ -10,7 +10,8 @@ import pytest
 from decoding import TINY
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run import prompt_lengths

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.iteration import Sampler, sampler_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mopd_dataplane.errors import JobFileError, MismatchError
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student

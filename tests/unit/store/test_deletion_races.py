@@ -138,7 +138,7 @@ def test_a_row_of_a_writer_that_stalls_across_a_deletion_goes_too(store: Store, 
 
 def test_what_a_killed_writer_leaves_is_named_and_repaired(store: Store) -> None:
     delete(store, f"prompt_id = '{GONE.prompt_id}'")
-    labels = store._table("labels")  # the commit of a writer that is killed before its second look
+    labels = store.table_handle("labels")  # the commit of a writer that is killed before its second look
     other = Store.open(store.uri)
     other.deletions.all = list  # type: ignore[method-assign]
     other.add_labels([build.label(GONE)])
@@ -168,8 +168,8 @@ def test_two_records_at_once_get_two_numbers_and_a_lost_one_is_missed(store: Sto
     assert store.deletions.uids() == {f"{at:032x}" for at in range(4)}
     for one in begun:
         store.deletions.close(one)
-    store._location.remove("deletions/3.json")
-    store._location.remove("deletions/1.json")
+    store.location.remove("deletions/3.json")
+    store.location.remove("deletions/1.json")
     fresh = Store.open(store.uri)
     assert fresh.deletions.begin([], [], []).name == "4", "a number is not used again"
     lost = [finding.table for finding in fresh.verify().findings if "is gone" in finding.problem]
@@ -178,7 +178,7 @@ def test_two_records_at_once_get_two_numbers_and_a_lost_one_is_missed(store: Sto
 
 def test_a_record_of_an_earlier_version_is_read_and_finished_by_repair(store: Store) -> None:
     old = {"began": "2026-01-01T00:00:00+00:00", "finished": False, "uids": [GONE.uid], "rows": [2]}
-    store._location.write_json("deletions/0.json", {**old, "prompts": [prompt_hash(GONE.prompt_id)]})
+    store.location.write_json("deletions/0.json", {**old, "prompts": [prompt_hash(GONE.prompt_id)]})
     [deletion] = store.deletions.all()
     assert (deletion.where, deletion.slots) == ("", ())
     assert "`mopd store repair` finishes it" in str(store.verify().findings)

@@ -101,7 +101,7 @@ def test_a_store_that_is_open_sees_past_versions_that_a_stranger_has_dropped(sto
 def test_clean_up_keeps_the_acknowledged_version_and_what_is_newer(store: Store) -> None:
     """So that a process that knows an older one finds the way to a commit that is not acknowledged yet."""
     committed(store, 4)
-    table = store._table("samples")
+    table = store.table_handle("samples")
     acknowledged = table.acknowledged()
     none = store.table("samples").slice(0, 0).drop_columns(["row_crc"])
     for _ in range(2):

@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., S
 
 def rows_of(store: Store, name: str) -> pa.Table:
     """A table as plain Lance reads it, with the bytes of its blobs."""
-    dataset = lance.dataset(store._location.of(name), storage_options=store._location.storage_options or None)
+    dataset = lance.dataset(store.location.of(name), storage_options=store.location.storage_options or None)
     rows = dataset.to_table()
     if "hidden" not in rows.column_names:
         return rows
@@ -60,7 +60,7 @@ def joined(store: Store, name: str) -> list[dict[str, object]]:
         for column, table in (("sample_row", "samples"), ("payload_row", _payload_of(name, row))):
             if column in row:
                 ids = lance.dataset(
-                    store._location.of(table), storage_options=store._location.storage_options or None
+                    store.location.of(table), storage_options=store.location.storage_options or None
                 ).to_table(columns=["uid"], with_row_id=True)
                 row[column] = dict(zip(ids["_rowid"].to_pylist(), ids["uid"].to_pylist(), strict=True))[row[column]]
         found.append({key: value for key, value in row.items() if key != "row_crc"})
@@ -106,10 +106,10 @@ def test_what_fits_is_copied_and_nothing_else(source: Store, tmp_path: Path) -> 
 
 def ids_and_versions(store: Store) -> dict[str, object]:
     """What names rows and versions, as plain Lance tells it: row ids with their uids, versions, tags."""
-    options = store._location.storage_options or None
+    options = store.location.storage_options or None
     found: dict[str, object] = {}
     for name in store.names():
-        dataset = lance.dataset(store._location.of(name), storage_options=options)
+        dataset = lance.dataset(store.location.of(name), storage_options=options)
         key = dataset.schema.names[0]
         rows = dataset.to_table(columns=[key], with_row_id=True).to_pydict()
         tags = {tag: held["version"] for tag, held in dataset.tags.list().items()}

@@ -114,7 +114,7 @@ def content(store: Store) -> dict[str, list[str]]:
     """Every row with its id, as plain Lance reads it, blobs by their bytes."""
     found = {}
     for name in store.names():
-        dataset = lance.dataset(store._location.of(name), storage_options=store._location.storage_options or None)
+        dataset = lance.dataset(store.location.of(name), storage_options=store.location.storage_options or None)
         rows = dataset.to_table(with_row_id=True).to_pylist()
         if "hidden" in dataset.schema.names:
             for row in rows:

@@ -220,7 +220,7 @@ def test_an_acknowledged_manifest_that_was_cut_short_is_damage(store: Store, tab
     [finding] = [found for found in Store.open(store.uri).verify().findings if found.table == table]
     assert "version 4 was acknowledged" in finding.problem
     with pytest.raises(DamagedError, match="version 4 was acknowledged"):
-        Store.open(store.uri)._table(table).open_to_write()
+        Store.open(store.uri).table_handle(table).open_to_write()
     assert everything(store.root) == before, "something was changed"
 
 

@@ -166,8 +166,8 @@ def test_a_question_sees_no_payload_that_was_left_over(store: Store) -> None:
     store.add_teacher(build.teacher("t"))
     signals = [build.signal(sample, row, "logprob") for sample, row in zip(samples, rows, strict=True)]
     store.commit_signals("t", "logprob", signals)
-    store._table("tokens").append(token_rows(samples[:3]))  # as by a committer that another one was faster than
-    payload = store._table("signals/t/logprob")
+    store.table_handle("tokens").append(token_rows(samples[:3]))  # as by a committer that another one was faster than
+    payload = store.table_handle("signals/t/logprob")
     payload.append(payload_table(payload, signals[1:]))
     for name in ("tokens", "signals_t_logprob"):
         assert store.sql(f"select count(*) as n from {name}").to_pylist() == [{"n": 4}]

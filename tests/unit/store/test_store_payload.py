@@ -94,8 +94,12 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"loss_mask": np.ones(3, np.uint8)}, MismatchError, "loss_mask has 3 values, the response has 20 tokens"),
-        ({"logprobs": np.zeros(19, np.float32)}, MismatchError, "logprobs has 19 values"),
+        (
+            {"loss_mask": np.ones(3, np.uint8)},
+            MismatchError,
+            r"loss_mask has shape \[3\]; a value for each of 20",
+        ),
+        ({"logprobs": np.zeros(19, np.float32)}, MismatchError, r"logprobs has shape \[19\]; a value for each of 20"),
         ({"logprobs": np.full(20, np.nan, np.float32)}, EngineError, "log-prob nan at response position 0"),
         ({"logprobs": np.full(20, 0.1, np.float32)}, EngineError, "finite and <= 0"),
         ({"uid": "../../etc/passwd"}, MismatchError, "not 32 hex digits"),
@@ -200,11 +204,16 @@ def test_a_second_teacher_touches_no_byte_of_samples_or_tokens(scored: Store) ->
 @pytest.mark.parametrize(
     ("kind", "change", "error", "said"),
     [
-        ("logprob", {"logprob": np.zeros(3, np.float32)}, MismatchError, r"shape \(3,\), expected 20 rows"),
+        (
+            "logprob",
+            {"logprob": np.zeros(3, np.float32)},
+            MismatchError,
+            r"shape \[3\]; a value for each of 20",
+        ),
         ("logprob", {"logprob": np.full(20, np.nan, np.float32)}, EngineError, "NaN"),
         ("logprob", {"uid": build.sample(1).uid}, MismatchError, "names row 0, which is sample"),
         ("logprob", {"sample_row": 99}, MismatchError, "`samples` has: 8 rows"),
-        ("topk", {"topk_logprobs": np.zeros((1, 4), np.float32)}, MismatchError, "expected"),
+        ("topk", {"topk_logprobs": np.zeros((1, 4), np.float32)}, MismatchError, "a row for each of 14"),
         ("hidden", {"hidden": np.zeros((15, 4), np.float32)}, MismatchError, "hidden"),
         ("logprob", {"kind": "topk"}, MismatchError, "passed to commit_signals as 'logprob'"),
     ],
@@ -331,7 +340,7 @@ def test_verify_checks_head_digests(store: Store) -> None:
 
 def test_verify_counts_what_interrupted_commits_left(store: Store) -> None:
     store.commit_samples([build.sample(0)])
-    store._table("tokens").append(token_rows([build.sample(1)]))
+    store.table_handle("tokens").append(token_rows([build.sample(1)]))
     report = store.verify()
     assert report.ok
     assert report.orphans == {"tokens": 1}

@@ -113,13 +113,13 @@ def test_a_call_killed_in_the_middle_is_continued(store: Store, point: str) -> N
 
 
 def test_signals_committed_meanwhile_are_kept(store: Store) -> None:
-    table = store._table(TABLE)
+    table = store.table_handle(TABLE)
     again = Signal(uid="0" * 32, sample_row=0, kind="hidden", codec="bf16", hidden=states(store, [25])[0])
     late: list[int] = []
 
     def another_writer(point: str) -> None:
         if point == "retire.written" and not late:
-            late.append(Store.open(store.uri)._table(TABLE).append(payload_table(table, [again]))[0])
+            late.append(Store.open(store.uri).table_handle(TABLE).append(payload_table(table, [again]))[0])
 
     fault_points.observe(another_writer)
     try:

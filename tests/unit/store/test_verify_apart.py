@@ -15,16 +15,14 @@ from mopd_dataplane.store.maintain import verify_apart
 
 DIES = """
 import os, sys
-from mopd_dataplane.store.maintain import verify
-from mopd_dataplane.store.maintain import verify_apart
-from mopd_dataplane.store.maintain import verify_report
-real = verify.token_crcs
-def token_crcs(dataset, rows):
+from mopd_dataplane.store.maintain import verify_apart, verify_payload
+real = verify_payload.token_arrays
+def token_arrays(dataset, rows):
     if {dies}:
         os.abort()
     return real(dataset, rows)
-verify.token_crcs = token_crcs
-verify.CHUNK = 2
+verify_payload.token_arrays = token_arrays
+verify_payload.CHUNK = 2
 verify_apart.main()
 """
 

@@ -12,7 +12,7 @@ import torch
 
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError
 from mopd_dataplane.fields import FIELDS, value
-from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.records import Pack
 from mopd_dataplane.run.steps.train import ranks_here

@@ -13,7 +13,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.job.job import check_job, load_job
+from mopd_dataplane.job.load import check_job, load_job
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build

@@ -140,11 +140,11 @@ def test_a_label_filters_as_soon_as_it_is_written(shown: Shown) -> None:
     uid = uid_of(shown, "loops")
     where = "uid in (select uid from labelled where label = 'it''s odd')"
     assert index.page(where, "", 0, 50)["total"] == 0
-    labels.write(shown.store, index, shown.labelled, {"uid": uid, "label": "it's odd", "note": ""})
+    labels.write(shown.store, index.row, shown.labelled, {"uid": uid, "label": "it's odd", "note": ""})
     page = index.page(where, "", 0, 50)
     assert [row[page["columns"].index("uid")] for row in page["rows"]] == [uid]
     assert shown.store.sql(page["sql"]).num_rows == 1, "the statement runs as it stands in `mopd query`"
-    labels.write(shown.store, index, shown.labelled, {"uid": uid, "label": "it's odd", "note": "", "removed": True})
+    labels.write(shown.store, index.row, shown.labelled, {"uid": uid, "label": "it's odd", "note": "", "removed": True})
     assert index.page(where, "", 0, 50)["total"] == 0
 
 

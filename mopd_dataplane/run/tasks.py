@@ -1,0 +1,68 @@
+"""Units of work that a step hands to this process, or to a fleet of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mopd_dataplane.job.job import Stage
+    from mopd_dataplane.job.sections import Lora
+    from mopd_dataplane.records import Prompt
+    from mopd_dataplane.rollout.rollout_report import RolloutReport
+    from mopd_dataplane.run.iteration import Sampler
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The prompts that one policy answers in one iteration of a stage."""
+
+    stage: Stage
+    iteration: int
+    sampler: Sampler
+    version: int
+    """Policy version that samples."""
+    prompts: list[Prompt]
+    """In admission order."""
+
+    @property
+    def adapter(self) -> Lora | None:
+        """LoRA settings of the sampler's later policies, where they are adapters; a teacher stays as it is."""
+        return self.stage.adapter if self.sampler.policy == "self" else None
+
+
+@dataclass(frozen=True)
+class ScoreTask:
+    """Samples that one teacher reads once."""
+
+    teacher: str
+    kinds: tuple[str, ...]
+    rows: Rows
+    """Rows of `samples`."""
+
+
+@dataclass(frozen=True)
+class ScoredTask:
+    """Result of a task."""
+
+    teacher: str
+    signals: int
+    """That are new in the store."""
+    loss_tokens: int
+
+
+class Fleet(Protocol):
+    """Workers that roll out and score in place of this process."""
+
+    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
+        """Sample the prompts of a part whose samples are not in `already`, uids of the store."""
+
+    def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
+        """Score every task; `done` is called as each one ends."""

@@ -1,0 +1,92 @@
+"""Clean-up of old versions of a table, and of files that interrupted commits left.
+
+Ages are those of the wall clock, which may leap, or differ between two nodes. So an age only selects among versions
+that nothing needs: older than the newest acknowledged one, with no tag, and, in a folder, open in no process. In a
+folder nothing is deleted while a commit is in flight (in_flight.py). On an object store, which has no locks, nothing is
+deleted by a node whose clock differs from the server's.
+"""
+
+import gc
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import lance
+
+from mopd_dataplane.store.commit.in_flight import no_commit_in_flight
+from mopd_dataplane.store.format.manifests import names_of_versions
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.read.open_versions import free_versions
+from mopd_dataplane.store.read.tags import drop_versions, tagged
+
+KEEP = timedelta(days=1)
+"""Untagged versions younger than this are left alone: a reader of another machine may be at work on them."""
+COMMITS_S = 10.0
+"""How long a clean-up that somebody asked for waits for commits in flight."""
+CLOCK_TOLERANCE = timedelta(hours=1)
+"""Largest difference between the clocks of a node and its object store with which the node cleans up."""
+
+
+@dataclass(frozen=True)
+class CleanedUp:
+    """Result of a clean-up of one table, for example two versions: CleanedUp(versions=2, bytes=1_048_576)."""
+
+    versions: int = 0
+    bytes: int = 0
+    readers: dict[int, str] = field(default_factory=dict)
+    """Processes that have a version open, by version."""
+    hindrance: str = ""
+    """Why nothing was deleted; empty after a clean-up."""
+
+
+def clean_up(
+    location: StoreLocation,
+    table: str,
+    dataset: lance.LanceDataset,
+    acknowledged: int,
+    *,
+    older_than: timedelta | None = KEEP,
+    needed: Collection[int] = (),
+    readers_keep: bool = True,
+    wait: bool = False,
+) -> CleanedUp:
+    """Drop the versions before the acknowledged one that are old enough and that nothing needs.
+
+    older_than: None drops versions of every age. needed: versions that stay besides those that are tagged.
+    readers_keep: versions that a process of this machine has open stay too. wait: wait for commits in flight.
+    """
+    if location.root is None:
+        offset = location.clock_offset()
+        if abs(offset) > CLOCK_TOLERANCE:
+            return CleanedUp(hindrance=f"the clock of this machine is {abs(offset)} off that of the object store")
+        old = _old_versions(location, dataset, acknowledged, older_than, needed)
+        return CleanedUp(len(old), drop_versions(dataset, old))
+    with no_commit_in_flight(location, table, COMMITS_S if wait else 0.0) as committers:
+        if committers:
+            return CleanedUp(hindrance=f"a commit is in flight: {', '.join(committers)}")
+        old = _old_versions(location, dataset, acknowledged, older_than, needed)
+        if not readers_keep:
+            return CleanedUp(len(old), drop_versions(dataset, old))
+        gc.collect()  # a handle that nothing refers to any more holds its version no longer
+        with free_versions(location.root / table, old) as (free, readers):
+            freed = drop_versions(dataset, free)
+    return CleanedUp(len(free), freed, {version: ", ".join(names) for version, names in readers.items()})
+
+
+def _old_versions(
+    location: StoreLocation,
+    dataset: lance.LanceDataset,
+    acknowledged: int,
+    older_than: timedelta | None,
+    needed: Collection[int],
+) -> list[int]:
+    if older_than is None and location.root is not None:
+        versions = names_of_versions(Path(dataset.uri))
+    else:
+        until = datetime.max if older_than is None else datetime.now() - older_than
+        entries: list[dict[str, Any]] = dataset.versions()  # type: ignore[assignment]
+        versions = [entry["version"] for entry in entries if entry["timestamp"] < until]
+    stays = {*tagged(dataset).values(), *needed}
+    return [version for version in versions if version < acknowledged and version not in stays]
