@@ -53,10 +53,8 @@ def sweep_grid(measures: SweepMeasures) -> Grid:
 
 def _sections(measures: SweepMeasures) -> Iterator[Section]:
     yield Section(key="arms", title="Arms", grids=[sweep_grid(measures)])
-    yield Section(
-        key="score", title=measures.score.capitalize(), empty="No version was evaluated.",
-        plots=_plots(measures, measures.score, lambda point: point.score, is_share=measures.score == "accuracy"),
-    )  # fmt: skip
+    score_plots = _plots(measures, measures.score, lambda point: point.score, is_share=measures.score == "accuracy")
+    yield Section(key="score", title=measures.score.capitalize(), plots=score_plots)
     kl_plots = _plots(measures, "reverse KL, nat per token", lambda point: point.reverse_kl, is_share=False)
     empty = "" if kl_plots else "No teacher scored answers of this stage."
     yield Section(key="kl", title="Reverse KL", plots=kl_plots, empty=empty)
