@@ -378,3 +378,27 @@ class StepMetrics:
     data_wait_s: Annotated[float, Column("of which waiting for data", "f4", unit="s")]
     extra: Annotated[dict[str, float], Column("JSON: objective metrics")] = field(default_factory=dict)
     """Masked fraction, clip fraction, entropy, teacher/<name>/reverse_kl …"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A key of the job that got another value after its stage had begun; one row of `changes`."""
+
+    ordinal: Annotated[int, Column("position in the order in which the changes were made", "i4")]
+    stage: Annotated[str, Column("job stage that goes on with the new value")]
+    iteration: Annotated[int, Column("first iteration with the new value; of a free key the one that is open", "i4")]
+    key: Annotated[str, Column("key of the job, as in --set")]
+    before: Annotated[str, Column("JSON: value until then; null for a table that is new")]
+    after: Annotated[str, Column("JSON: value from then on; null for a table that is gone")]
+    change_class: Annotated[str, Column("'free' or 'from here on'")]
+    command: Annotated[str, Column("command line that made the change")]
+
+    @property
+    def text(self) -> str:
+        """The change without its stage, in a few words."""
+        return f"{self.key.removeprefix(f'stages.{self.stage}.')}: {self.before} → {self.after}"
+
+    @property
+    def line(self) -> str:
+        """The change with its stage and iteration."""
+        return f"{self.stage} from iteration {self.iteration}: {self.text}"

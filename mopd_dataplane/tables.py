@@ -1,6 +1,6 @@
 """The columns: the Arrow schema of every table, one constant each.
 
-The columns of `prompts`, `teachers`, `plans` and `steps` are the attributes of their records (records.py).
+The columns of `prompts`, `teachers`, `plans`, `steps` and `changes` are the attributes of their records (records.py).
 Every field carries its meaning under the metadata key `doc` and, where one could guess wrong, its `unit`.
 `schemas/<table>/v2.json` is generated from here (`make schemas`) and a test fails when the two drift. Evolution is
 additive: new nullable columns only. FORMAT_VERSION counts incompatible changes; a store of a newer one is refused.
@@ -293,7 +293,8 @@ EVENTS = TableSpec(
 
 LABELS = TableSpec(
     "labels",
-    "One row is a label that a reader gave a sample, or removed. Of a sample and label the row that was committed last counts.",
+    "One row is a label that a reader gave a sample, or removed. Of a sample and label the row that was committed last "
+    "counts.",
     (
         _field("label_id", _STRING, "unique name of the row"),
         _field("uid", _STRING, "sample"),
@@ -304,6 +305,14 @@ LABELS = TableSpec(
         _field("created_at", _TIME, "wall clock"),
     ),
     key=("label_id",),
+)
+
+
+CHANGES = TableSpec(
+    "changes",
+    "One row is a key of the job that got another value after its stage had begun.",
+    (*_columns(records.Change), _CREATED_AT),
+    key=("ordinal",),
 )
 
 
@@ -359,12 +368,12 @@ QUEUE = TableSpec(
 TABLES: dict[str, TableSpec] = {
     spec.name: spec
     for spec in (
-        PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, TOKEN_STATS, EVALS, EVENTS, LABELS
+        PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, TOKEN_STATS, EVALS, EVENTS, LABELS, CHANGES,
     )
 }  # fmt: skip
 """The fixed tables, in the order of the flow."""
 
-LATER = frozenset({TOKEN_STATS.name})
+LATER = frozenset({TOKEN_STATS.name, CHANGES.name})
 """Fixed tables that a store made by an older version may lack until something is written to them."""
 
 SIGNALS: dict[str, TableSpec] = {

@@ -39,8 +39,8 @@ def query(
 ) -> None:
     """Query the tables with SQL.
 
-    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, token_stats, evals, events, labels, and
-    signals_TEACHER_KIND.
+    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, token_stats, evals, events, labels,
+    changes, and signals_TEACHER_KIND.
     """
     if as_json and as_csv:
         raise InputError("give one of --json and --csv")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Option, Typer
+from typer import Argument, Context, Option, Typer, confirm
 from typer.core import TyperCommand
 
 import mopd_dataplane
@@ -90,13 +91,21 @@ def run(
             help="Run a small version in a store of its own (STORE-rehearsal): tiny models, few prompts and tokens.",
         ),
     ] = False,
+    from_here: Annotated[
+        bool,
+        Option(
+            "--from-here",
+            help="Accept keys that differ from those that the store has begun with, for the iterations still to come.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a whole job, or continue it where it stopped.
 
     Every stage in order: rollout, score, plan, train, evaluate; then the report. Safe to kill at any moment and to
     repeat: finished work is kept, interrupted samples continue. With --stage, that stage only. The findings of `mopd
-    check` are printed first, and nothing is written if the job is certain to fail.
+    check` are printed first, and nothing is written if the job is certain to fail. Keys of speed, memory and place may
+    change at each call; a change of what is computed needs --from-here, or a yes on a terminal.
     """
     loaded = load(job, overrides)
     if stage is not None:
@@ -106,13 +115,21 @@ def run(
         _rehearse(loaded, stage, ray, as_json=as_json)
         return
     from mopd_dataplane.run import pipeline
+    from mopd_dataplane.run.changes import never
 
-    result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray)
+    ask = confirmed if sys.stdin.isatty() and sys.stderr.isatty() else never
+    result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray, from_here=from_here, ask=ask)
     if as_json:
         print_json(result)
         return
     print_accuracy(result["store"])
     note(f"report: {result['report']}")
+
+
+def confirmed(description: str) -> bool:
+    """Show changes of a job that has begun, and ask on the terminal for a yes."""
+    note(f"changes of what is still to come:\n{description}")
+    return confirm("go on with them?", default=False, err=True)
 
 
 def packages(job: Job) -> list[str]:
@@ -265,8 +282,10 @@ def add_to(app: Typer) -> None:
     """Register the job commands, in the order of the flow."""
     job = "jobs/quickstart"
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
+    longer = f"mopd run {job} --set stages.student.iterations=12 --set rollout.temperature=0.8 --from-here"
     on_ray = f"mopd run {job} --ray --set scale.engines=2"
-    register(app, run, f"mopd run {job}", changed, on_ray, f"mopd run {job} --rehearse", panel=PANEL, cls=RayAnywhere)
+    examples = (f"mopd run {job}", changed, longer, on_ray, f"mopd run {job} --rehearse")
+    register(app, run, *examples, panel=PANEL, cls=RayAnywhere)
     register(app, check, f"mopd check {job}", panel=PANEL)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)

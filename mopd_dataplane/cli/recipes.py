@@ -105,7 +105,7 @@ def help_(
     elif isinstance(entry, Key):
         name = entry.path.rpartition(".")[2]
         facts = {"type": entry.type, "default": entry.default or "must be given", "unit": entry.unit}
-        facts |= {"example": entry.example and f"{name} = {entry.example}"}
+        facts |= {"example": entry.example and f"{name} = {entry.example}", "change": entry.change}
         print_title(entry.path)
         print_text(entry.doc)
         print_facts({name: value for name, value in facts.items() if value})
@@ -113,8 +113,11 @@ def help_(
         print_title(entry.header)
         print_text(entry.doc)
         docs = [f"{key.doc} [{key.unit}]" if key.unit else key.doc for key in entry.keys]
-        rows = [(k.path.rpartition(".")[2], k.type, k.default, doc) for k, doc in zip(entry.keys, docs, strict=True)]
-        print_fitting(("key", "type", "default", "meaning"), rows, tall=True)
+        rows = [
+            (k.path.rpartition(".")[2], k.type, k.default, k.change, doc)
+            for k, doc in zip(entry.keys, docs, strict=True)
+        ]
+        print_fitting(("key", "type", "default", "change", "meaning"), rows, tall=True)
 
 
 def add_to(app: Typer) -> None:

@@ -11,7 +11,8 @@ from pydantic import Field
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
-from mopd_dataplane.job.sections import Name, Section
+from mopd_dataplane.job.section import Fixed, Free, Section
+from mopd_dataplane.job.sections import Name
 
 MOST_SEED = (1 << 63) - 1
 """Largest seed: generators of random numbers take 64 bits."""
@@ -20,15 +21,16 @@ MOST_SEED = (1 << 63) - 1
 class Stage(Section):
     """One training run inside the job: data, objective, and the policy it leaves behind."""
 
-    name: Name
+    fixed_because = "the stage's policies and samples in the store are of it; add another stage"
+    name: Fixed[Name]
     """Name of the stage, by which later stages, teachers, policies and tables refer to it."""
-    start: str = "init"
+    start: Fixed[str] = "init"
     """`init` (the student as configured), or the name of an earlier stage."""
-    data: Literal["reference", "rollout", "stored"] = "rollout"
+    data: Fixed[Literal["reference", "rollout", "stored"]] = "rollout"
     """Reference answers (off-policy), rollouts, or what the store already holds under the stage's name (imports)."""
     domains: tuple[str, ...] = ()
     """Default: every domain of the job."""
-    examples: int = Field(default=0, ge=0)
+    examples: Fixed[int] = Field(default=0, ge=0)
     """Reference data: prompts used, spread over the domains; 0 takes all."""
     iterations: int = Field(default=1, ge=1)
     """Rounds of rollout, score, plan, train; each publishes one policy version."""
@@ -44,7 +46,7 @@ class Stage(Section):
     """Keys of `[plan]` that differ in this stage."""
     train: sections.Train = sections.Train()
     """Keys of `[train]` that differ in this stage."""
-    concurrent: bool = False
+    concurrent: Fixed[bool] = False
     """Rollout, scoring and training run concurrently, in a process each; `plan.max_staleness` bounds the staleness."""
     discriminator: sections.Discriminator | None = None
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
@@ -67,7 +69,7 @@ class Stage(Section):
 class Eval(Section):
     """Held-out evaluation."""
 
-    every: int = Field(default=1, ge=0)
+    every: Free[int] = Field(default=1, ge=0)
     """Iterations between evaluations of a stage's policy; 0 evaluates only its last version."""
     split: Literal["eval", "tune"] = "eval"
     """Which held-out prompts are answered: `tune` while settings are chosen, `eval` for the final figure."""
@@ -75,26 +77,27 @@ class Eval(Section):
     """Temperature of held-out answers; 0 takes the likeliest token."""
     max_new_tokens: int = Field(default=0, ge=0)
     """0 takes the rollout's."""
-    reverse_kl: bool = False
+    reverse_kl: Free[bool] = False
     """Also measure reverse KL to the routed teacher on held-out prompts."""
 
 
 class Job(Section):
     """A whole run."""
 
-    name: Name
+    fixed_because = "initial weights, prompts of an iteration, samples and shuffles follow from the seed"
+    name: Free[Name]
     """Name of the run in reports and trackers."""
-    shows: str = ""
+    shows: Free[str] = ""
     """What the job demonstrates, in one line."""
-    source: str = ""
+    source: Free[str] = ""
     """Paper, report or code that it follows."""
-    store: str
+    store: Free[str]
     """Folder, or `s3://bucket/prefix`; credentials come from the environment only."""
-    work: str = ""
+    work: Free[str] = ""
     """Local folder for what an object store cannot hold while it is written; default: `runs/staging/<bucket>/<key>`."""
-    single_writer: bool = False
+    single_writer: Free[bool] = False
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
-    seed: int = Field(default=0, ge=0, le=MOST_SEED)
+    seed: Fixed[int] = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
     student: sections.Student
     """The policy that is trained."""

@@ -14,7 +14,7 @@ from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.parse import line_of, problem_text
 from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
-from mopd_dataplane.job.sections import Section
+from mopd_dataplane.job.section import Section
 
 
 def load_job(path: PathOrUrl, *, overrides: list[str] | None = None) -> Job:

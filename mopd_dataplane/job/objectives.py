@@ -15,7 +15,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import JobFileError, UnknownNameError, require_known
 from mopd_dataplane.job.schedules import Weight
-from mopd_dataplane.job.sections import Band, Fraction, Plan, Section, Train
+from mopd_dataplane.job.section import Section
+from mopd_dataplane.job.sections import Band, Fraction, Plan, Train
 
 if TYPE_CHECKING:
     from mopd_kernels.heads import Head

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.job.sections import Section
+from mopd_dataplane.job.section import Section
 
 Parsed = TypeVar("Parsed", bound=Section)
 
@@ -53,18 +53,19 @@ def line_of(text: str, path: Sequence[str]) -> int | None:
     table: list[str] = []
     for number, line in enumerate(lines):
         if header := _HEADER.match(line):
-            table = _parts(header[2])
+            table = parts_of(header[2])
             if header[1]:
                 table.append(_name_below(lines[number + 1 :]))
         elif assigned := _ASSIGNED.match(line):
-            key = [*table, *_parts(assigned[1])]
+            key = [*table, *parts_of(assigned[1])]
             rest = list(path[len(key) :])
             if key == list(path[: len(key)]) and all(re.search(rf"\b{re.escape(part)}\b", line) for part in rest):
                 return number + 1
     return None
 
 
-def _parts(dotted: str) -> list[str]:
+def parts_of(dotted: str) -> list[str]:
+    """The parts of a dotted key, without their quotes."""
     return [part.strip("\"'") for part in _PART.findall(dotted)]
 
 

@@ -15,7 +15,7 @@ from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.job.recipes import job_file, with_own_data
-from mopd_dataplane.job.sections import Section
+from mopd_dataplane.job.section import Section
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8

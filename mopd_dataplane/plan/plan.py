@@ -43,6 +43,8 @@ class Training:
     """Steps of the stage before this window, where scheduled weights stand."""
     teacher_weights: Mapping[str, Weight] = field(default_factory=dict)
     """Weights of the objective; they change no batch and are recorded with it."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the job that changed in the middle of the stage, with the values that the window goes by."""
     ranks: int = 1
     """Data-parallel ranks that the balance is reported for."""
 
@@ -120,6 +122,8 @@ def recorded_settings(settings: sections.Plan, training: Training, steps: int) -
         "group_size": training.group_size,
         "policy_version": training.policy_version if settings.max_staleness else None,
     }
+    if training.changes:
+        recorded["changes"] = dict(training.changes)
     named = {f"mixture/{name}": weight for name, weight in settings.mixture.items()}
     named |= {f"teacher/{name}": weight for name, weight in training.teacher_weights.items()}
     if all(isinstance(weight, int | float) for weight in named.values()):

@@ -10,6 +10,7 @@ prompt_lengths.py     checks of prompts in tokens: their budget, and the context
 rehearsal.py          a small version of a job with tiny models, to run before the real one
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate
 context.py            what every step needs: job, store, policies, tokenizer, progress
+changes.py            changes of a job whose store has begun: which may be, and which job each window goes by
 steps/                one file a step: rollout, score, plan, train, evaluate …
 follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
 ray/                  rollout and scoring on a Ray cluster

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,13 +17,15 @@ from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer_folder
 from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.prompts import load_prompts, render, render_answer
-from mopd_dataplane.records import Prompt
+from mopd_dataplane.records import Change, Prompt
+from mopd_dataplane.run.changes import Accept, job_at, never, refuse_unrecorded, remember_job
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.preflight import deleted_prompts, preflight, refuse
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
+from mopd_dataplane.run.stage_rows import STAGE_DONE, is_done
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
@@ -51,6 +53,8 @@ class Run:
     progress: Progress
     fleet: Fleet | None = None
     """The workers that roll out and score, if that is not this process."""
+    changes: tuple[Change, ...] = ()
+    """Keys of the job that got another value after their stage had begun."""
 
     @cached_property
     def engines(self) -> Engines:
@@ -92,6 +96,16 @@ class Run:
         name = f"time/{stage.name}/{ordinal}/{action}"
         self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
 
+    def at(self, stage: Stage, window: int) -> tuple[Run, Stage]:
+        """Return the run and the stage by the job that a window goes by: itself, unless the job has changed since.
+
+        Another run than this one has engines of its own, to be closed.
+        """
+        job = job_at(self.job, self.changes, stage.name, window)
+        if job is self.job:
+            return self, stage
+        return replace(self, job=job, policies=Policies(job, self.work)), job.stage(stage.name)
+
     @property
     def work(self) -> Work:
         """The work folder, where policies, checkpoints, token log and heads are written, and its object store."""
@@ -104,7 +118,7 @@ class Run:
 
     def is_done(self, stage: Stage) -> bool:
         """Whether a stage has finished, evaluation included."""
-        return self.has_event(f"done/{stage.name}")
+        return is_done(self.store, stage)
 
     def has_event(self, event_id: str) -> bool:
         """Whether an event of that name was recorded."""
@@ -115,15 +129,16 @@ class Run:
         if stage.train.lora.merge == "end":
             self.policies.merge(stage)
         version = self.policies.latest(stage)
-        self.store.add_event(f"done/{stage.name}", stage.name, "stage_done", -1, float(version), {})
+        self.store.add_event(f"done/{stage.name}/v{version}", stage.name, STAGE_DONE, -1, float(version), {})
 
 
-def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
+def open_run(job: Job, progress: Progress, *, make: bool = True, accept: Accept = never) -> Run:
     """Open the job's store, and write its prompts; with `make` everything that the job names is checked first, and the
     store is made when the place is empty.
 
-    Raises JobFileError when the job cannot run, UnknownNameError when there is no store to go on with, MismatchError
-    when the store was made by a job with another seed or student, or other settings of a domain or stage that has run.
+    accept: decides on changes of a stage that has begun, from a description of them. Raises JobFileError when the job
+    cannot run, UnknownNameError when there is no store to go on with, MismatchError for a key that may not change, and
+    for changes that are not accepted.
     """
     prompts: dict[str, list[Prompt]] = {}
     if make:
@@ -138,9 +153,10 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     store = Store.create(job.store, single_writer=job.single_writer)
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
-    store.write_json(JOB, _check_same_job(run))
+    run = replace(run, changes=remember_job(run, _remembered(run), accept))
+    store.write_json(JOB, job.model_dump(mode="json"))
     calls = (store.read_json(PROVENANCE) or {}).get("runs", [])
-    this = provenance(job)
+    this = provenance(job, changes=run.changes)
     if this not in calls:
         store.write_json(PROVENANCE, {"runs": [*calls, this]})
     _ensure_prompts(job, store, prompts)
@@ -184,8 +200,22 @@ def open_existing(job: Job, progress: Progress) -> Run:
     store = Store.open(job.store)
     job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
-    _check_same_job(run)
-    return run
+    remembered = _remembered(run)
+    return run if remembered is None else replace(run, changes=refuse_unrecorded(run, remembered))
+
+
+def _remembered(run: Run) -> Job | None:
+    """The job that the store remembers; None for a new store. Raises MismatchError when this version cannot read it."""
+    dump = run.store.read_json(JOB)
+    if dump is None:
+        return None
+    try:
+        return Job.model_validate(dump)
+    except ValidationError as error:
+        raise MismatchError(
+            f"{run.store.uri}/{JOB} holds a job that this version cannot read ({problems_text(error, most=3)}); "
+            "continue with the version that made the store, or give another store (--store runs/NAME)"
+        ) from None
 
 
 def _pinned(job: Job, store: Store) -> Job:
@@ -207,39 +237,3 @@ def _pin(section: Pinned, source: str, before: dict[str, Any], key: str) -> Pinn
     if revision and section.revision in ("", revision):
         return section.model_copy(update={"revision": revision})
     return section.model_copy(update={"revision": commit_of(source, section.revision)})
-
-
-def _check_same_job(run: Run) -> dict[str, Any]:
-    """Compare with the job that the store remembers; what has not run yet may change. Returns the job to remember."""
-    current = run.job.model_dump(mode="json")
-    before = run.store.read_json(JOB)
-    if before is None:
-        return current
-    try:
-        before_job = Job.model_validate(before).model_dump(mode="json")
-    except ValidationError as error:
-        raise MismatchError(
-            f"{run.store.uri}/{JOB} holds a job that this version cannot read ({problems_text(error, most=3)}); "
-            "continue with the version that made the store, or give another store (--store runs/NAME)"
-        ) from None
-    for key in ("seed", "student"):
-        _refuse_change(run, key, before_job[key], current[key])
-    for name in before_job["domains"].keys() & current["domains"].keys():
-        _refuse_change(run, f"domains.{name}", before_job["domains"][name], current["domains"][name])
-    stages = {stage["name"]: stage for stage in before_job["stages"]}
-    for stage in current["stages"]:
-        if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):
-            _refuse_change(run, f"stages.{stage['name']}", stages[stage["name"]], stage)
-    return current
-
-
-def _refuse_change(run: Run, key: str, before: Any, now: Any) -> None:
-    if before == now or key.endswith(".device"):  # where work is done changes nothing that is stored
-        return
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in sorted(before.keys() | now.keys()):
-            _refuse_change(run, f"{key}.{name}", before.get(name), now.get(name))
-    raise MismatchError(
-        f"store {run.store.uri} was made with {key} = {before!r}, the job now says {now!r}; "
-        "go back to that value, or give another store (--store runs/NAME)"
-    )

@@ -25,6 +25,7 @@ from mopd_dataplane.errors import DeadlineError, InputError, UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.run.changes import UnrecordedChange
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.progress import Progress
@@ -280,7 +281,7 @@ def _opened(job: Job, progress: Progress) -> Run:
     while True:
         try:
             return open_existing(job, progress)
-        except UnknownNameError:
+        except (UnknownNameError, UnrecordedChange):  # the first node makes the store, and accepts changes
             stall.pause()
 
 

@@ -8,8 +8,8 @@
 Each step looks at what the store already has and does the rest, so the same call continues after any kill.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
+from mopd_dataplane.run.changes import Accept, never
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, score_follow, train_follow
 from mopd_dataplane.run.pace import Pace
@@ -37,11 +38,20 @@ from mopd_dataplane.train.node_agent import node_rank
 Summary = dict[str, Any]
 
 
-def run_job(job: Job, *, console: Console | None = None, only: str | None = None, ray: str | None = None) -> Summary:
+def run_job(
+    job: Job,
+    *,
+    console: Console | None = None,
+    only: str | None = None,
+    ray: str | None = None,
+    from_here: bool = False,
+    ask: Accept = never,
+) -> Summary:
     """Run a job to its end, or one stage of it; on a node besides the first (PET_NODE_RANK) only take part in training.
 
     only: name of the stage. ray: address of the Ray cluster that rolls out and scores, "" the one that a bare `--ray`
-    takes (docs/ray.md); None: this process does.
+    takes (docs/ray.md); None: this process does. from_here: accept changes of a job that has begun, for what is still
+    to come; ask: decides on them where from_here is False, from a description (docs/change.md).
     Returns {"store", "accuracy": {stage: {domain: share}} of the newest policies, where evaluated, "report": its file}.
     Raises MopdError; whatever was finished stays, and the same call continues.
     """
@@ -50,7 +60,7 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
         return {"store": job.store, "accuracy": {}, "report": "written by the first node"}
     if ray is not None:
         check_cluster(ray)
-    run = open_run(job, Progress(console))
+    run = open_run(job, Progress(console), accept=(lambda description: True) if from_here else ask)
     if job.student.gguf:
         check_converted(run.job, run.store, run.tokenizer)
     with ExitStack() as stack:
@@ -99,20 +109,28 @@ def run_in_turn(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
     pace = Pace(run.job, stage, stage.iterations, later=later)
     with Training(run, stage) as training:
         for window in range(stage.iterations):
-            with run.progress.iteration(window + 1, stage.iterations):
-                is_new = run.policies.latest(stage) <= window
+            is_new = run.policies.latest(stage) <= window
+            with run.progress.iteration(window + 1, stage.iterations), _at(run, stage, window) as (now, settings):
                 if is_new:
-                    produce(run, stage, window)
+                    produce(now, settings, window)
                     training.settle()
                     iteration = stage.iteration_of(window)
-                    score(run, stage, iteration=iteration)
-                    training.train(plan_window(run, stage, window, iteration=iteration))
+                    score(now, settings, iteration=iteration)
+                    training.train(plan_window(now, settings, window, iteration=iteration))
                 if _is_evaluated(run, stage, window + 1):
-                    evaluate(run, stage, window + 1)
+                    evaluate(now, settings, window + 1)
             if not is_new:
                 pace.skip()
             elif left := pace.lap(window + 1):
                 run.progress.say(f"{stage.name:<16} left     {left}")
+
+
+@contextmanager
+def _at(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage]]:
+    """The run and the stage by the job that a window goes by; engines of an earlier job end with the block."""
+    now, settings = run.at(stage, window)
+    with nullcontext() if now is run else closing(now.engines):
+        yield now, settings
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
@@ -140,6 +158,7 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
         with closing(run.engines):
             return {"stage": stage.name, "samples": rollout_follow(run, stage)}
     window = run.policies.latest(stage)
+    run, stage = run.at(stage, window)
     if stage.data != "rollout":
         produce(run, stage, window)
         return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
@@ -157,6 +176,7 @@ def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follo
     run = open_run(job, Progress(console), make=follow)
     if follow:
         return {"stage": stage.name, **score_follow(run, stage)}
+    run, stage = run.at(stage, run.policies.latest(stage))
     return {"stage": stage.name, **score(run, stage)}
 
 
@@ -181,8 +201,8 @@ def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
             lost += [plan.window] if trainable_plan(run, stage, plan.window) is None else []
             if lost:
                 raise MismatchError(
-                    f"stage {stage.name!r}: samples of window {lost[0]} were deleted, so its plan was forgotten; plan "
-                    f"what is left: mopd plan JOB --stage {stage.name}"
+                    f"stage {stage.name!r}: samples of window {lost[0]} were deleted, or the job was changed for "
+                    f"it, so its plan was forgotten; plan what is left: mopd plan JOB --stage {stage.name}"
                 )
             if len(plan.sample_rows):
                 training.train(plan)

@@ -22,6 +22,7 @@ from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import ENGINES
 from mopd_dataplane.run.iteration import Sampler, iteration_prompts, sampler_of
+from mopd_dataplane.run.stage_rows import is_done
 from mopd_dataplane.store.dataset import Store
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def prompt_problems(
     """Problems of the prompts that stages will use which are not done: those in the store, and those loaded of the
     domains that the store lacks. tokenizer: the student's; None where it is not known yet.
     """
-    to_run = [stage for stage in job.stages if not _is_done(store, stage)]
+    to_run = [stage for stage in job.stages if not (store is not None and is_done(store, stage))]
     stages = [stage for stage in to_run if stage.data == "rollout"]
     if tokenizer is None:
         if job.student.gguf and stages:
@@ -97,11 +98,6 @@ class _Measured:
 
 class _TemplateError(Exception):
     """The student's template fails on a prompt."""
-
-
-def _is_done(store: Store | None, stage: Stage) -> bool:
-    done = f"event_id = 'done/{stage.name}'"
-    return store is not None and len(store.table("events", columns=["event_id"], filter=done)) > 0
 
 
 def _uses(job: Job, stage: Stage, prompts: Sequence[Prompt]) -> Iterator[_Use]:

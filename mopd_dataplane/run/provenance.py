@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.job.job import Job
+from mopd_dataplane.records import Change
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
 RESULTS = ":(top,exclude)jobs/*/results/*"
@@ -20,15 +21,20 @@ RESULTS = ":(top,exclude)jobs/*/results/*"
 PACKAGES = ("mopd-dataplane", "torch", "transformers", "tokenizers", "pylance", "numpy", "reasoning-gym")
 
 
-def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
+def provenance(job: Job, *, stages: Sequence[str] = (), changes: Sequence[Change] = ()) -> dict[str, Any]:
     """Commit, versions, machine and date, for a reader who reproduces the figures.
 
-    stages: those that the figures depend on; default all of the job. Needs the package's own folder to be a git
-    checkout for `commit`; empty where it is none.
+    stages: those that the figures depend on; default all of the job. changes: recorded changes of the job. Needs the
+    package's own folder to be a git checkout for `commit`; empty where it is none.
     """
     return {
         "commit": commit(),
         "settings": settings_digest(job, stages),
+        **(
+            {"changes": [f"{one.stage} from iteration {one.iteration}: {one.text}" for one in changes]}
+            if changes
+            else {}
+        ),
         "sampler": SAMPLER,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "host": {"processor": _processor(), "cores": os.cpu_count(), "machine": platform.machine()},

@@ -1,4 +1,4 @@
-"""Samples of one stage, by their row ids in `samples`."""
+"""Samples of one stage, by their row ids in `samples`; the end of a stage."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -77,6 +77,18 @@ def event_rows(store: Store, stage: Stage, kind: str, snapshot: Snapshot | None 
         named = pc.is_in(samples["uid"], value_set=pa.array(uids, pa.string()))
         rows.append(every[named.to_numpy()])
     return np.unique(np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64))
+
+
+STAGE_DONE = "stage_done"
+"""Kind of the event of a stage that has finished; its value is the stage's last policy version."""
+
+
+def is_done(store: Store, stage: Stage) -> bool:
+    """Whether a stage has finished, evaluation included. One that got more iterations since has not; a concurrent one
+    publishes as many versions as it has windows."""
+    ends = store.table("events", ["value"], filter=f"kind = '{STAGE_DONE}' AND stage = '{stage.name}'")
+    least = 0 if stage.concurrent else stage.iterations
+    return any(version >= least for version in ends["value"].to_pylist())
 
 
 def chunks(rows: Rows) -> list[Rows]:

@@ -21,6 +21,7 @@ from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 from mopd_dataplane.rollout.runner import SAVED
+from mopd_dataplane.run.work_folder import Work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.remote.objects import ObjectFiles
 
@@ -31,6 +32,15 @@ def log_names(store: Store) -> list[str]:
     """Token logs of a store, wal/<stage>/<writer>."""
     children = store.location.children
     return [f"wal/{stage}/{writer}" for stage in children("wal") for writer in children(f"wal/{stage}")]
+
+
+def has_unfinished(work: Work, stage: str) -> bool:
+    """Whether a token log of a stage, here or in the store, holds samples that are not committed."""
+    if any((work.root / "wal" / stage).glob("*/*/*.wal")):
+        return True
+    files = work.files
+    writers = [] if files is None else files.children(f"wal/{stage}")
+    return files is not None and any(StoredLog(files, f"wal/{stage}/{writer}").is_filled for writer in writers)
 
 
 class StoredLog:
@@ -83,6 +93,11 @@ class StoredLog:
         fault_point("logcopy.listed")
         if before:
             self._files.remove(self._files.under(before))
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the newest copy holds any segment."""
+        return bool(self._listing()["files"])
 
     def _listing(self) -> dict[str, Any]:
         content = self._files.read(f"{self._name}/{_LISTING}")

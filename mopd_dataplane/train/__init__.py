@@ -15,8 +15,9 @@ heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens
 sampler_gap.py       the trainer's log-probs of its own samples beside the sampler's
 token_stats.py       per-token statistics of a step, in files for the job
-optimizer.py         AdamW, also on float32 copies on the device or on the host, and the learning-rate schedule
+optimizer.py         AdamW, also on float32 copies on the device or on the host, and the clipping of gradients
 checkpoint.py        policy, optimizer and position, whole or not at all
+failed_step.py       the step whose loss or gradient was not finite
 newest.py            which checkpoint is the newest; needs no torch
 ranks.py             the processes of one training run
 node_agent.py        the trainer processes of one node

@@ -160,9 +160,19 @@ class Checkpoints:
         fault_point("train.save.named")
         name_newest(self.folder, target.name)
         fault_point("train.saved")
-        for old in sorted(self.folder.glob("step-*"))[:-KEEP]:
+        for old in self._unneeded():
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def _unneeded(self) -> list[Path]:
+        """Checkpoints besides the newest ones and the one at the beginning of the open window, from which the window
+        can be trained again."""
+        paths = sorted(self.folder.glob("step-*"))
+        if len(paths) <= KEEP:
+            return []
+        begins = [path for path in paths if _begins_window(self.folder, path.name)]
+        needed = {*paths[-KEEP:], *begins[-1:]}
+        return [path for path in paths if path not in needed]
 
     def _check_files(self, folder: Path) -> None:
         """Every file once, shared out over the ranks; all raise when one finds damage."""
@@ -196,8 +206,8 @@ def drop_inside(folder: Path, window: int) -> list[str]:
         return []
     if not names and window:
         raise MismatchError(
-            f"{folder}: samples of window {window} were deleted while it was trained, and no checkpoint of its "
-            "beginning is kept; delete the folder and the stage's policies to train the stage anew"
+            f"{folder}: window {window} has to be trained again from its beginning, of which no checkpoint is kept; "
+            "delete the folder and the stage's policies to train the stage anew"
         )
     if names:
         name_newest(folder, names[-1])
@@ -206,6 +216,14 @@ def drop_inside(folder: Path, window: int) -> list[str]:
     for name in inside:
         shutil.rmtree(folder / name)
     return inside
+
+
+def _begins_window(folder: Path, name: str) -> bool:
+    """Whether a checkpoint stands between two windows; a damaged one does not count."""
+    try:
+        return _position_of(folder, name)[0].window_step == 0
+    except (DamagedError, MismatchError):
+        return False
 
 
 def _is_inside(position: Position, window: int) -> bool:
@@ -223,9 +241,11 @@ def _position_of(folder: Path, name: str) -> tuple[Position, Identity]:
 def check_identity(saved: Identity, identity: Identity, folder: Path, *, inside_window: bool) -> None:
     """Raise MismatchError naming both values when a checkpoint belongs to something else.
 
-    inside_window: the resume continues the window the checkpoint was taken in, so its plan must be the same.
+    inside_window: the resume continues the window the checkpoint was taken in, so its objective and its plan must be
+    the same; between two windows the job may have changed.
     """
-    for field in ("stage", "objective", "base_digest", *(("plan_digest", "snapshot_digest") if inside_window else ())):
+    of_window = ("objective", "plan_digest", "snapshot_digest") if inside_window else ()
+    for field in ("stage", "base_digest", *of_window):
         before, now = getattr(saved, field), getattr(identity, field)
         if before != now:
             raise MismatchError(

@@ -12,14 +12,16 @@ import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
+from mopd_dataplane.train.failed_step import NotFiniteError
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import DeviceCopies, MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
-from mopd_dataplane.train.optimizer import clip_gradients, learning_rate, make_optimizer
+from mopd_dataplane.train.optimizer import clip_gradients, make_optimizer
 from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.sampler_gap import STOPS_AT, SamplerGap, allowed_gap, gap_problem
@@ -67,7 +69,7 @@ class Trainer:
         """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch;
         is_first: whether the student still is the policy that the window starts from.
 
-        Raises EngineError, with the update not applied, when loss or gradient is not finite; MismatchError when the
+        Raises NotFiniteError, with the update not applied, when loss or gradient is not finite; MismatchError when the
         log-probs of a first step are far from the sampler's.
         """
         started = time.perf_counter()
@@ -84,10 +86,7 @@ class Trainer:
         norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
-            raise EngineError(
-                f"stage {batch.stage!r} step {step}: loss {totals['loss']}, gradient norm {norm}; the update was not "
-                "applied and the last checkpoint is intact: lower learning_rate, or look at the samples of this step"
-            )
+            raise NotFiniteError(batch.stage, step, totals["loss"], norm)
         self.optimizer.step()
         if self.stats is not None:
             self.stats.end_step(step, window.policy_version)

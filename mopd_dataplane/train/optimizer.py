@@ -1,4 +1,4 @@
-"""AdamW and the learning-rate schedule.
+"""AdamW and the clipping of gradients.
 
 With one of these options AdamW works on float32 copies of the weights:
 
@@ -10,7 +10,6 @@ Every parameter takes its step alone then, so that one float32 gradient, or one 
 time.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.train.ranks import whole
 
@@ -130,21 +128,3 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm.float()
-
-
-def learning_rate(settings: Train, step: int, total_steps: int) -> float:
-    """Learning rate of step `step` (0-based): linear warm-up, then constant, or linear or cosine decay to zero.
-
-    Raises InputError when a decaying schedule does not know the number of steps.
-    """
-    peak = settings.learning_rate
-    if step < settings.warmup_steps:
-        return peak * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return peak
-    if total_steps <= 0:
-        raise InputError(
-            f"schedule {settings.schedule!r} needs the number of steps, which is unknown; set schedule = 'constant'"
-        )
-    done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
-    return peak * ((1.0 - done) if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))

@@ -22,6 +22,7 @@ from mopd_dataplane.models.adapters import save_adapter, trained_tensors
 from mopd_dataplane.models.hf import save_policy, weights_digest
 from mopd_dataplane.records import Batch
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity, latest_checkpoint
+from mopd_dataplane.train.failed_step import FailedStep, NotFiniteError, write_failed_step
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, Trainer
 from mopd_dataplane.train.metrics import MetricsLog, Tracker, open_tracker
@@ -128,7 +129,16 @@ class Run:
     def _step(self, batch: Batch, window: Window, waited: float) -> None:
         fault_point("train.batch")
         at = self._position
-        metrics = self._trainer.step(batch, window, at.step, waited_s=waited, is_first=at.window_step == 0)
+        try:
+            metrics = self._trainer.step(batch, window, at.step, waited_s=waited, is_first=at.window_step == 0)
+        except NotFiniteError as error:
+            if self._ranks.leads:
+                failed = FailedStep(
+                    step=at.step, window=window.window, window_step=at.window_step,
+                    loss=error.loss, grad_norm=error.grad_norm,
+                )  # fmt: skip
+                write_failed_step(Path(self.spec.checkpoint_dir), failed)
+            raise
         fault_point("train.updated")
         batch.release()
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
@@ -160,8 +170,10 @@ class Run:
         return position
 
     def _followed(self, first: int, stop: Stop) -> Iterator[Window]:
-        """Windows of the plan log as they are planned, until the empty one that closes it."""
+        """Windows of the plan log as they are planned, until the empty one that closes it, or the spec's last."""
         for window in count(first):
+            if window == self.spec.end_window:
+                return
             with stop.interrupting():
                 planned = self._planned(window)
             if planned.steps == 0:

@@ -8,7 +8,8 @@ from pydantic import Field
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.job.parse import parse_section
-from mopd_dataplane.job.sections import Section, Train
+from mopd_dataplane.job.section import Section
+from mopd_dataplane.job.sections import Train
 
 
 class HeadFile(Section):
@@ -68,6 +69,8 @@ class TrainSpec(Section):
     """None where the sampler's log-probs are of another distribution than the trainer's, or there are none."""
     total_steps: int = Field(default=0, ge=0)
     """Optimizer steps of the whole stage, for the schedule; 0 when unknown (schedule must then be constant)."""
+    end_window: int | None = Field(default=None, ge=0)
+    """Window before which training ends, because it goes by another spec; None: train until the plan log is closed."""
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward pass; what the optimizer updates stays float32."""

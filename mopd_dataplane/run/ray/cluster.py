@@ -197,6 +197,7 @@ class EngineReplica(_Worker):
 
     def __init__(self, job: str, stage: str, iteration: int, sampler: Sampler, version: int) -> None:
         super().__init__(job, stage)
+        self._run, self._stage = self._run.at(self._stage, iteration)
         prompts = prompts_of(self._run, self._stage, iteration)
         own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, iteration) == sampler]
         self._part = Part(self._stage, iteration, sampler, version, own)
@@ -221,6 +222,7 @@ class TeacherWorker(_Worker):
 
     def __init__(self, job: str, stage: str) -> None:
         super().__init__(job, stage)
+        self._run, self._stage = self._run.at(self._stage, self._run.policies.latest(self._stage))
         self._pool = teacher_pool(self._run, self._stage)
         self._student = student_topk(self._run, self._stage)
 

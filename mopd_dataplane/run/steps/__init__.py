@@ -7,6 +7,7 @@ server_identity.py   what a model behind a url is known by, stored at its first 
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window
 train.py             planned windows -> a new policy version
+not_finite.py        a step whose loss or gradient is not finite, and how to go on
 endings.py           the tokens that end an answer, and the share of answers that end
 evaluate.py          held-out prompts
 discriminate.py      the discriminator of a stage

@@ -21,6 +21,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
+from mopd_dataplane.run.changes import in_force
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
@@ -45,14 +46,19 @@ def recorded_windows(run: Run, stage: Stage, first: int = 0) -> Iterator[PlanWin
 def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
     """The recorded plan of a window, None when there is none.
 
-    If a deletion took one of its samples, or the snapshot that it reads, before the window was trained, the plan is
-    forgotten with the steps that were taken, so that what is left is planned and trained from the window's beginning.
-    Raises MismatchError when no checkpoint of that beginning is left.
+    If a deletion took one of its samples, or the snapshot that it reads, before the window was trained, or the job was
+    changed for this window, the plan is forgotten with the steps that were taken, so that the window is planned and
+    trained from its beginning. Raises MismatchError when no checkpoint of that beginning is left.
     """
     plan = run.store.plan(stage.name, window)
-    if plan is None or run.policies.latest(stage) > window or not _has_lost_samples(run, stage, plan):
+    if plan is None or run.policies.latest(stage) > window:
         return plan
-    _forget(run, stage, plan)
+    if plan.settings.get("changes", {}) != in_force(run.changes, stage.name, window) and len(plan.sample_rows):
+        _forget(run, stage, plan, "the job was changed for it")
+    elif _has_lost_samples(run, stage, plan):
+        _forget_lost(run, stage, plan)
+    else:
+        return plan
     return None
 
 
@@ -69,7 +75,7 @@ def lost_windows(run: Run, stage: Stage) -> list[int]:
         if plan is None or _has_lost_samples(run, stage, plan):
             windows.append(window)
             if plan is not None:
-                _forget(run, stage, plan)
+                _forget_lost(run, stage, plan)
     return windows
 
 
@@ -82,15 +88,17 @@ def _has_lost_samples(run: Run, stage: Stage, plan: PlanWindow) -> bool:
     return window_tag(stage, plan.window) not in tags(run.store)
 
 
-def _forget(run: Run, stage: Stage, plan: PlanWindow) -> None:
+def _forget_lost(run: Run, stage: Stage, plan: PlanWindow) -> None:
+    lost = int(np.isin(np.unique(plan.sample_rows), run.store.deletions.rows()).sum())
+    _forget(run, stage, plan, f"{lost} of its samples were deleted, or the snapshot that holds them")
+
+
+def _forget(run: Run, stage: Stage, plan: PlanWindow, reason: str) -> None:
+    """Remove a plan with the steps that were taken by it and the checkpoints inside its window."""
     from mopd_dataplane.run.steps.checkpoints import rewind
 
     rewind(run, stage, plan.window)
-    lost = int(np.isin(np.unique(plan.sample_rows), run.store.deletions.rows()).sum())
-    run.progress.say(
-        f"{stage.name:<16} plan     window {plan.window} is planned again: {lost} of its samples were deleted, or the "
-        "snapshot that holds them"
-    )
+    run.progress.say(f"{stage.name:<16} plan     window {plan.window} is planned again: {reason}")
     run.store.release(window_tag(stage, plan.window))
     forget_plan(run.store, plan)
 
@@ -168,6 +176,7 @@ def training_of(run: Run, stage: Stage, window: int) -> Training:
         policy_version=window,
         first_step=run.store.steps_before(stage.name, window),
         teacher_weights=run.job.objective(stage).teacher_weights,
+        changes=in_force(run.changes, stage.name, window),
         ranks=run.job.scale.data_parallel,
     )
 
@@ -237,6 +246,7 @@ def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explai
     """
     run = open_run(job, Progress(console), make=False)
     window = run.policies.latest(stage)
+    run, stage = run.at(stage, window)
     plan = plan_window(run, stage, window, iteration=stage.iteration_of(window))
     summary = {"stage": stage.name, "window": window, "digest": plan.digest, **plan.stats}
     return {**summary, **explain_plan(run, stage, plan)} if explain else summary

@@ -223,6 +223,7 @@ def reward_stage(job: Job, stage: Stage, *, console: Console | None = None, miss
     MopdError.
     """
     run = open_run(job, Progress(console), make=False)
+    run, stage = run.at(stage, run.policies.latest(stage))
     summary = {"stage": stage.name, **reward(run, stage, missing=missing)}
     if not stage.discriminator:
         return summary

@@ -29,15 +29,18 @@ from mopd_dataplane.models.devices import free_device_memory
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import is_hub_name
 from mopd_dataplane.records import PlanWindow, StepMetrics
+from mopd_dataplane.run.changes import last_change, next_change
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_sampler_gap, record_trainers_self_check, sampling_of
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
+from mopd_dataplane.run.steps.not_finite import not_finite_error
 from mopd_dataplane.run.steps.retain import free_served
 from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_gradient_warning
 from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.checkpoint import latest_checkpoint
+from mopd_dataplane.train.failed_step import take_failed_step
 from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.node_agent import node_count, node_rank
 from mopd_dataplane.train.spec import HeadFile, Sampling, TrainSpec
@@ -77,13 +80,14 @@ class Training:
         The checkpoint behind this window is still being written when the version is there: `settle` waits for it.
         Raises the trainer's error under its own exit code, EngineError when it died without one.
         """
-        run, stage, version = self._run, self._stage, plan.window + 1
+        run, stage = self._run.at(self._stage, plan.window)
+        version = plan.window + 1
         self.settle()
         if run.policies.latest(stage) < version:
             steps = len(plan.step_starts) - 1
             with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
                 free_device_memory()
-                trainer = self._trainer or self._start()
+                trainer = self._trainer_of(plan.window)
                 self._watch(trainer, plan, version, advance)
                 run.policies.publish(stage)
                 done = [m for m in self._metrics.steps() if m.window == plan.window]
@@ -94,8 +98,7 @@ class Training:
             self._warn(f"zero_gradient/{stage.name}/{plan.window}", plan.window, nothing)
             self._record_exactness(done)
             if not stage.train.keep:
-                self._resources.close()
-                self._trainer = None
+                self._stop()
             run.record_time(stage, plan.window, "train", report.seconds)
         self._record_steps()
 
@@ -121,7 +124,7 @@ class Training:
     def take_part(self, versions: int | None) -> None:
         """On a node besides the first: train together with it until it has published that many versions; None: until
         the plan log is closed."""
-        trainer = self._start()
+        trainer = self._trainer_of(self._run.policies.latest(self._stage))
         while trainer.poll() is None and (versions is None or self._run.policies.latest(self._stage) < versions):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 trainer.wait(POLL_S)
@@ -138,8 +141,7 @@ class Training:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._resources.close()
-        self._trainer = None
+        self._stop()
         if node_rank() == 0:
             self._publish_checkpoint()
             if error is None:
@@ -150,14 +152,14 @@ class Training:
         band."""
         run, stage = self._run, self._stage
         record_trainers_self_check(run.store, stage.name, self._folder)
-        sampling = self._sampling()
-        if sampling is not None and done:
+        sampling = self._sampling(done[0].window) if done else None
+        if sampling is not None:
             warning = record_sampler_gap(run.store, done[0], sampling, dtype=run.job.student.dtype)
             if warning:
                 run.progress.say(f"{stage.name:<16} warning  {warning}")
 
-    def _sampling(self) -> Sampling | None:
-        run, stage = self._run, self._stage
+    def _sampling(self, window: int) -> Sampling | None:
+        run, stage = self._run.at(self._stage, window)
         if run.store.deletions.names():  # a window that was planned again gives a policy other weights than sampled
             return None
         return sampling_of(run.job, stage, model_shape(run.policies.start(stage)))
@@ -186,8 +188,33 @@ class Training:
             why_not = f"the checkpoint stays on this node for now: {failure}"
             self._run.progress.say(f"{self._stage.name:<16} train    {why_not}")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        run, stage = self._run, self._stage
+    def _stop(self) -> None:
+        """End trainer and loader, if they run."""
+        self._resources.close()
+        self._trainer = None
+
+    def _trainer_of(self, window: int) -> subprocess.Popen[bytes]:
+        """The trainer that takes a window: the running one, unless the job changed for this window."""
+        run, name = self._run, self._stage.name
+        if self._trainer is not None and last_change(run.changes, name, window) < window:
+            return self._trainer
+        self._stop()
+        # A kill between a policy and its checkpoint leaves a window to take again, by the job that it was taken by.
+        first = min(self._checkpoints.windows_done(), window)
+        while (end := next_change(run.changes, name, first)) is not None and end <= window:
+            trainer = self._start(first)
+            while self._checkpoints.windows_done() < end:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = trainer.wait(POLL_S)
+                    if self._checkpoints.windows_done() < end:
+                        self._died(code)
+            self._stop()
+            first = end
+        return self._start(first)
+
+    def _start(self, window: int) -> subprocess.Popen[bytes]:
+        """Start a trainer that begins with a window and ends before the next one that goes by another job."""
+        run, stage = self._run.at(self._stage, window)
         run.policies.folder(stage, run.policies.latest(stage))
         check_cursor(run.store, stage.name, self._folder)
         scratch = self._resources.enter_context(scratch_folder())
@@ -195,7 +222,7 @@ class Training:
         load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
         sources = {"topk_source": stage.score.topk_source, "verifier": stage.verifier}
         load_spec = LoadSpec.for_stage(stage.name, load, run.job.objective(stage), **sources)
-        publish_file(scratch / "train.json", self._spec(scratch).model_dump_json().encode())
+        publish_file(scratch / "train.json", self._spec(scratch, window).model_dump_json().encode())
         trainer = self._trainer = _trainer(scratch / "train.json", ranks_here(run.job.scale))
         # Both start at once, the trainer waits for the loader; the trainer must end first, or it would miss its loader.
         try:
@@ -206,8 +233,8 @@ class Training:
         self._resources.callback(stop_child, trainer, STOP_S)
         return trainer
 
-    def _spec(self, scratch: Path) -> TrainSpec:
-        run, stage = self._run, self._stage
+    def _spec(self, scratch: Path, window: int) -> TrainSpec:
+        run, stage = self._run.at(self._stage, window)
         teachers, student = run.job.teachers_of(stage), run.job.student
         from_hub = stage.start == "init" and is_hub_name(student.path)
         stored_teachers = run.store.teachers()
@@ -228,8 +255,9 @@ class Training:
             objective=run.job.objective(stage),
             heads=heads,
             teachers=teachers,
-            sampling=self._sampling(),
-            total_steps=self._steps_expected(),
+            sampling=self._sampling(window),
+            total_steps=self._steps_expected(stage, window),
+            end_window=next_change(run.changes, stage.name, window),
             seed=run.job.seed,
             dtype=run.job.student.dtype,
             temperature=stage.rollout.temperature or 1.0,
@@ -245,14 +273,16 @@ class Training:
         """Whether the newest policy has no checkpoint yet."""
         return self._checkpoints.windows_done() < self._run.policies.latest(self._stage)
 
-    def _steps_expected(self) -> int:
-        """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every window."""
-        first = self._run.store.plan(self._stage.name, 0)
+    def _steps_expected(self, stage: Stage, window: int) -> int:
+        """Optimizer steps of the whole stage, for a schedule that decays: those before the last change of the job, then
+        as many for every window as for the first one behind it."""
+        store, start = self._run.store, last_change(self._run.changes, stage.name, window)
+        first = store.plan(stage.name, start)
         if first is None:
             return 0
-        trained = self._samples * self._stage.train.epochs
-        windows = math.ceil(trained / len(first.sample_rows)) if trained else self._stage.iterations
-        return (len(first.step_starts) - 1) * windows
+        trained = self._samples * stage.train.epochs
+        windows = math.ceil(trained / len(first.sample_rows)) if trained else stage.iterations - start
+        return store.steps_before(stage.name, start) + (len(first.step_starts) - 1) * windows
 
     def _watch(self, trainer: subprocess.Popen[bytes], plan: PlanWindow, version: int, advance: Advance) -> None:
         """Follow the metrics file until the window's policy is published."""
@@ -272,6 +302,9 @@ class Training:
             self._publish_checkpoint()
 
     def _died(self, code: int) -> NoReturn:
+        failed = take_failed_step(self._folder)
+        if failed is not None:
+            raise not_finite_error(*self._run.at(self._stage, failed.window), failed)
         raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
 
 

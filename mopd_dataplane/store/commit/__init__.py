@@ -12,5 +12,6 @@ payload.py       writing payload once
 samples.py       samples: payload first, metadata last
 signals.py       teachers' signals: payload first, then `scores`
 token_stats.py   per-token statistics of scoring and training
+changes.py       changes of the job after its stages had begun
 queue.py         a durable key-value queue beside the tables, used by transferqueue/
 """

@@ -102,8 +102,8 @@ class Table:
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
         """The dataset at a version (default: the newest); UnknownNameError when there is none. Changes nothing.
 
-        Clean-up leaves the version alone as long as the handle lives (in a folder; see open_versions.py). Raises MismatchError
-        for another format version or other columns, DamagedError when an acknowledged version is gone.
+        Clean-up leaves the version alone as long as the handle lives (in a folder; see open_versions.py). Raises
+        MismatchError for another format version or other columns, DamagedError when an acknowledged version is gone.
         """
         acknowledged = 0
         if not self._checked:

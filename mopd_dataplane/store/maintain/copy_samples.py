@@ -46,9 +46,9 @@ from mopd_dataplane.tables import ROW_CRC, TABLES
 
 ROWS, BYTES = 4096, 64 << 20
 """Bounds of one commit of copied payload."""
-_OTHERS = ("teachers", "steps", "events", "rewards", "labels", "prompts", "evals", "token_stats")
+_OTHERS = ("teachers", "steps", "events", "changes", "rewards", "labels", "prompts", "evals", "token_stats")
 """Tables without payload, in the order they are copied in."""
-_WHOLE, _OF_PROMPTS = ("teachers", "steps", "events"), ("prompts", "evals")
+_WHOLE, _OF_PROMPTS = ("teachers", "steps", "events", "changes"), ("prompts", "evals")
 
 
 def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from mopd_dataplane.job.parse import line_of
 from mopd_dataplane.job.read import STAGE_TABLES
 from mopd_dataplane.job.recipes import FOLDER, copy_recipe, job_file, recipe_names
 from mopd_dataplane.job.reference import Key, Table, find, json_schema, page, tables
-from mopd_dataplane.job.sections import Section
+from mopd_dataplane.job.section import Section
 from mopd_dataplane.prompts import load_prompts
 
 KEYS = {key.path: key for table in tables() for key in table.keys}

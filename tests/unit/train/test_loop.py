@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import DamagedError, EngineError, InputError, UnknownNameError
+from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Pack, StepMetrics
@@ -26,7 +27,7 @@ from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
 from mopd_dataplane.train.microbatch import DeviceCopies
 from mopd_dataplane.train.objective import ObjectiveLoss
-from mopd_dataplane.train.optimizer import learning_rate, make_optimizer
+from mopd_dataplane.train.optimizer import make_optimizer
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import HeadFile, Window
 from mopd_dataplane.train.student import load_student
