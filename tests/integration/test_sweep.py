@@ -62,7 +62,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def test_a_killed_sweep_continues_without_running_again_what_has_ended(
     words: list[str], tmp_path: Path, start_mopd: Callable[..., subprocess.Popen[bytes]],
-    mopd: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch,
+    mopd: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:  # fmt: skip
     first, second = (tmp_path / "sweep" / "learning_rate=1e-3" / f"seed-{seed}.log" for seed in (0, 1))
     sweep = start_mopd(*words)
