@@ -91,14 +91,3 @@ def test_a_killed_sweep_continues_without_running_again_what_has_ended(
     assert list(arms) == ["learning_rate=1e-3", "learning_rate=1e-2"]
     assert arms["learning_rate=1e-2"]["differences"].keys() == {"0", "1"}
     assert all(len(arm["by_seed"]) == 2 for arm in arms.values())
-
-
-def test_a_run_that_fails_leaves_the_others_running_and_is_named(
-    words: list[str], tmp_path: Path, mopd: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    settings = ["--set", "rollout.max_prompt_tokens=2,32", "--folder", str(tmp_path / "sweep")]
-    done = mopd(*words[:2], *settings, check=False, timeout=DEADLINE_S)
-    assert done.returncode == 2, done.stderr
-    assert "max_prompt_tokens=2, seed 0: failed" in done.stderr
-    assert "max_prompt_tokens=32, seed 0: done" in done.stderr
-    assert "1 of 2 runs (max_prompt_tokens=2, seed 0)" in " ".join(done.stderr.split())
