@@ -35,7 +35,7 @@ seeds: $(INSTALLED)  ## the quickstart over three seeds and its objectives
 	$(BIN)/python jobs/quickstart/seeds.py
 
 recipes: $(INSTALLED)  ## every published recipe, an hour on 2 cores; docs/recipes.md is of SEEDS="0 1 2"
-	$(BIN)/python jobs/compare.py --seeds $(SEEDS)
+	$(BIN)/python evidence/recipes.py --seeds $(SEEDS)
 
 smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation of SmolLM2-135M
 	$(BIN)/mopd run jobs/smollm2
@@ -96,8 +96,8 @@ coverage: $(INSTALLED)  ## branch coverage of the token log by its tests
 mutations: $(INSTALLED)  ## break one rule at a time and show which test notices
 	$(BIN)/python tests/faults/mutations.py
 
-lint: $(INSTALLED)  ## ruff, mypy --strict (of the jobs' scripts too), and the form of the container files
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy $$(find jobs -name "*.py")
+lint: $(INSTALLED)  ## ruff, mypy --strict (also of the scripts in jobs and evidence), and the form of the container files
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy $$(find jobs evidence -name "*.py")
 	$(BIN)/hadolint containers/Containerfile.*
 
 format: $(INSTALLED)  ## let ruff rewrite what it can

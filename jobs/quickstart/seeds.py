@@ -5,7 +5,7 @@
 
 Writes results/<objective>-<seed>.json, and does nothing where that exists; an interrupted run goes on in its store,
 runs/quickstart-<objective>-<seed>. A file holds what every policy made of every held-out prompt, so that intervals and
-paired tests need nothing else. `python jobs/figures.py` puts the tables into the pages.
+paired tests need nothing else. `python evidence/figures.py` puts the tables into the pages.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from typer import Argument, Option, Typer
 
@@ -171,6 +171,10 @@ def report(
 def compare(
     a: Annotated[str, Argument(metavar="A", help="STORE, STORE#STAGE or STORE#STAGE@VERSION.")],
     b: Annotated[str, Argument(metavar="B", help="The policy to compare A with.")],
+    equal: Annotated[
+        Literal["answers", "tokens", "seconds"] | None,
+        Option("--equal", metavar="COST", help="Choose versions of equal cost: `answers`, `tokens` or `seconds`."),
+    ] = None,
     plot: Annotated[
         Path | None, Option("--plot", metavar="FILE", help="Also draw the differences: .svg, .png or .pdf.")
     ] = None,
@@ -179,19 +183,20 @@ def compare(
     """Compare two policies on the same held-out prompts.
 
     Two stores, two stages of one, or two versions. Answers are paired by prompt: difference of accuracy and of mean
-    reward with 95 % intervals from a bootstrap over prompts, and McNemar's exact test.
+    reward with 95 % intervals from a bootstrap over prompts, and McNemar's exact test. With --equal, the policy that
+    has spent less is compared with the version of the other that is nearest to it in cost.
     """
     from mopd_dataplane.query.compare import compare_policies, plot_comparison
     from mopd_dataplane.query.sections import comparison_grid
 
-    comparison = compare_policies(a, b)
+    comparison = compare_policies(a, b, equal=equal)
     if plot is not None:
         plot_comparison(comparison, plot)
         note(f"wrote {plot}")
     if as_json:
         print_json({**vars(comparison), "rows": [{**vars(row), "verdict": row.verdict} for row in comparison.rows]})
         return
-    note(f"A = {comparison.a}\nB = {comparison.b}")
+    note(f"A = {comparison.a}: {comparison.a_spent}\nB = {comparison.b}: {comparison.b_spent}")
     grid = comparison_grid(comparison)
     print_grid(grid)
     note(grid.caption)
@@ -237,5 +242,5 @@ def add_to(app: Typer) -> None:
     register(app, show, *examples, panel=PANEL)
     register(app, report, "mopd report runs/quickstart -o report.html", panel=PANEL)
     versions = "mopd compare 'runs/quickstart#student@6' 'runs/quickstart#student@12' --plot difference.svg"
-    register(app, compare, "mopd compare runs/a runs/b", versions, panel=PANEL)
+    register(app, compare, "mopd compare runs/a runs/b --equal tokens", versions, panel=PANEL)
     register(app, schema, "mopd schema runs/quickstart", "mopd schema runs/quickstart samples", panel=PANEL)

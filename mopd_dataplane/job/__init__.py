@@ -12,6 +12,7 @@ read.py         from files, `extends` and overrides to one plain table
 job.py          the Job: its stages, and who samples, scores and judges what
 load.py         the table as a Job, or an error that names the nearest valid key
 recipes.py      jobs that come with the package, and copies of them
+sweep.py        the runs of a sweep: combinations of settings and seeds, with their names
 reference.py    every key with type, default, unit, meaning and example: docs/job.md, JSON Schema
 examples.py     those examples and units
 check.py        checks across sections

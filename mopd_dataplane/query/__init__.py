@@ -15,6 +15,9 @@ measures.py       its numbers, one SQL statement each
 exactness.py      self-checks of the models, and trainer against sampler
 run_curves.py     curves over iterations and steps, which the viewer draws too
 change_marks.py   changes of the job in the middle of a run, as rows and as lines in the curves
+spent.py          answers, tokens and seconds that a policy version cost
+sweep.py          curves and paired differences of the arms of a sweep
+sweep_report.py   the page of a sweep, and its table
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG

@@ -1,17 +1,19 @@
 """Compares two policies on the same held-out prompts, of two stores, two stages or two versions, with intervals.
 
 A policy is written STORE, STORE#STAGE or STORE#STAGE@VERSION; without a stage the last that was evaluated, without a
-version its newest. Answers are paired by prompt; prompts that only one policy answered, or that read differently in the
-two stores, are left out and counted.
+version its newest, or with a budget the one that has spent as much as the other policy. Answers are paired by prompt;
+prompts that only one policy answered, or that read differently in the two stores, are left out and counted.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.base.files import publish_figure
-from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
-from mopd_dataplane.query.answers import Answers, Values, held_out
+from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.query.answers import Answers, HeldOut, Values, held_out
+from mopd_dataplane.query.spent import Budget, Spent, cost_of, nearest_version, spent_by_version
 from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, share
+from mopd_dataplane.records import Change
 from mopd_dataplane.store.commit.changes import read_changes
 from mopd_dataplane.store.dataset import Store
 
@@ -49,6 +51,9 @@ class Comparison:
 
     a: str
     b: str
+    a_spent: Spent
+    """Cost of A."""
+    b_spent: Spent
     split: str
     """Held-out prompts that were answered: `eval` or `tune`."""
     rows: list[ComparedDomain]
@@ -59,23 +64,43 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class EvaluatedStage:
+    """A stage of a store with the held-out answers of its versions."""
+
+    uri: str
+    stage: str
+    held_out: HeldOut
+    versions: list[int]
+    """Evaluated versions, rising."""
+    spent: dict[int, Spent]
+    texts: dict[str, tuple[str, str]]
+    """Prompt id -> its text and reference answer."""
+    changes: list[Change]
+    """Changes of the job that its training went by."""
+
+
+@dataclass(frozen=True)
 class _Policy:
     label: str
     split: str
     answers: Answers
+    spent: Spent
     texts: dict[str, tuple[str, str]]
-    """Prompt id -> its text and reference answer."""
     changes: list[str]
-    """Changes of the job that its training went by."""
+    """Changes of the job that it was trained by."""
 
 
-def compare_policies(a: str, b: str) -> Comparison:
+def compare_policies(a: str, b: str, *, equal: Budget | None = None) -> Comparison:
     """Compare two policies.
 
-    Raises UnknownNameError for a stage or version that was not evaluated, MismatchError where the two have no held-out
-    prompt in common.
+    equal: compare at equal cost of this kind: the newest version of the policy that has spent less, and the version of
+    the other that is nearest to it. Raises UnknownNameError for a stage or version that was not evaluated,
+    MismatchError where the two have no held-out prompt in common, InputError for a version beside `equal`.
     """
-    first, second = _read(a), _read(b)
+    if equal is None:
+        first, second = (_policy(read_stage(name), name) for name in (a, b))
+    else:
+        first, second = _at_equal_cost(a, b, equal)
     if first.split != second.split:
         raise MismatchError(
             f"{first.label} answered {first.split} prompts, {second.label} {second.split} prompts; "
@@ -104,8 +129,8 @@ def compare_policies(a: str, b: str) -> Comparison:
     if len(domains) > 1:
         rows.append(_row("mean", right, paid, domains))
     return Comparison(
-        a=first.label, b=second.label, split=first.split, rows=rows, left_out=total - 2 * shared,
-        changes={"a": first.changes, "b": second.changes},
+        a=first.label, b=second.label, a_spent=first.spent, b_spent=second.spent, split=first.split, rows=rows,
+        left_out=total - 2 * shared, changes={"a": first.changes, "b": second.changes},
     )  # fmt: skip
 
 
@@ -159,14 +184,17 @@ def _places(first: _Policy, second: _Policy, domain: str) -> tuple[list[int], li
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def _read(name: str) -> _Policy:
-    """The answers of STORE[#STAGE[@VERSION]]."""
-    uri, named, chosen = name.partition("#")
-    stage, _, version = chosen.partition("@")
+def read_stage(name: str) -> EvaluatedStage:
+    """Read the held-out answers of STORE[#STAGE[@VERSION]], whatever its version.
+
+    Raises UnknownNameError for a store without such answers, or a stage that was not evaluated.
+    """
+    uri, hash_sign, chosen = name.partition("#")
+    stage = chosen.partition("@")[0]
     try:
         store = Store.open(uri)
     except UnknownNameError as error:
-        hint = "" if named or "@" not in uri else "; a policy of a store is written STORE#STAGE@VERSION"
+        hint = "" if hash_sign or "@" not in uri else "; a policy of a store is written STORE#STAGE@VERSION"
         raise UnknownNameError(f"{error}{hint}") from None
     answers = held_out(store)
     if not answers.policies:
@@ -176,17 +204,43 @@ def _read(name: str) -> _Policy:
     if stage not in stages:
         raise UnknownNameError(f"{uri}: no policy of stage {stage!r} was evaluated: {nearest(stage, stages)}")
     versions = sorted(number for policy, number in answers.policies if policy == stage)
-    version_name = version or str(versions[-1])
-    if version_name not in map(str, versions):
-        raise UnknownNameError(
-            f"{uri}: version {version_name!r} of {stage!r} was not evaluated; versions are "
-            f"{', '.join(map(str, versions))}"
-        )
     texts = {prompt.prompt_id: (prompt.text, prompt.answer) for prompt in store.prompts(split=answers.split)}
-    number = int(version_name)
-    changes = [
-        change.line
-        for change in read_changes(store)
-        if change.stage == stage and change.change_class != "free" and change.iteration < number
-    ]
-    return _Policy(f"{uri}#{stage}@{number}", answers.split, answers.policies[stage, number], texts, changes)
+    changes = [change for change in read_changes(store) if change.stage == stage and change.change_class != "free"]
+    return EvaluatedStage(uri, stage, answers, versions, spent_by_version(store, stage), texts, changes)
+
+
+def _policy(evaluated: EvaluatedStage, name: str) -> _Policy:
+    """The version that STORE[#STAGE[@VERSION]] names, by default the newest. Raises UnknownNameError."""
+    version = name.partition("#")[2].partition("@")[2] or str(evaluated.versions[-1])
+    if version not in map(str, evaluated.versions):
+        raise UnknownNameError(
+            f"{evaluated.uri}: version {version!r} of {evaluated.stage!r} was not evaluated; versions are "
+            f"{', '.join(map(str, evaluated.versions))}"
+        )
+    return _of_version(evaluated, int(version))
+
+
+def _at_equal_cost(a: str, b: str, budget: Budget) -> tuple[_Policy, _Policy]:
+    """The two policies at the largest cost that both have reached."""
+    for name in (a, b):
+        if "@" in name.partition("#")[2]:
+            raise InputError(
+                f"{name}: --equal {budget} chooses the versions; give STORE or STORE#STAGE without @VERSION"
+            )
+    stages = [read_stage(name) for name in (a, b)]
+    amount = min(cost_of(stage.spent, stage.versions[-1]).of(budget) for stage in stages)
+    first, second = (
+        _of_version(stage, nearest_version(stage.spent, stage.versions, budget, amount)) for stage in stages
+    )
+    return first, second
+
+
+def _of_version(evaluated: EvaluatedStage, version: int) -> _Policy:
+    return _Policy(
+        f"{evaluated.uri}#{evaluated.stage}@{version}",
+        evaluated.held_out.split,
+        evaluated.held_out.policies[evaluated.stage, version],
+        cost_of(evaluated.spent, version),
+        evaluated.texts,
+        [change.line for change in evaluated.changes if change.iteration < version],
+    )

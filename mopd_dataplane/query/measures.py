@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 CURVE_POINTS = 400
 """Most points of one line; longer step logs are averaged into this many stretches."""
 LENGTH_BINS = 24
-_KL = """
+KL_BY_TEACHER = """
             select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
             from scores where not isnan(mean_reverse_kl) group by uid, teacher"""
 
@@ -66,12 +66,12 @@ class Measures:
         select stage, teacher, iteration,
                (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
                sum(loss_tokens)::bigint as tokens
-        from samples join ({_KL}) using (uid)
+        from samples join ({KL_BY_TEACHER}) using (uid)
         where loss_tokens > 0 group by stage, teacher, iteration order by stage, teacher, iteration""")
     suitability: Rows = _answer(f"""
         select domain, teacher, (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
                count(*) as samples
-        from samples join ({_KL}) using (uid)
+        from samples join ({KL_BY_TEACHER}) using (uid)
         where loss_tokens > 0 group by domain, teacher order by domain, teacher""")
     rewards: Rows = _answer("""
         select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples

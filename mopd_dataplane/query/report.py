@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_urls import PathOrUrl, write_file
 from mopd_dataplane.query.measures import Measures, measure
@@ -50,19 +50,10 @@ def write_report(
 
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     measures, decoder = measures or measure(store), find_decoder(store, tokenizer)
     chosen = store.sql(_MOST_DIFFERENT, snapshot=measures.snapshot)["uid"].to_pylist()
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"visible": visible, "strength": strength, "number": number}
-    page = environment.get_template("report.html.j2").render(
+    page = fill_template(
+        "report.html.j2",
         name=measures.name,
         pen=red_pen(store, measures.snapshot, decoder),
         measures=measures,
@@ -75,3 +66,18 @@ def write_report(
     )
     write_file(out, page.encode())
     return out
+
+
+def fill_template(template: str, **values: Any) -> str:
+    """Fill a template of this package with values. Every text in it is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"visible": visible, "strength": strength, "number": number}
+    return environment.get_template(template).render(**values)

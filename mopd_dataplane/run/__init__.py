@@ -1,6 +1,7 @@
 """Runs a job: the only place where the components meet.
 
 pipeline.py           the whole job, stage after stage, continuing where it stopped
+sweep.py              runs a job at every combination of settings and seeds, each run a process
 estimate.py           what a job takes: tokens, time, memory, and its prompts as its models read them
 disk_estimate.py      what a job writes to its store
 model_sizes.py        sizes of a job's models, from configs and headers

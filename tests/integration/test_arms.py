@@ -1,4 +1,4 @@
-"""jobs/arms.py on a tiny model of SmolLM2's tokens: an arm's file, what it holds, and what is not run twice."""
+"""evidence/run_arm.py on a tiny model of SmolLM2's tokens: an arm's file, what it holds, and what is not run twice."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ SPECIALISTS = ("date", "larger", "json")
 
 @pytest.fixture
 def arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(JOBS))
-    return importlib.import_module("arms")
+    monkeypatch.syspath_prepend(str(JOBS.parent / "evidence"))
+    return importlib.import_module("run_arm")
 
 
 @pytest.mark.slow
 def test_an_arm_waits_for_what_it_starts_from_and_no_more(arms: ModuleType) -> None:
-    known = {name: arms.Arm(name, stages, teachers=teachers) for name, stages, teachers in (
+    by_name = {name: arms.Arm(name, stages, uses_teachers=teachers) for name, stages, teachers in (
         ("base", (), False), ("larger", (), True), ("grpo", ("grpo",), False), ("mopd-exact", ("mopd-exact",), True),
     )}  # fmt: skip
-    comparison = arms.Comparison(JOBS / "smollm2-mopd", known, SPECIALISTS)
+    comparison = arms.Comparison(JOBS / "smollm2-mopd", by_name, SPECIALISTS)
     assert comparison.shared == ("base", "date", "json", "larger")
-    assert comparison.needs("base") == comparison.needs("grpo") == ("base",)
-    assert comparison.needs("larger") == ("base", "larger")
-    assert comparison.needs("mopd-exact") == comparison.shared
+    assert comparison.prerequisites("base") == comparison.prerequisites("grpo") == ("base",)
+    assert comparison.prerequisites("larger") == ("base", "larger")
+    assert comparison.prerequisites("mopd-exact") == comparison.shared
 
 
 @pytest.mark.slow
 def test_an_arm_without_teachers_waits_for_the_specialist_that_it_starts_from(arms: ModuleType) -> None:
-    known = {"base": arms.Arm("base", teachers=False), "cascade": arms.Arm("later", ("cascade",), teachers=False)}
-    comparison = arms.Comparison(JOBS / "conflict", known, ("larger", "smaller"))
+    by_name = {
+        "base": arms.Arm("base", uses_teachers=False),
+        "cascade": arms.Arm("later", ("cascade",), uses_teachers=False),
+    }
+    comparison = arms.Comparison(JOBS / "conflict", by_name, ("larger", "smaller"))
     assert comparison.shared == ("base", "larger", "smaller")
-    assert comparison.needs("cascade") == ("base", "larger")
+    assert comparison.prerequisites("cascade") == ("base", "larger")
 
 
 LATER = """
@@ -69,8 +72,8 @@ def small_job(folder: Path) -> Path:
         (r"max_new_tokens = \d+", "max_new_tokens = 4"),
         (r"max_prompt_tokens = \d+", "max_prompt_tokens = 256"),  # a tokenizer of few merges
     ):
-        said, found = re.subn(pattern, now, said)
-        assert found, pattern
+        said, times = re.subn(pattern, now, said)
+        assert times, pattern
     job = folder / "small"
     job.mkdir()
     (job / "job.toml").write_text(said + LATER)
@@ -82,21 +85,22 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     arms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = small_job(tmp_path)
-    known = {"base": arms.Arm("base", teachers=False), **{name: arms.Arm(name) for name in SPECIALISTS}}
-    known["mopd-exact"] = arms.Arm("exact", ("mopd-exact",))
-    known["later"] = arms.Arm("one domain after another", ("later",), teachers=False)
-    comparison = arms.Comparison(job, known, SPECIALISTS, points=1)
+    by_name = {"base": arms.Arm("base", uses_teachers=False), **{name: arms.Arm(name) for name in SPECIALISTS}}
+    by_name["mopd-exact"] = arms.Arm("exact", ("mopd-exact",))
+    by_name["later"] = arms.Arm("one domain after another", ("later",), uses_teachers=False)
+    comparison = arms.Comparison(job, by_name, SPECIALISTS, points=1)
+    monkeypatch.setitem(arms.COMPARISONS, "small", comparison)
     words = ["--stores", str(tmp_path / "stores"), "--results", str(tmp_path / "results")]
     for name in ("base", "later", "mopd-exact"):
-        monkeypatch.setattr("sys.argv", ["run.py", name, "0", *words])
-        arms.main(comparison)
+        monkeypatch.setattr("sys.argv", ["run_arm.py", "small", name, "0", *words])
+        arms.main()
     said = {
         name: json.loads((tmp_path / "results" / f"{name}-0.json").read_text())
-        for name in known
+        for name in by_name
         if name not in SPECIALISTS
     }
-    for found in said.values():
-        right = found["curve"][-1]["right"]
+    for result in said.values():
+        right = result["curve"][-1]["right"]
         assert {domain: len(one["correct"]) for domain, one in right.items()} == dict.fromkeys(
             ("capital", "date", "json", "larger"), 3
         )
@@ -111,7 +115,7 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     assert said["base"]["moved"] == {}
     for name in ("later", "mopd-exact"):
         assert said[name]["moved"].keys() == set(SPECIALISTS)
-        assert all(found["kl"] >= 0 and found["entropy"] > 0 for found in said[name]["moved"].values())
+        assert all(moved["kl"] >= 0 and moved["entropy"] > 0 for moved in said[name]["moved"].values())
     capsys.readouterr()
-    arms.main(comparison)
-    assert "is there" in capsys.readouterr().out
+    arms.main()
+    assert "exists; nothing to run" in capsys.readouterr().out

@@ -34,6 +34,7 @@ WRITES = {
     "base/file_urls.py": "a scratch file on its way to a URL; a finished scratch moved to a new place",
     "interchange/exporter.py": "a scratch that is published whole", "view/export.py": "a new folder, its mark last",
     "run/follow.py": "a scratch of this process", "run/rehearsal.py": "the same", "store/remote/objects.py": "the same",
+    "run/sweep.py": "a run's output is appended to its log",
     "run/token_log_copy.py": "into a staging folder; segments come last",
     "rollout/log/segment_file.py": "the log: its header is synced first", "rollout/log/ownership.py": "O_EXCL",
     "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/remote/range_cache.py": "the same",

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("folder", ["kernels", "schemas", "jobs", "tests"])
+@pytest.mark.parametrize("folder", ["kernels", "schemas", "jobs", "evidence", "tests"])
 def test_folder_is_not_a_package(folder: str) -> None:
     """A root package named `kernels` breaks transformers, which imports the package of that name from PyPI."""
     inside = [file for file in (ROOT / folder).rglob("__init__.py") if "mopd_kernels" not in file.parts]

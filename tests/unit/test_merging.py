@@ -1,4 +1,4 @@
-"""Merged weights of jobs/alternatives: against sums done by hand, and folders that read as sound."""
+"""Merged weights of evidence/merging.py: against sums done by hand, and folders that read as sound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mopd_dataplane.base.file_checksums import check_folder, write_checksums
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "jobs" / "alternatives"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 import merging
 
 BASE = [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -3,12 +3,13 @@ calls partial credit accuracy."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,31 +23,32 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/**/*.md")} - {ROOT / "CHANGELOG.md"})
 
 
-def script(name: str) -> ModuleType:
-    """A script of jobs/."""
-    spec = importlib.util.spec_from_file_location(f"published_{name}", ROOT / "jobs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def evidence() -> Iterator[None]:
+    """Makes the modules of evidence/ importable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "evidence"))
+        yield
 
 
 @pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    return script("figures")
+def figures(evidence: None) -> ModuleType:
+    return importlib.import_module("figures")
 
 
-def test_the_page_of_recipes_and_its_pictures_are_drawn_from_the_committed_figures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "jobs"))
-    compare = script("compare")
-    assert compare.PAGE.read_text() == compare.page(), "run: python jobs/compare.py --page-only"
-    assert {file.stem for file in compare.PICTURES.iterdir()} == set(compare.shown())
-    for name in compare.shown():
-        assert (compare.PICTURES / f"{name}.svg").read_text() == compare.picture(name), name
+def test_the_page_of_recipes_and_its_pictures_are_drawn_from_the_committed_figures(evidence: None) -> None:
+    recipes = importlib.import_module("recipes")
+    assert recipes.PAGE.read_text() == recipes.page(), "run: python evidence/recipes.py --page-only"
+    assert {file.stem for file in recipes.PICTURES.iterdir()} == set(recipes.shown())
+    for name in recipes.shown():
+        assert (recipes.PICTURES / f"{name}.svg").read_text() == recipes.picture(name), name
+
+
+def test_the_page_of_evidence_fits_in_one_reading() -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    assert len(page.splitlines()) <= 150
+    assert len(re.findall(r"^\| (?!arm |---)", page, re.MULTILINE)) <= 12, "rows of its one table"
+    assert len(re.findall(r"^!\[", page, re.MULTILINE)) == 1
 
 
 def test_pages_and_results_agree(figures: ModuleType) -> None:
@@ -54,15 +56,16 @@ def test_pages_and_results_agree(figures: ModuleType) -> None:
 
 
 def test_every_block_has_a_table(figures: ModuleType) -> None:
-    found = {page: figures.BLOCK.findall((ROOT / page).read_text()) for page in figures.PAGES}
-    assert all(found.values()), "a page without a block needs no place in PAGES"
+    blocks = {page: figures.BLOCK.findall((ROOT / page).read_text()) for page in figures.PAGES}
+    assert all(blocks.values()), "a page without a block is not in PAGES"
     for page in PAGES:
         if "<!-- figures:" in page.read_text():
             assert page.relative_to(ROOT).as_posix() in figures.PAGES
 
 
 def test_another_number_in_a_page_or_a_result_is_noticed(figures: ModuleType, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    for folder in ("jobs", "evidence"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copytree(ROOT / "docs" / "images", tmp_path / "docs" / "images")
     for page in figures.PAGES:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ def test_another_number_in_a_page_or_a_result_is_noticed(figures: ModuleType, tm
     file.write_text(json.dumps(said))
     for measured in (tmp_path / "jobs" / "quickstart" / "gradients").glob("*.json"):
         measured.write_text(json.dumps({**json.loads(measured.read_text()), "settings": "0" * 16}))
-    command = [sys.executable, tmp_path / "jobs" / "figures.py", "--check"]
+    command = [sys.executable, tmp_path / "evidence" / "figures.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     problems = done.stdout.splitlines()
@@ -124,7 +127,9 @@ def test_provenance_says_where_a_figure_comes_from() -> None:
 
 
 MISNAMED = re.compile(r"avg\(\s*reward\s*\)[^\n]{0,20}\bas accuracy|mean\(\w*reward\w*\)[^\n]*accuracy", re.IGNORECASE)
-CODE = sorted({*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")})
+CODE = sorted(
+    {*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "jobs").rglob("*.py"), *(ROOT / "evidence").rglob("*.py")}
+)
 
 
 def test_no_code_calls_a_mean_reward_accuracy() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-JOBS = Path(__file__).parents[2] / "jobs"
+EVIDENCE = Path(__file__).parents[2] / "evidence"
 
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(JOBS))
+    monkeypatch.syspath_prepend(str(EVIDENCE))
     return importlib.import_module("recipe_tables")
 
 

@@ -1,10 +1,12 @@
-"""Tables of the pages, from the committed results: `<!-- figures: NAME -->` … `<!-- end of figures -->` in Markdown.
+"""Write tables and the figure of the pages from the committed results.
 
-    python jobs/figures.py            rewrite every such block
-    python jobs/figures.py --check    say which block, or which result, is stale; exit 1
+A table is a block of a Markdown page, `<!-- figures: NAME -->` … `<!-- end of figures -->`.
 
-A result is stale when the job's settings or the sampler are no longer those it was measured with. Arms without a result
-stand in their table as `not run`.
+    python evidence/figures.py            rewrite every such block
+    python evidence/figures.py --check    name the stale blocks and results; exit 1
+
+A result is stale when the job's settings or the sampler have changed since it was measured. Arms without a result
+are marked `not run`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from evidence_tables import alternatives, bought, claims, conflict, near, smollm2_mopd, teacher_count
+from comparisons import COMPARISONS
+from evidence_figure import accuracy_picture
+from evidence_tables import alternatives, claims, conflict, evidence, near, smollm2_mopd, teacher_count
 from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
@@ -27,30 +30,31 @@ from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
 from mopd_dataplane.run.provenance import settings_digest
 
 ROOT = JOBS.parent
-PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md", "docs/objectives.md")
-COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run_near.py",
-               "conflict": "run_conflict.py", "teacher-count": "run_count.py"}  # fmt: skip
-"""Jobs that compare arms, and the script beside each that says which."""
+PAGES = (
+    "README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md", "docs/objectives.md",
+    *(f"jobs/{job}/README.md" for job in COMPARISONS), "jobs/quickstart/gradients/README.md",
+)  # fmt: skip
+"""Pages with blocks."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
-PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
+PICTURE = ROOT / "docs" / "images" / "evidence.svg"
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
-    "quickstart-sampled": quickstart_sampled, "alternatives": alternatives, "claims": claims,
+    "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
     "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict, "teacher-count": teacher_count,
     "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
 }  # fmt: skip
 
 
 def stale() -> Iterator[str]:
-    """What is not as it was measured: blocks unlike the results, results of other settings or another sampler."""
+    """Describe what is stale: blocks that differ from the results, results of other settings or of another sampler."""
     for page in PAGES:
         file = ROOT / page
         text = file.read_text() if file.exists() else ""
         for name, body in BLOCK.findall(text):
             if body != FIGURES[name]():
-                yield f"{page}: block {name!r} differs from the results; run: python jobs/figures.py"
-    if not PICTURE.exists() or PICTURE.read_text() != bought():
-        yield f"{PICTURE.relative_to(ROOT)} differs from the results; run: python jobs/figures.py"
+                yield f"{page}: block {name!r} differs from the results; run: python evidence/figures.py"
+    if not PICTURE.exists() or PICTURE.read_text() != accuracy_picture():
+        yield f"{PICTURE.relative_to(ROOT)} differs from the results; run: python evidence/figures.py"
     for folder in sorted(JOBS.glob("*/results")):
         for result in results(folder.parent.name):
             yield from _stale_result(folder.parent.name, result)
@@ -65,41 +69,41 @@ def _stale_result(job: str, result: Result) -> Iterator[str]:
     where = f"jobs/{job}: result of commit {result['commit']}"
     if result["sampler"] not in (SAMPLER, FIRST_SAMPLER):
         yield f"{where}: sampler {result['sampler']!r}, which drew its samples, is no longer here; run it again"
-    said = {"arm": result.get("arm", ""), "setting": result.get("setting", 1.0)}
-    said |= {"objective": result.get("objective", ""), "stages": tuple(result.get("stages", ()))}
-    now = _settings_now(JOBS / job, **said)
+    arguments = {"arm": result.get("arm", ""), "setting": result.get("setting", 1.0)}
+    arguments |= {"objective": result.get("objective", ""), "stages": tuple(result.get("stages", ()))}
+    now = _settings_now(JOBS / job, **arguments)
     if result["settings"] != now:
         yield f"{where}: the job's settings have changed ({result['settings']} then, {now} now); run it again"
 
 
 @cache
 def _settings_now(folder: Path, arm: str, setting: float, objective: str, stages: tuple[str, ...]) -> str:
-    """Digest of what a job's file says today: of an arm at a setting, of an objective's quickstart, or of a recipe.
+    """Digest of a job's settings today: of an arm at a setting, of an objective's quickstart, or of a recipe.
 
-    stages: those that a recipe's result has; one that was added since changes nothing that was measured.
+    stages: stages of a recipe's result. A stage that was added later changes nothing that was measured.
     """
     if folder.name in COMPARISONS:
-        comparison = module(folder / COMPARISONS[folder.name]).COMPARISON
-        made = load_job(folder, overrides=comparison.rates(comparison.arms[arm], setting))
-        return settings_digest(made, (*comparison.shared, *comparison.arms[arm].run))
+        comparison = COMPARISONS[folder.name]
+        job = load_job(folder, overrides=comparison.rates(comparison.arms[arm], setting))
+        return settings_digest(job, (*comparison.shared, *comparison.arms[arm].trained_stages))
     if objective:
-        made = module(folder / "seeds.py").job_of(objective, 0)
-        return settings_digest(made, [stage.name for stage in made.stages])
-    made = load_job(folder)
+        job = module(folder / "seeds.py").job_of(objective, 0)
+        return settings_digest(job, [stage.name for stage in job.stages])
+    job = load_job(folder)
     return settings_digest(
-        made.model_copy(update={"stages": tuple(stage for stage in made.stages if stage.name in stages)})
+        job.model_copy(update={"stages": tuple(stage for stage in job.stages if stage.name in stages)})
     )
 
 
 def main() -> None:
-    """Rewrite the blocks, or say what is stale."""
+    """Rewrite the blocks, or name what is stale."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     if parser.parse_args().check:
         problems = list(stale())
         print("\n".join(problems))
         sys.exit(bool(problems))
-    PICTURE.write_text(bought())
+    PICTURE.write_text(accuracy_picture())
     for page in PAGES:
         file = ROOT / page
         before = file.read_text()

@@ -1,12 +1,12 @@
-"""One arm of a comparison at one seed: train, choose the rate on the tuning split, measure on the evaluation split.
+"""Run one arm of a comparison at one seed: train, choose the rate on the tuning split, measure on the evaluation split.
 
-    python jobs/NAME/SCRIPT.py ARM SEED [--results DIR] [--stores DIR]
-    python jobs/NAME/SCRIPT.py --list
+    python evidence/run_arm.py JOB ARM SEED [--results DIR] [--stores DIR]
+    python evidence/run_arm.py JOB                print the arms of a job
 
-Writes results/ARM-SEED.json and does nothing where that exists; killed at any moment, the same line goes on. Seed 0
-tries every setting that an arm has and keeps what is best on the tuning prompts; other seeds take that one, and so do
-arms that change one thing in another arm. The file holds what became of every evaluation prompt, so that intervals and
-paired tests need nothing else. `jobs/NAME/SCRIPT.py` says which arms there are.
+Writes jobs/JOB/results/ARM-SEED.json, or does nothing if that file exists; after a kill, the same command continues.
+Seed 0 tries every setting of an arm and uses the best on the tuning prompts. Other seeds use that setting, and so do
+arms that change one thing in another arm. The file holds every evaluation answer as right or wrong, which is all that
+intervals and paired tests need. comparisons.py defines the arms.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from comparisons import COMPARISONS, Arm, Comparison
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
@@ -42,106 +42,41 @@ from mopd_dataplane.run.steps.evaluate import answer
 from mopd_dataplane.run.steps.reward import Verifiers
 from mopd_dataplane.score.reward import Unscorable
 
-FACTORS = (0.5, 1.0, 2.0)
-"""Of the learning rate that job.toml gives; the same search for every arm that trains."""
 DISTANCE_PROMPTS = 100
-"""Training prompts of a domain whose answers say how far its teacher is from the base."""
+"""Training prompts of a domain over whose answers a teacher's distance from the base is averaged."""
 MOVED_PROMPTS = 50
-"""The same of how far an arm has moved from its start: every arm that trains is asked."""
-Merge = Callable[[Path, Sequence[Path], float, Path], None]
+"""Training prompts of a domain over whose answers an arm's distance from its start is averaged."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to use the specialists, or to do without."""
-
-    says: str
-    stages: tuple[str, ...] = ()
-    """Run one after another; the last one's policy is the arm's. None: base, a specialist, `start`'s, or a merge."""
-    settings: tuple[float, ...] = (1.0,)
-    merge: Merge | None = None
-    teachers: bool = True
-    """Whether specialists have a part in it."""
-    like: str = ""
-    """The arm in which it changes one thing: its setting is taken, and nothing is tried."""
-    start: str = ""
-    """Stage that makes another start than the base, at a rate of its own and at nobody's cost."""
-
-    @property
-    def run(self) -> tuple[str, ...]:
-        """Everything that is trained beside what all arms share."""
-        return (self.start, *self.stages) if self.start else self.stages
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A job's arms, and what they have in common."""
-
-    folder: Path
-    """Of the job."""
-    arms: dict[str, Arm]
-    """Among them the base, and one for each specialist under its stage's name."""
-    specialists: tuple[str, ...]
-    base: str = "base"
-    """Stage and arm that all others start from."""
-    points: int = 4
-    """Versions of an arm that are measured, evenly spread, the last among them."""
-    threads: int = 1
-    """Of a command that trains; arms of one seed may run side by side."""
-
-    @cached_property
-    def job(self) -> Job:
-        """As its file says it."""
-        return load_job(self.folder)
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Base and specialists: all stages that arms have in common, in the order of the job."""
-        wanted = {stage for name in (self.base, *self.specialists) for stage in self.lineage(name)}
-        return tuple(stage.name for stage in self.job.stages if stage.name in wanted)
-
-    def lineage(self, stage: str) -> tuple[str, ...]:
-        """A stage and those it starts from, the first in front."""
-        found: tuple[str, ...] = ()
-        while stage != "init":
-            found, stage = (stage, *found), self.job.stage(stage).start
-        return found
-
-    def needs(self, name: str) -> tuple[str, ...]:
-        """What of `shared` an arm cannot do without."""
-        if name in self.specialists:
-            return self.lineage(name)
-        if self.arms[name].teachers:
-            return self.shared
-        begins = {stage for trained in self.arms[name].run for stage in self.lineage(trained)}
-        return tuple(stage for stage in self.shared if stage in {*self.lineage(self.base), *begins})
-
-    def rates(self, arm: Arm, setting: float) -> list[str]:
-        """Overrides that put the rates of an arm's stages to a setting."""
-        found = {stage: self.job.stage(stage).train.learning_rate * setting for stage in arm.stages}
-        return [f"stages.{stage}.train.learning_rate={rate!r}" for stage, rate in found.items()]
-
-
-def main(comparison: Comparison) -> None:
-    """Run one arm at one seed unless its result is there."""
+def main() -> None:
+    """Run one arm at one seed, or list the arms of a job."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("arm", nargs="?", choices=comparison.arms, metavar="ARM")
+    parser.add_argument("job", choices=COMPARISONS, metavar="JOB", help=f"one of {', '.join(COMPARISONS)}")
+    parser.add_argument("arm", nargs="?", metavar="ARM", help="default: print the arms of the job")
     parser.add_argument("seed", nargs="?", type=int, default=0, metavar="SEED")
-    parser.add_argument("--list", action="store_true", help="print the arms")
-    parser.add_argument("--results", type=Path, default=comparison.folder / "results")
-    parser.add_argument("--stores", type=Path, default=Path("runs") / comparison.folder.name)
+    parser.add_argument("--results", type=Path, help="folder of the results; default: jobs/JOB/results")
+    parser.add_argument("--stores", type=Path, help="folder of the stores; default: runs/JOB")
     options = parser.parse_args()
-    if options.list or options.arm is None:
-        print("\n".join(f"{name:<16} {arm.says}" for name, arm in comparison.arms.items()))
+    comparison = COMPARISONS[options.job]
+    if options.arm is None:
+        print("\n".join(f"{name:<22} {arm.description}" for name, arm in comparison.arms.items()))
         return
-    out = options.results / f"{options.arm}-{options.seed}.json"
+    if options.arm not in comparison.arms:
+        parser.error(f"job {options.job} has no arm {options.arm!r}; its arms: {', '.join(comparison.arms)}")
+    results = options.results or comparison.folder / "results"
+    stores = options.stores or Path("runs") / comparison.folder.name
+    run_arm(Experiment(comparison, options.arm, options.seed, stores, results))
+
+
+def run_arm(experiment: Experiment) -> None:
+    """Run one arm at one seed unless its result exists."""
+    out = experiment.results / f"{experiment.name}-{experiment.seed}.json"
     if out.exists():
-        print(f"{out} is there")
+        print(f"{out} exists; nothing to run")
         return
     print(f"writes {out}", flush=True)
-    options.results.mkdir(parents=True, exist_ok=True)
-    result = Experiment(comparison, options.arm, options.seed, options.stores, options.results).measure()
-    publish_file(out, (json.dumps(result, indent=1) + "\n").encode())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    publish_file(out, (json.dumps(experiment.measure(), indent=1) + "\n").encode())
 
 
 @dataclass(frozen=True)
@@ -183,14 +118,14 @@ class Experiment:
             ]
             search = [{"setting": setting, "accuracy": value} for setting, value in tried.items()]
             return {
-                "arm": self.name, "says": self.arm.says, "seed": self.seed, "split": "eval", "setting": best,
+                "arm": self.name, "says": self.arm.description, "seed": self.seed, "split": "eval", "setting": best,
                 "chosen_on": "tune", "tried": search if len(settings) > 1 else [], "tokens": self._costs(run),
                 "teacher_distance": distance, "moved": moved, "curve": curve, "seconds": round(time.time() - began),
-                **provenance(run.job, stages=(*self.comparison.shared, *self.arm.run)),
+                **provenance(run.job, stages=(*self.comparison.shared, *self.arm.trained_stages)),
             }  # fmt: skip
 
     def _chosen(self, name: str) -> float:
-        """The setting that an arm's search kept."""
+        """The setting that an arm's search chose."""
         if len(self.comparison.arms[name].settings) == 1:
             return self.comparison.arms[name].settings[0]
         file = self.results / f"{name}-0.json"
@@ -205,19 +140,19 @@ class Experiment:
         job = load_job(self.comparison.folder, overrides=overrides)
         run = open_run(job, Progress(None))
         with closing(run.engines):
-            yield run, job.stage(self.arm.run[-1] if self.arm.run else self.comparison.shared[0])
+            yield run, job.stage(self.arm.trained_stages[-1] if self.arm.trained_stages else self.comparison.shared[0])
 
     def _shared_store(self) -> Path:
         """A store in which what the arm needs of base and specialists has run."""
         store = self.stores / f"shared-{self.seed}"
-        for stage in self.comparison.needs(self.name):
+        for stage in self.comparison.prerequisites(self.name):
             if not (store / "policies" / stage / "v1").exists():
                 self._mopd(stage, store)
         return store
 
     def _train(self, setting: float, shared: Path) -> Path:
         """The store in which the arm has run at a setting; the shared one for arms without training."""
-        if not self.arm.run:
+        if not self.arm.trained_stages:
             return shared
         store = self.stores / f"{self.name}-{self.seed}-{setting:g}"
         if not store.exists():
@@ -226,7 +161,7 @@ class Experiment:
             shutil.copytree(shared, staging, symlinks=True)
             staging.rename(store)
         overrides = [part for rate in self.comparison.rates(self.arm, setting) for part in ("--set", rate)]
-        for stage in self.arm.run:
+        for stage in self.arm.trained_stages:
             self._mopd(stage, store, *overrides)
         return store
 
@@ -244,8 +179,8 @@ class Experiment:
                 specialists = [self._last(run, name) for name in self.comparison.specialists]
                 self.arm.merge(self._last(run, self.comparison.base), specialists, setting, folder)
             return folder
-        if self.arm.run:
-            return self._last(run, self.arm.run[-1])
+        if self.arm.trained_stages:
+            return self._last(run, self.arm.trained_stages[-1])
         return self._last(run, self.name)
 
     def _last(self, run: Run, stage: str) -> Path:
@@ -256,15 +191,13 @@ class Experiment:
         """(tokens learnt from until then, folder) of the versions that are measured, the arm's policy last."""
         if not self.arm.stages:
             return [(0, self._policy(run, setting))]
-        found, before, points = [], 0, self.comparison.points
-        for stage in map(run.job.stage, self.arm.stages):
-            spent = trained_tokens(run, stage.name)
-            versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
-            for version in sorted(versions) if len(self.arm.stages) == 1 else [stage.iterations]:
-                tokens = before + sum(count for window, count in spent.items() if window < version)
-                found.append((tokens, run.policies.folder(stage, version)))
-            before += sum(spent.values())
-        return found
+        points = []
+        for stage, version in self.comparison.measured_versions(self.arm):
+            earlier = self.arm.stages[: self.arm.stages.index(stage.name)]
+            tokens = sum(sum(trained_tokens(run, name).values()) for name in earlier)
+            tokens += sum(count for window, count in trained_tokens(run, stage.name).items() if window < version)
+            points.append((tokens, run.policies.folder(stage, version)))
+        return points
 
     def _costs(self, run: Run) -> dict[str, int]:
         """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote."""
@@ -274,9 +207,10 @@ class Experiment:
         used = {teacher for stage, route in zip(self.arm.stages, routes, strict=True)
                 for domain, teacher in route.items() if domain in run.job.domains_of(run.job.stage(stage))}  # fmt: skip
         trained = (self.name,) if self.name in specialists else sorted(used) or specialists
-        trained = trained if self.arm.teachers else ()
-        begins = {stage for name in self.arm.run for stage in self.comparison.lineage(name)} - {*self.arm.run}
-        own = {stage for name in trained for stage in self.comparison.lineage(name)} | begins
+        trained = trained if self.arm.uses_teachers else ()
+        starts = {stage for name in self.arm.trained_stages for stage in self.comparison.lineage(name)}
+        starts -= {*self.arm.trained_stages}
+        own = {stage for name in trained for stage in self.comparison.lineage(name)} | starts
         teachers = 0
         for stage in self.arm.stages:
             scored = run.store.sql(
@@ -293,7 +227,7 @@ class Experiment:
 
     def _distance(self, setting: float, store: Path) -> dict[str, float]:
         """Domain -> exact reverse KL of the base to its teacher, nat per token of the base's sampled answers."""
-        if not self.arm.stages or not self.arm.teachers:
+        if not self.arm.stages or not self.arm.uses_teachers:
             return {}
         with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
             folder = self._last(run, self.comparison.base)
@@ -304,7 +238,7 @@ class Experiment:
 
     def _moved(self, setting: float, store: Path) -> dict[str, dict[str, float]]:
         """Domain -> how far the arm's policy is from the one that its first stage starts from, and its entropy."""
-        first = self.name if self.name in self.comparison.specialists else "".join(self.arm.run[:1])
+        first = self.name if self.name in self.comparison.specialists else "".join(self.arm.trained_stages[:1])
         if not first:
             return {}
         with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
@@ -330,16 +264,16 @@ class Apart(NamedTuple):
 
 def apart(run: Run, stage: Stage, folder: Path, other: Path, domain: str, *, prompts: int = DISTANCE_PROMPTS) -> Apart:
     """A policy beside another, on its answers to a domain's first training prompts."""
-    asking = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:prompts]
-    model, beside, found = load_model(folder), load_model(other), []
-    for prompt, given in zip(asking, answer(run, stage, folder, 1, asking), strict=True):
-        asked = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
-        ids, written = torch.tensor([[*asked, *given.ids]]), torch.tensor(given.mask, dtype=torch.bool)
+    questions = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:prompts]
+    policy, rival, values = load_model(folder), load_model(other), []
+    for prompt, response in zip(questions, answer(run, stage, folder, 1, questions), strict=True):
+        prompt_ids = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
+        ids, is_sampled = torch.tensor([[*prompt_ids, *response.ids]]), torch.tensor(response.mask, dtype=torch.bool)
         with torch.inference_mode():
-            logits = (one(ids).logits[0, len(asked) - 1 : -1][written].double() for one in (model, beside))
+            logits = (model(ids).logits[0, len(prompt_ids) - 1 : -1][is_sampled].double() for model in (policy, rival))
             own, theirs = (part.log_softmax(-1) for part in logits)
-        found.append(torch.stack([(own.exp() * (own - theirs)).sum(-1), -(own.exp() * own).sum(-1)]))
-    kl, entropy = torch.cat(found, 1).mean(1).tolist()
+        values.append(torch.stack([(own.exp() * (own - theirs)).sum(-1), -(own.exp() * own).sum(-1)]))
+    kl, entropy = torch.cat(values, 1).mean(1).tolist()
     return Apart(round(kl, 4), round(entropy, 4))
 
 
@@ -354,19 +288,19 @@ def trained_tokens(run: Run, stage: str) -> dict[int, int]:
 def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:
     """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
     prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
-    found: dict[str, list[tuple[float, bool | None]]] = {}
+    outcomes_by_domain: dict[str, list[tuple[float, bool | None]]] = {}
     with Verifiers(run) as verifiers:
-        for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
-            outcome = verifiers.verify(prompt, given.ids, given.mask)
+        for prompt, response in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
+            outcome = verifiers.verify(prompt, response.ids, response.mask)
             if isinstance(outcome, Unscorable):
                 raise InputError(f"prompt {prompt.prompt_id!r}: {outcome.reason}; an arm is graded on every prompt")
-            found.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
+            outcomes_by_domain.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
     return {
         domain: {
             "correct": "".join(str(int(bool(correct))) for _, correct in outcomes),
             "reward": round(float(np.mean([reward for reward, _ in outcomes])), 4),
         }
-        for domain, outcomes in found.items()
+        for domain, outcomes in outcomes_by_domain.items()
     }
 
 
@@ -377,3 +311,7 @@ def mean_right(domains: dict[str, dict[str, Any]]) -> float:
 
 def _order(prompt: Prompt) -> tuple[str, int]:
     return prompt.domain, int(prompt.prompt_id.rpartition("-")[2])
+
+
+if __name__ == "__main__":
+    main()

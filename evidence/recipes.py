@@ -1,12 +1,12 @@
 """Every recipe over several seeds, and one page that shows them: docs/recipes.md.
 
-    python jobs/compare.py [--recipes opd grpo …] [--seeds 0 1 2] [--processes 2] [--page-only]
+    python evidence/recipes.py [--recipes opd grpo …] [--seeds 0 1 2] [--processes 2] [--page-only]
 
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
 them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt, and
-what its steps and samples were like. The page shows what is there: tables by jobs/recipe_tables.py, and the text of the
-README, whose numbers tests/unit/test_recipe_sentences.py puts together from the results.
+what its steps and samples were like. The page shows what is there: tables by recipe_tables.py, and the text of
+each recipe's README.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from pictures import stages_picture
 from recipe_tables import BySeed, accuracies, tables
-from results import results
+from results import JOBS, results
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.base.files import publish_file
@@ -34,7 +34,6 @@ from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.answers import held_out
 from mopd_dataplane.run.provenance import provenance
 
-JOBS = Path(__file__).parent
 STORES = Path("runs/recipes")
 PAGE = JOBS.parent / "docs" / "recipes.md"
 PICTURES = PAGE.parent / "images" / "recipes"
@@ -45,7 +44,7 @@ TIME = re.compile(
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
 OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "near", "teacher-count")
-"""Jobs whose results jobs/figures.py shows."""
+"""Jobs whose results evidence/figures.py shows."""
 HEAD = """
 Accuracy is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of several
 seeds the mean and, in brackets, the lowest and the highest, of one seed its 95 % interval over prompts. Differences are
@@ -117,10 +116,10 @@ def figures(recipe: str, seed: int, store: Path) -> Result:
     """What every stage of a finished run made of every held-out prompt at its end."""
     job = load_job(JOBS / recipe)
     opened = open_store(str(store))
-    found = held_out(opened)
+    answered = held_out(opened)
     stages = {}
     for stage in job.stages:
-        answers = found.newest(stage.name)
+        answers = answered.newest(stage.name)
         if answers is not None:
             stages[stage.name] = {
                 domain: {
@@ -130,8 +129,8 @@ def figures(recipe: str, seed: int, store: Path) -> Result:
                 for domain in answers.prompts
                 if domain in answers.reward
             }
-    said = {"job": recipe, "seed": seed, "split": found.split, "stages": stages, "training": training(opened)}
-    return {**said, **provenance(job)}
+    result = {"job": recipe, "seed": seed, "split": answered.split, "stages": stages, "training": training(opened)}
+    return {**result, **provenance(job)}
 
 
 def training(store: Store) -> dict[str, Any]:
@@ -139,16 +138,16 @@ def training(store: Store) -> dict[str, Any]:
 
     Of the recipe's own stages: the quickstart's are the same in every recipe.
     """
-    found: dict[str, Any] = {}
+    by_stage: dict[str, Any] = {}
     for query in (TRAINED, SAMPLED):
         for row in store.sql(query).to_pylist():
             numbers = {k: round(v, 4) for k, v in row.items() if k != "stage" and v is not None}
-            found.setdefault(row["stage"], {}).update(numbers)
+            by_stage.setdefault(row["stage"], {}).update(numbers)
     for query in (OVERLAP, REWARDS, DISCRIMINATOR):
         for row in store.sql(query).to_pylist():
             ((name, value),) = ((k, v) for k, v in row.items() if k != "stage")
-            found[row["stage"]].setdefault(name, []).append(round(value, 4))
-    return {stage: said for stage, said in found.items() if stage not in SHARED}
+            by_stage[row["stage"]].setdefault(name, []).append(round(value, 4))
+    return {stage: figures for stage, figures in by_stage.items() if stage not in SHARED}
 
 
 def by_seed(recipe: str) -> BySeed:
@@ -159,8 +158,8 @@ def by_seed(recipe: str) -> BySeed:
 def measured(recipe: str) -> str:
     """What the recipe's own text says came out; its links are those of a page in docs/."""
     readme = JOBS / recipe / "README.md"
-    said = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
-    return said.replace("](../", "](../jobs/")
+    text = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
+    return text.replace("](../", "](../jobs/")
 
 
 def gallery(names: Iterable[str]) -> Iterable[str]:
@@ -186,8 +185,8 @@ def shown() -> list[str]:
 def section(recipe: str) -> str:
     """One recipe of the page."""
     job = load_job(JOBS / recipe)
-    said = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}."
-    lines = [f"## {recipe}", "", *textwrap.wrap(said, 120, break_on_hyphens=False), "", measured(recipe), ""]
+    summary = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}."
+    lines = [f"## {recipe}", "", *textwrap.wrap(summary, 120, break_on_hyphens=False), "", measured(recipe), ""]
     lines += [f"![{recipe}: what every stage ended with](images/recipes/{recipe}.svg)", ""]
     return "\n".join([*lines, *tables(recipe, by_seed(recipe)), ""])
 

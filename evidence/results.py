@@ -15,7 +15,7 @@ import numpy as np
 from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, recover, share
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
-JOBS = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 Result = dict[str, Any]
 Right = dict[str, np.ndarray]
 """Domain -> 1 or 0 for every prompt."""
@@ -28,16 +28,16 @@ def results(job: str) -> list[Result]:
 
 def right(domains: dict[str, dict[str, Any]]) -> Right:
     """What was right, from the strings of a result; domains whose reward does not say so are left out."""
-    said = {domain: answers["correct"] for domain, answers in domains.items()}
-    return {domain: np.array([int(digit) for digit in digits]) for domain, digits in said.items() if digits}
+    digits_by_domain = {domain: answers["correct"] for domain, answers in domains.items()}
+    return {domain: np.array([int(digit) for digit in digits]) for domain, digits in digits_by_domain.items() if digits}
 
 
-def source(found: Result) -> str:
+def source(result: Result) -> str:
     """Where a result comes from: commit, settings, sampler, date and machine."""
-    host = found["host"]
-    drawn = found["sampler"] + ("" if found["sampler"] == SAMPLER else f" (new samples: {SAMPLER})")
+    host = result["host"]
+    drawn = result["sampler"] + ("" if result["sampler"] == SAMPLER else f" (new samples: {SAMPLER})")
     return (
-        f"Commit {found['commit']}, settings {found['settings']}, sampler {drawn}, {found['date']}, "
+        f"Commit {result['commit']}, settings {result['settings']}, sampler {drawn}, {result['date']}, "
         f"{host['cores']} cores ({host['processor']}), no GPU."
     )
 
@@ -76,18 +76,18 @@ def paired(ends: dict[int, Right], rival: dict[int, Right]) -> str:
 
 
 def recovery(base: Right, teacher: Right, student: Right) -> str:
-    found = recover(base, teacher, student)
-    if found.value is None or found.low is None or found.high is None:
+    recovered = recover(base, teacher, student)
+    if recovered.value is None or recovered.low is None or recovered.high is None:
         return "– (no lead)"
-    return f"{100 * found.value:.0f} % ({100 * found.low:.0f} to {100 * found.high:.0f})"
+    return f"{100 * recovered.value:.0f} % ({100 * recovered.low:.0f} to {100 * recovered.high:.0f})"
 
 
 def mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-def percent(found: Estimate) -> str:
-    return f"{100 * found.value:.1f} % ({100 * found.low:.0f}–{100 * found.high:.0f})"
+def percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:.1f} % ({100 * estimate.low:.0f}–{100 * estimate.high:.0f})"
 
 
 def line(*cells: str) -> str:

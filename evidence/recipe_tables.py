@@ -105,9 +105,9 @@ BySeed = dict[int, Result]
 
 def ends(result: Result) -> dict[str, Right]:
     """What every stage's last policy got right, and the specialists in their own domains."""
-    found = {stage: right(domains) for stage, domains in result["stages"].items()}
-    own = {domain: found[domain][domain] for domain in found if domain in found[domain]}
-    return {**found, **({SPECIALISTS: own} if own else {})}
+    by_stage = {stage: right(domains) for stage, domains in result["stages"].items()}
+    own = {domain: by_stage[domain][domain] for domain in by_stage if domain in by_stage[domain]}
+    return {**by_stage, **({SPECIALISTS: own} if own else {})}
 
 
 def of(end: Right, domain: str) -> Right:
@@ -117,9 +117,9 @@ def of(end: Right, domain: str) -> Right:
 
 def accuracy(recipe: str, by_seed: BySeed) -> Iterable[str]:
     """Share that is entirely right at the end of every stage."""
-    found = {seed: ends(result) for seed, result in by_seed.items()}
+    ends_by_seed = {seed: ends(result) for seed, result in by_seed.items()}
     stages = list(dict.fromkeys(stage for result in by_seed.values() for stage in result["stages"]))
-    every = sorted({domain for end in found.values() for stage in stages for domain in end.get(stage, ())})
+    every = sorted({domain for end in ends_by_seed.values() for stage in stages for domain in end.get(stage, ())})
     columns = every if len(every) <= MOST_COLUMNS else []
     if set(every) == {SORTING, SPELLING, SPIRALS} or not columns:
         columns = [*columns, MEAN]
@@ -127,8 +127,8 @@ def accuracy(recipe: str, by_seed: BySeed) -> Iterable[str]:
     head = [*columns, *([f"mean reward, {rewarded}"] if rewarded else []), "seeds"]
     yield from _head("entirely right", *head)
     for stage in stages:
-        seeds = [seed for seed, end in found.items() if stage in end]
-        cells = [over_seeds([of(found[seed][stage], column) for seed in seeds]) for column in columns]
+        seeds = [seed for seed, end in ends_by_seed.items() if stage in end]
+        cells = [over_seeds([of(ends_by_seed[seed][stage], column) for seed in seeds]) for column in columns]
         if rewarded:
             cells.append(_numbers([by_seed[seed]["stages"][stage][rewarded]["reward"] for seed in seeds], ".3f"))
         yield _row(stage, *cells, ", ".join(map(str, seeds)))
@@ -136,18 +136,18 @@ def accuracy(recipe: str, by_seed: BySeed) -> Iterable[str]:
 
 def differences(recipe: str, by_seed: BySeed) -> Iterable[str]:
     """Pairs of stages on the same prompts, seed by seed."""
-    found = {seed: ends(result) for seed, result in by_seed.items()}
+    ends_by_seed = {seed: ends(result) for seed, result in by_seed.items()}
     yield from _head("difference in points", "in", *(f"seed {seed}" for seed in by_seed))
     for stage, rival, domains in COMPARED[recipe]:
         for domain in domains:
-            cells = [_paired(of(end[rival], domain), of(end[stage], domain)) for end in found.values()]
+            cells = [_paired(of(end[rival], domain), of(end[stage], domain)) for end in ends_by_seed.values()]
             yield _row(f"{stage} − {rival}", domain, *cells)
 
 
 def _paired(before: Right, after: Right) -> str:
-    found = compare(before, after, binary=True)
-    assert found.p is not None
-    return f"{points(found)}, p {chance(found.p)}"
+    difference = compare(before, after, binary=True)
+    assert difference.p is not None
+    return f"{points(difference)}, p {chance(difference.p)}"
 
 
 def chance(p: float) -> str:
@@ -157,11 +157,11 @@ def chance(p: float) -> str:
 
 def by_domain(by_seed: BySeed) -> Iterable[str]:
     """deepseek-v4's ten domains: the start, the domain's specialist, and the student of all."""
-    found = [ends(result) for result in by_seed.values()]
+    seeds = [ends(result) for result in by_seed.values()]
     yield from _head("entirely right", "generalist, the start", "the domain's specialist", "student")
-    for domain in (*found[0][SPECIALISTS], MEAN):
+    for domain in (*seeds[0][SPECIALISTS], MEAN):
         cells = [
-            over_seeds([of(end[name], domain) for end in found]) for name in ("generalist", SPECIALISTS, "student")
+            over_seeds([of(end[name], domain) for end in seeds]) for name in ("generalist", SPECIALISTS, "student")
         ]
         yield _row(domain, *cells)
 
@@ -212,7 +212,7 @@ def overlap(by_seed: BySeed) -> Iterable[str]:
     yield from _head(f"overlap mass, {_listed(told)}", "first window", "last window")
     for stage in dict.fromkeys(stage for stage, _, _ in COMPARED["topk"]):
         each = [result["training"][stage]["overlap_mass"] for result in told.values()]
-        yield _row(stage, *(_numbers([ends[place] for ends in each], ".2f") for place in (0, -1)))
+        yield _row(stage, *(_numbers([masses[window] for masses in each], ".2f") for window in (0, -1)))
 
 
 MORE: dict[str, Callable[[BySeed], Iterable[str]]] = {
@@ -235,12 +235,12 @@ def sources(by_seed: BySeed) -> str:
     """Prompts, and the provenance of every seed."""
     first = next(iter(by_seed.values()))
     counts = sorted({len(digits) for end in ends(first).values() for digits in end.values()}, reverse=True)
-    said = [f"{' or '.join(map(str, counts))} prompts a domain ({first['split']} split)."]
+    sentences = [f"{' or '.join(map(str, counts))} prompts a domain ({first['split']} split)."]
     runs: dict[str, list[int]] = {}
     for seed, result in by_seed.items():
         runs.setdefault(source(result), []).append(seed)
-    said += [f"{_listed(seeds).capitalize()}: {run}" for run, seeds in runs.items()]
-    return " ".join(said)
+    sentences += [f"{_listed(seeds).capitalize()}: {run}" for run, seeds in runs.items()]
+    return " ".join(sentences)
 
 
 def _with(key: str, by_seed: BySeed) -> BySeed:
@@ -269,8 +269,8 @@ def _row(*cells: str) -> str:
 
 def accuracies(by_seed: BySeed) -> dict[str, list[float]]:
     """Stage -> the mean over domains of what is right, seed by seed."""
-    found: dict[str, list[float]] = {}
+    by_stage: dict[str, list[float]] = {}
     for result in by_seed.values():
         for stage, domains in result["stages"].items():
-            found.setdefault(stage, []).append(float(np.mean([values.mean() for values in right(domains).values()])))
-    return found
+            by_stage.setdefault(stage, []).append(float(np.mean([values.mean() for values in right(domains).values()])))
+    return by_stage

@@ -1,0 +1,82 @@
+"""The figure of docs/evidence.md: accuracy against the answers that a student learnt from, for every arm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from comparisons import COMPARISONS, Arm, Comparison
+from evidence_tables import QUICKSTART_OBJECTIVES
+from pictures import Curve, Panel, panels_picture
+from quickstart_tables import quickstart_ends
+from results import JOBS, Right, mean, results, right
+
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.load import load_job
+
+
+def accuracy_picture() -> str:
+    """An SVG with a panel for the pretrained model and one for the toy world."""
+    smol, toy = COMPARISONS["smollm2-mopd"], COMPARISONS["alternatives"]
+    domains = sorted(smol.job.routing)
+    smol_curves, smol_levels = _curves(smol, domains, start=True)
+    toy_curves, toy_levels = _curves(toy, sorted(toy.job.routing), start=False)
+    answers = _answers(load_job(JOBS / "quickstart").stage("student"))
+    many = {
+        f"{arm}, quickstart": [(answers, mean(map(_accuracy, quickstart_ends(objective))))]
+        for arm, objective in QUICKSTART_OBJECTIVES.items()
+    }
+    panels = (
+        Panel(title="SmolLM2-135M, seed 0", curves=smol_curves, levels=smol_levels, ticks=(0, 64, 128, 192), width=420),
+        Panel(
+            title="toy world, mean of seeds 0 to 2", curves={**toy_curves, **many}, levels=toy_levels,
+            ticks=(1024, 2048, 4096, 8192, 16384, 24576), logarithmic=True, width=680,
+        ),
+    )  # fmt: skip
+    return panels_picture(
+        "Accuracy against answers, by arm", panels, across="answers that the student learnt from",
+        upward="entirely right, mean over three domains; dashed: learns from no answers",
+    )  # fmt: skip
+
+
+def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple[dict[str, Curve], dict[str, float]]:
+    """Curves of the arms that learn from answers, and levels of those that do not; specialists are left out.
+
+    start: curves begin at the base, with no answers.
+    """
+    curves: dict[str, Curve] = {}
+    levels: dict[str, float] = {}
+    job = comparison.folder.name
+    for name, arm in comparison.arms.items():
+        if arm.like or name in comparison.specialists:
+            continue
+        runs = [result["curve"] for result in results(job) if result["arm"] == name]
+        points = [mean(_accuracy(right(p["right"]), domains) for p in versions) for versions in zip(*runs, strict=True)]
+        if arm.stages:
+            curves[name] = list(zip(_answers_by_point(comparison, arm), points, strict=True))
+        else:
+            levels[name] = points[-1]
+    if start:
+        curves = {name: [(0, levels[comparison.base]), *curve] for name, curve in curves.items()}
+    return curves, levels
+
+
+def _answers_by_point(comparison: Comparison, arm: Arm) -> list[int]:
+    """Answers that an arm has learnt from at each of its measured versions."""
+    totals = {name: _answers(comparison.job.stage(name)) for name in arm.stages}
+    counts = []
+    for stage, version in comparison.measured_versions(arm):
+        earlier = arm.stages[: arm.stages.index(stage.name)]
+        counts.append(sum(totals[name] for name in earlier) + totals[stage.name] * version // stage.iterations)
+    return counts
+
+
+def _answers(stage: Stage) -> int:
+    """Answers that a stage learns from."""
+    if stage.data == "reference":
+        return stage.examples
+    return stage.iterations * stage.rollout.prompts_per_iteration * stage.rollout.group_size
+
+
+def _accuracy(end: Right, domains: Iterable[str] = ()) -> float:
+    """Mean over domains of the share that is right; domains: default all."""
+    return mean(float(end[domain].mean()) for domain in domains or end)
