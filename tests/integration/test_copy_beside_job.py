@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane import open_store
 
 LONGEST_S = 600.0
 
 
+@pytest.mark.slow  # three copies beside a whole job
 def test_a_store_is_copied_while_its_job_runs(
     tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:
