@@ -7,6 +7,9 @@ server_identity.py   what a model behind a url is known by, stored at its first 
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window
 train.py             planned windows -> a new policy version
+train_spec.py        what the trainer of a window is told
+trainer_process.py   trainer and loader as processes
+train_records.py     steps, statistics and warnings of training, in the store
 not_finite.py        a step whose loss or gradient is not finite, and how to go on
 endings.py           the tokens that end an answer, and the share of answers that end
 evaluate.py          held-out prompts

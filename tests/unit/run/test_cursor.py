@@ -9,7 +9,7 @@ import torch
 
 from mopd_dataplane import Store
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.run.steps.train import check_cursor
+from mopd_dataplane.run.steps.trainer_process import check_cursor
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position
 from mopd_dataplane.train.ranks import Ranks
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mopd_dataplane.run.steps.train import kl_warning
+from mopd_dataplane.run.steps.train_records import kl_warning
 
 
 def test_a_rise_is_named_with_both_values_and_the_next_step() -> None:
