@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.query.heads import head_logits, log_softmax, read_states
 from mopd_dataplane.query.run_curves import half_width
 from mopd_dataplane.query.text import visible
@@ -167,12 +168,13 @@ class Correction:
 
 def read_answers(store: Store, snapshot: Snapshot, teacher: str, sample_rows: Sequence[int]) -> list[Answer]:
     """Answers with the tokens at least MIN_NATS below the student's log-prob. Raises DamagedError, UnknownNameError."""
-    tokens = store.read_tokens(sample_rows, ["tokens", "logprobs", "loss_mask"], snapshot, verify=True)
+    tokens = store.read_tokens(sample_rows, column_names(PAYLOAD), snapshot, verify=True)
     about = store.take_samples(sample_rows, ["uid", "prompt_len"], snapshot).to_pylist()
     signals = store.read_signal(teacher, "logprob", sample_rows, snapshot, verify=True)
-    columns = (list_views(tokens[name]) for name in ("tokens", "logprobs", "loss_mask"))
+    columns = {name: list_views(tokens[name]) for name in column_names(PAYLOAD)}
+    lists = zip(columns["tokens"], columns["logprobs"], columns["loss_mask"], strict=True)
     answers = []
-    for row, sample, signal, ids, logprobs, mask in zip(sample_rows, about, signals, *columns, strict=True):
+    for row, sample, signal, (ids, logprobs, mask) in zip(sample_rows, about, signals, lists, strict=True):
         if ids is None or logprobs is None or mask is None:
             continue
         trained = np.asarray(mask, bool)
