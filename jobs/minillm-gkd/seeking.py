@@ -39,12 +39,12 @@ def fit(settings: dict[str, Any]) -> tuple[float, Tensor]:
     """Lowest divergence over the starts, and the student's distribution [240] there."""
     head, one = Head(torch.stack([GRID, GRID**2], 1)), torch.ones(1, 1, dtype=torch.float64)
     teacher = Head(teacher_distribution().log()[:, None])
-    found = []
+    fits = []
     for start in STARTS:
         state = state_of(*start).requires_grad_()
         value = minimise(lambda at: divergence(at, head, one, teacher, reduction="sum", **settings), state)
-        found.append((value, (state.detach() @ head.weight.T).softmax(1)[0]))
-    return min(found, key=lambda pair: pair[0])
+        fits.append((value, (state.detach() @ head.weight.T).softmax(1)[0]))
+    return min(fits, key=lambda pair: pair[0])
 
 
 def state_of(mean: float, width: float) -> Tensor:
@@ -91,8 +91,8 @@ def draw(fits: dict[str, Tensor], file: Path) -> None:
     shown = [("forward KL", "reverse KL"), [name for name in fits if "KL" not in name]]
     for axis, names in zip(axes, shown, strict=True):
         axis.fill_between(GRID, teacher / step, color="0.85", label="teacher: two modes")
-        for place, name in enumerate(names):
-            axis.plot(GRID, fits[name] / step, linestyle=("-", "--", "-.", ":")[place % 4], label=name)
+        for index, name in enumerate(names):
+            axis.plot(GRID, fits[name] / step, linestyle=("-", "--", "-.", ":")[index % 4], label=name)
         axis.set(xlabel="x", xlim=(-6, 6), ylim=(0, None))
         axis.legend(fontsize=8, frameon=False)
     axes[0].set(ylabel="density", title="the two ends")

@@ -48,21 +48,21 @@ def job_of(objective: str, seed: int) -> Job:
     return load_job(JOB, overrides=[f"seed={seed}", *OBJECTIVES[objective]])
 
 
-def objective_of(made: Job) -> str:
+def objective_of(recorded_job: Job) -> str:
     """The name here of what a job's student learns by. Raises ValueError for another objective."""
-    chosen = made.stage("student").objective
+    chosen = recorded_job.stage("student").objective
     for name in OBJECTIVES:
-        job = job_of(name, made.seed)
-        if job.stage("student").objective == chosen and job.objectives[chosen] == made.objectives[chosen]:
+        job = job_of(name, recorded_job.seed)
+        if job.stage("student").objective == chosen and job.objectives[chosen] == recorded_job.objectives[chosen]:
             return name
     raise ValueError(f"the student's objective is none of {', '.join(OBJECTIVES)}")
 
 
 def figures(store: Path) -> dict[str, Any]:
     """What a store's held-out answers were, and where they come from."""
-    made = load_job(store / "job.json")
-    objective = objective_of(made)
-    job = job_of(objective, made.seed)
+    recorded_job = load_job(store / "job.json")
+    objective = objective_of(recorded_job)
+    job = job_of(objective, recorded_job.seed)
     measures = measure(open_store(str(store)))
     policies = {
         policy: {"version": version, "domains": _domains(measures, policy, version)}
@@ -72,8 +72,8 @@ def figures(store: Path) -> dict[str, Any]:
     taught: dict[str, dict[str, Any]] = {}
     for row in recovery(measures):
         if row["domain"] != "mean":
-            found = taught.setdefault(row["policy"], {"base": row["base"], "teachers": {}})
-            found["teachers"][row["domain"]] = teachers[row["teacher"]]
+            row_of_policy = taught.setdefault(row["policy"], {"base": row["base"], "teachers": {}})
+            row_of_policy["teachers"][row["domain"]] = teachers[row["teacher"]]
     seconds = sum(row["seconds"] for row in measures.times)
     return {
         "job": job.name, "objective": objective, "seed": job.seed,
@@ -102,8 +102,8 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="of a finished run; runs nothing")
     options = parser.parse_args()
     if options.store is not None:
-        found = figures(options.store)
-        _write(RESULTS / f"{found['objective']}-{found['seed']}.json", found)
+        result = figures(options.store)
+        _write(RESULTS / f"{result['objective']}-{result['seed']}.json", result)
         return
     for objective in options.objectives:
         for seed in options.seeds:
@@ -112,9 +112,9 @@ def main() -> None:
                 _write(out, figures(run(objective, seed)))
 
 
-def _write(out: Path, found: dict[str, Any]) -> None:
+def _write(out: Path, result: dict[str, Any]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    publish_file(out, (json.dumps(found, indent=1) + "\n").encode())
+    publish_file(out, (json.dumps(result, indent=1) + "\n").encode())
     print(f"wrote {out}")
 
 

@@ -185,9 +185,9 @@ def read(store: Store, rows: np.ndarray, prompts: np.ndarray, teacher: PreTraine
     tokens = [t.as_py() for t in store.read_tokens(rows, columns=["tokens"])["tokens"]]
     ids = torch.zeros(len(rows), max(map(len, tokens)), dtype=torch.int64)
     trained = torch.zeros_like(ids, dtype=torch.bool)
-    for place, (sequence, prompt) in enumerate(zip(tokens, prompts, strict=True)):
-        ids[place, : len(sequence)] = torch.tensor(sequence)
-        trained[place, int(prompt) : len(sequence)] = True
+    for index, (sequence, prompt) in enumerate(zip(tokens, prompts, strict=True)):
+        ids[index, : len(sequence)] = torch.tensor(sequence)
+        trained[index, int(prompt) : len(sequence)] = True
     predictors = trained.flatten().nonzero()[:, 0] - 1
     with torch.no_grad():
         states = hidden_states(teacher, ids).flatten(0, 1)[predictors]
@@ -208,7 +208,7 @@ def measure(
     """Gradients of every form, the hidden width and the vocabulary."""
     student = load_model(Path(store.uri) / "policies" / "base" / "v1")
     weights = list(student.parameters())
-    found = {name: Comparison() for name in forms}
+    comparisons = {name: Comparison() for name in forms}
     for parts in batches(store, samples, size, mixed):
         exact: Tensor | None = None
         for name, (loss, _) in forms.items():
@@ -221,15 +221,15 @@ def measure(
             seconds = time.perf_counter() - began
             gradient = torch.cat([part.flatten() for part in gradients]).double()
             exact = gradient if exact is None else exact
-            found[name].own.add(gradient, seconds)
-            found[name].apart.add(gradient - exact, seconds)
+            comparisons[name].own.add(gradient, seconds)
+            comparisons[name].apart.add(gradient - exact, seconds)
     rows, width = lm_head(student).weight.shape
-    return found, width, rows
+    return comparisons, width, rows
 
 
-def summary(found: dict[str, Comparison], forms: Forms, width: int, vocabulary: int) -> list[dict[str, Any]]:
+def summary(comparisons: dict[str, Comparison], forms: Forms, width: int, vocabulary: int) -> list[dict[str, Any]]:
     """One row a form; the first form is the exact one. apart: noise of the difference to exact on the same batches."""
-    exact = next(iter(found.values())).own
+    exact = next(iter(comparisons.values())).own
     length = float(exact.mean.norm())
     return [
         {
@@ -242,7 +242,7 @@ def summary(found: dict[str, Comparison], forms: Forms, width: int, vocabulary: 
             "cosine": round(float(comparison.own.mean @ exact.mean) / (length * float(comparison.own.mean.norm())), 4),
             "time": round(float(np.median(comparison.own.seconds) / np.median(exact.seconds)), 3),
         }
-        for name, comparison in found.items()
+        for name, comparison in comparisons.items()
     ]
 
 
@@ -258,9 +258,11 @@ def main() -> None:
     options = parser.parse_args()
     forms = BASELINES if options.forms == "baselines" else FORMS
     torch.set_num_threads(1)
-    found, width, vocabulary = measure(open_store(options.store), forms, options.samples, options.batch, options.mixed)
-    rows = summary(found, forms, width, vocabulary)
-    count = next(iter(found.values())).own.batches
+    comparisons, width, vocabulary = measure(
+        open_store(options.store), forms, options.samples, options.batch, options.mixed
+    )
+    rows = summary(comparisons, forms, width, vocabulary)
+    count = next(iter(comparisons.values())).own.batches
     print(f"{count} batches of {options.batch} answers; logits would take {4 * vocabulary} bytes a token")
     print("| signal | bytes/token | bias | by chance | noise | apart | cosine | time, full = 1 |")
     print("|---" * len(rows[0]) + "|")

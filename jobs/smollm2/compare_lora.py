@@ -75,14 +75,14 @@ def answers(store: Store, policy: str, version: int) -> dict[str, dict[str, Any]
 
 def table() -> Iterator[str]:
     """Rows of Markdown: a seed each, and all seeds, the answers to one prompt taken together."""
-    found = {(r["arm"], r["seed"]): r for r in (json.loads(file.read_text()) for file in RESULTS.glob("*.json"))}
-    seeds = sorted(seed for arm, seed in found if arm == ARMS[0] and (ARMS[1], seed) in found)
+    results = {(r["arm"], r["seed"]): r for r in (json.loads(file.read_text()) for file in RESULTS.glob("*.json"))}
+    seeds = sorted(seed for arm, seed in results if arm == ARMS[0] and (ARMS[1], seed) in results)
     yield f"| seed | start | {' | '.join(ARMS)} | {ARMS[0]} - start | {ARMS[1]} - start | {ARMS[1]} - {ARMS[0]} |"
     yield "|---" * 7 + "|"
     sets = [(str(seed), [seed]) for seed in seeds]
     for name, own in [*sets, ("all", seeds)] if len(seeds) > 1 else sets:
-        start = _distances([found[ARMS[0], seed]["start"] for seed in own])
-        ends = [_distances([found[arm, seed]["end"] for seed in own]) for arm in ARMS]
+        start = _distances([results[ARMS[0], seed]["start"] for seed in own])
+        ends = [_distances([results[arm, seed]["end"] for seed in own]) for arm in ARMS]
         means = [sum(values.mean() for values in domains.values()) / len(domains) for domains in (start, *ends)]
         pairs = [(start, ends[0]), (start, ends[1]), (ends[0], ends[1])]
         told = [compare(before, after, binary=False) for before, after in pairs]

@@ -73,8 +73,8 @@ def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -
 def importance_of(rows: Ints, sample_rows: Ints, importance: Floats) -> list[float]:
     """Weights of samples in the order of `rows`, for the record. sample_rows: the row that each weight belongs to."""
     by_row = np.argsort(sample_rows)
-    found = importance[by_row[np.searchsorted(sample_rows[by_row], rows)]]
-    return [float(f"{value:.9g}") for value in found.tolist()]
+    chosen = importance[by_row[np.searchsorted(sample_rows[by_row], rows)]]
+    return [float(f"{value:.9g}") for value in chosen.tolist()]
 
 
 def _checked(columns: Columns) -> Floats:

@@ -160,8 +160,8 @@ def refuse_unrecorded(run: OpenedRun, remembered: Job) -> tuple[Change, ...]:
 
 def _pending(run: OpenedRun, remembered: Job, recorded: Sequence[Change]) -> _Pending:
     """Raises MismatchError for a fixed key that differs, and for a change that its stage cannot take."""
-    found = differences(remembered, run.job)
-    for difference in found:
+    changed_keys = differences(remembered, run.job)
+    for difference in changed_keys:
         if difference.change_class == ChangeClass.FIXED and difference.parts[0] in ALWAYS_FIXED:
             raise _fixed(run, difference)
     pending = _Pending([], [])
@@ -170,7 +170,7 @@ def _pending(run: OpenedRun, remembered: Job, recorded: Sequence[Change]) -> _Pe
         if stage.name not in names or not has_begun(run, stage):
             continue
         before = remembered.stage(stage.name)
-        own = [one for one in found if concerns(one, stage, run.job) or concerns(one, before, remembered)]
+        own = [one for one in changed_keys if concerns(one, stage, run.job) or concerns(one, before, remembered)]
         for difference in own:
             if difference.change_class == ChangeClass.FIXED and difference.parts[0] not in ALWAYS_FIXED:
                 raise _fixed(run, difference)

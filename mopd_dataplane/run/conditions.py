@@ -80,11 +80,11 @@ def explain_conditions(
 
 def _histogram(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, list[int]]:
     """Bar -> [count before, count after]; samples without a value are in no bar."""
-    present, kept = before[np.isfinite(before)], after[np.isfinite(after)]
+    present, kept_values = before[np.isfinite(before)], after[np.isfinite(after)]
     if not len(present):
         return {}
     edges = np.histogram_bin_edges(present, BARS)
-    counts = zip(np.histogram(present, edges)[0].tolist(), np.histogram(kept, edges)[0].tolist(), strict=True)
+    counts = zip(np.histogram(present, edges)[0].tolist(), np.histogram(kept_values, edges)[0].tolist(), strict=True)
     return {f"{low:.4g} to {high:.4g}": list(pair) for low, high, pair in zip(edges, edges[1:], counts, strict=False)}
 
 

@@ -79,8 +79,8 @@ class Conditions:
         with _connect() as connection:
             named = referenced(connection, _select(texts), self._rollouts.names)
             connection.register(TABLE, self._rollouts.table(named))
-            known = [name for name in self._rollouts.names if name not in HIDDEN]
-            return evaluate(connection, texts, [*known, *self._names], subject).drop_columns("sample_row")
+            visible_names = [name for name in self._rollouts.names if name not in HIDDEN]
+            return evaluate(connection, texts, [*visible_names, *self._names], subject).drop_columns("sample_row")
 
 
 def job_questions(store: OpenStore) -> dict[str, str]:
@@ -89,7 +89,7 @@ def job_questions(store: OpenStore) -> dict[str, str]:
 
 
 def evaluate(
-    connection: duckdb.DuckDBPyConnection, texts: Sequence[str], known: Sequence[str], subject: str
+    connection: duckdb.DuckDBPyConnection, texts: Sequence[str], columns: Sequence[str], subject: str
 ) -> pa.Table:
     """`sample_row` and a column for each expression over the table that the connection has. Raises QueryError, which
     names the nearest of `known` for a column that the table lacks."""
@@ -97,15 +97,15 @@ def evaluate(
         return connection.sql(_select(texts)).to_arrow_table()
     except duckdb.Error as error:
         if unknown := _UNKNOWN.search(str(error)):
-            raise QueryError(f"{subject}: {unknown_column(unknown[1], known)}") from None
+            raise QueryError(f"{subject}: {unknown_column(unknown[1], columns)}") from None
         raise QueryError(f"{subject}: {error}") from error
 
 
-def unknown_column(name: str, known: Sequence[str]) -> str:
+def unknown_column(name: str, columns: Sequence[str]) -> str:
     """What to tell about a name that is no column."""
     if name.lower() == STEP:
         return f"{STEP!r} is known where a plan is made only: use it in plan.weight, plan.order or plan.where"
-    return f"no column {name!r}: {nearest(name, known)}; their meaning: mopd schema STORE {TABLE}"
+    return f"no column {name!r}: {nearest(name, columns)}; their meaning: mopd schema STORE {TABLE}"
 
 
 def check_boolean(text: str, kind: pa.DataType, subject: str) -> None:
@@ -130,8 +130,8 @@ def empty_rollouts(teachers: Sequence[str]) -> pa.Table:
             fields = [TABLES[name].schema.field(column) for column in columns]
             connection.register(name, pa.schema(fields).empty_table())
         has = (SPREAD, STATS, REPETITION)
-        made = definition(sorted(teachers), has=has, with_rows=True)
-        return connection.sql(f"select * from ({made})").to_arrow_table()
+        view_text = definition(sorted(teachers), has=has, with_rows=True)
+        return connection.sql(f"select * from ({view_text})").to_arrow_table()
 
 
 def check_kind(
@@ -144,8 +144,8 @@ def check_kind(
     expression = expand(text, names, subject)
     with _connect() as connection:
         connection.register(TABLE, rollouts)
-        known = [name for name in rollouts.column_names if name not in HIDDEN]
-        kind = evaluate(connection, [expression], [*known, *names], subject).schema.types[1]
+        columns = [name for name in rollouts.column_names if name not in HIDDEN]
+        kind = evaluate(connection, [expression], [*columns, *names], subject).schema.types[1]
     (check_boolean if is_condition else check_number)(text, kind, subject)
 
 

@@ -65,7 +65,7 @@ def expand(text: str, names: Mapping[str, str], subject: str) -> str:
     names: name -> its expression. Names are compared without regard to case. Raises QueryError for an expression that
     is none, and for conditions that name each other in a circle.
     """
-    known = {name.lower(): name for name in names}
+    name_by_lower = {name.lower(): name for name in names}
     with _parser().cursor() as connection:
 
         def replaced(expression: str, within: tuple[str, ...], of: str) -> Any:
@@ -73,9 +73,9 @@ def expand(text: str, names: Mapping[str, str], subject: str) -> str:
 
             def swap(node: dict[str, Any]) -> Any:
                 column = [part.lower() for part in _column(node)]
-                if len(column) != 1 or column[0] not in known:
+                if len(column) != 1 or column[0] not in name_by_lower:
                     return node
-                name = known[column[0]]
+                name = name_by_lower[column[0]]
                 if name in within:
                     raise QueryError(f"questions.{name} names itself: {' -> '.join((*within, name))}; spell one out")
                 return replaced(names[name], (*within, name), f"questions.{name}")
@@ -83,22 +83,22 @@ def expand(text: str, names: Mapping[str, str], subject: str) -> str:
             return _rebuilt(_parsed(connection, checked), swap)
 
         checked = check_expression(text, subject)
-        if not known or not _named(connection, checked, known):
+        if not name_by_lower or not _named(connection, checked, name_by_lower):
             return checked
         return _text(connection, replaced(text, (), subject))
 
 
 def used_names(text: str, names: Mapping[str, str], subject: str) -> dict[str, str]:
     """Those of the named conditions that an expression uses, itself or through others."""
-    known = {name.lower(): name for name in names}
+    name_by_lower = {name.lower(): name for name in names}
     used: dict[str, str] = {}
     waiting = [check_expression(text, subject)]
     with _parser().cursor() as connection:
         while waiting:
-            for name in sorted(_named(connection, waiting.pop(), known)):
-                if known[name] not in used:
-                    used[known[name]] = names[known[name]]
-                    waiting.append(check_expression(names[known[name]], f"questions.{known[name]}"))
+            for name in sorted(_named(connection, waiting.pop(), name_by_lower)):
+                if name_by_lower[name] not in used:
+                    used[name_by_lower[name]] = names[name_by_lower[name]]
+                    waiting.append(check_expression(names[name_by_lower[name]], f"questions.{name_by_lower[name]}"))
     return used
 
 
@@ -159,10 +159,10 @@ def _rebuilt(tree: Any, swap: Callable[[dict[str, Any]], Any]) -> Any:
     return [_rebuilt(part, swap) for part in tree] if isinstance(tree, list) else tree
 
 
-def _named(connection: duckdb.DuckDBPyConnection, expression: str, known: Mapping[str, str]) -> set[str]:
+def _named(connection: duckdb.DuckDBPyConnection, expression: str, names: Mapping[str, str]) -> set[str]:
     """Names of columns in an expression that are in `known`, in small letters."""
     columns = ([part.lower() for part in _column(node)] for node in _nodes(_parsed(connection, expression)))
-    return {column[0] for column in columns if len(column) == 1} & known.keys()
+    return {column[0] for column in columns if len(column) == 1} & names.keys()
 
 
 def _column(node: dict[str, Any]) -> list[str]:
