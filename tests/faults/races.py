@@ -160,7 +160,7 @@ def merge_as_a_stranger(ground: Ground, stop: Path) -> int:
     """`compact_files` of Lance itself, on every table that holds rows of samples; how many went through."""
     import lance
 
-    options = Store.open(ground.uri)._place.storage_options or None
+    options = Store.open(ground.uri).location.storage_options or None
     merged = 0
     names = ("tokens", "samples", "scores", "rewards", f"signals/{TEACHER}/logprob", f"signals/{TEACHER}/topk")
     for turn in until_told(stop):

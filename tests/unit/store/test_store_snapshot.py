@@ -13,6 +13,7 @@ from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store.commit import fragments
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.maintain import compaction
 from mopd_dataplane.store.read import row_reader
 
 
@@ -22,12 +23,12 @@ def commit(store: Store, first: int, last: int) -> None:
 
 
 def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragments, "KEEP", timedelta(0))
+    monkeypatch.setattr(compaction, "KEEP", timedelta(0))
     commit(store, 0, 5)
-    pinned, loose = store.snapshot(tag="plan-0"), store.snapshot()
+    pinned, loose = store.snapshot(tag="plan-0"), Store.open(store.uri).snapshot()
     assert pinned == loose
     commit(store, 5, 8)
-    between = store.snapshot()
+    between = Store.open(store.uri).snapshot()  # no handle of it stays open, which would keep its versions
     commit(store, 8, 9)
     report = store.compact()
     assert report["samples"]["files_merged"] == 9
@@ -109,11 +110,11 @@ def test_a_pin_that_died_halfway_is_taken_again(store: Store) -> None:
 
 
 def test_a_snapshot_can_be_pinned_after_it_was_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragments, "KEEP", timedelta(0))
+    monkeypatch.setattr(compaction, "KEEP", timedelta(0))
     commit(store, 0, 2)
     taken = store.snapshot()
     commit(store, 2, 3)
-    passed_by = store.snapshot()
+    passed_by = Store.open(store.uri).snapshot()  # no handle of it stays open, which would keep its versions
     commit(store, 3, 4)
     store.pin(taken, "plan-0")
     store.pin(store.snapshot(), "plan-0")  # taken already
