@@ -18,6 +18,7 @@ from mopd_dataplane.run import prompt_lengths
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.preflight import Finding, check_converted, preflight
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.stage_rows import STAGE_DONE
 from mopd_dataplane.store.dataset import Store
 
 TEXTS = ["1 + 1 =", "12 + 30 =", "what is the sum of twelve and thirty?"]
@@ -73,7 +74,7 @@ def test_prompts_that_the_store_holds_are_measured_too(tmp_path: Path) -> None:
 
 def test_a_stage_that_is_done_is_not_measured_again(tmp_path: Path) -> None:
     run = open_run(job(tmp_path), Progress(quiet=True))
-    run.mark_done(run.job.stage("s"))
+    run.store.add_event("done/s/v2", "s", STAGE_DONE, -1, 2.0, {})  # as after its two iterations
     assert problems(job(tmp_path, rollout={"max_prompt_tokens": 9})) == {}
 
 
