@@ -10,9 +10,9 @@ import lance
 import pytest
 import store_builders as build
 
+from mopd_dataplane.store.commit.clean_up import clean_up
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.manifests import manifest, names_of_versions, newest_version
-from mopd_dataplane.store.maintain.compaction import _drop_unheld
 
 HINTS = {
     "behind": '{"version": 2}',
@@ -107,5 +107,5 @@ def test_clean_up_keeps_the_acknowledged_version_and_what_is_newer(store: Store)
     for _ in range(2):
         assert table.append_on(table.open(), none) is not None
     assert table.acknowledged() == acknowledged
-    _drop_unheld(root_of(store), table.open(), acknowledged)
+    clean_up(store.location, table.name, table.open(), acknowledged, older_than=None)
     assert names_of_versions(root_of(store)) == [acknowledged + 2, acknowledged + 1, acknowledged]
