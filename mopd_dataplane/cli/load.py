@@ -14,7 +14,7 @@ from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import EngineError, InputError, UnknownNameError, require_known
 from mopd_dataplane.fields import SIGNAL_KINDS
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Pause between looks whether the loader still runs."""
 
 
@@ -66,7 +66,7 @@ def serve(
         print(path, flush=True)
         note(f"serving stage {spec.stage!r} of {uri}; Ctrl-C ends it")
         while loader.process.poll() is None:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         raise EngineError(f"the loader ended with exit code {loader.process.returncode}; see its messages above")
 
 

@@ -38,9 +38,9 @@ def read_openai(fields: Fields, location: str) -> Iterator[Row]:
             raise InputError(
                 f"{location}: the last message is of {messages[-1]['role']!r:.40}, expected the assistant's"
             )
-        said = as_response(messages[-1:], "messages", location)
+        answer = as_response(messages[-1:], "messages", location)
         sample = {**token_fields, **finish_reason(whole.get("finish_reason"))}
-        yield Row(**common, prompt=messages[:-1], response=said, sample=sample)
+        yield Row(**common, prompt=messages[:-1], response=answer, sample=sample)
         return
     for choice in objects(whole, "choices", location):
         row = Row(**common, prompt=messages, sample={**token_fields, **finish_reason(choice.get("finish_reason"))})
@@ -76,10 +76,10 @@ def read_sft(fields: Fields, location: str) -> Iterator[Row]:
         messages = read_messages(turns, "conversations", location)
     else:
         messages = read_messages(fields.get("messages"), "messages", location)
-    said = [number_ for number_, message in enumerate(messages) if message["role"] == "assistant" and number_]
-    if not said:
+    own_turns = [number_ for number_, message in enumerate(messages) if message["role"] == "assistant" and number_]
+    if not own_turns:
         raise InputError(f"{location}: field 'messages' has no message of the assistant after a prompt")
-    for turn in said:
+    for turn in own_turns:
         answer = as_response(messages[turn : turn + 1], "messages", location)
         yield Row(location=location, prompt=messages[:turn], response=answer, chat=chat)
 

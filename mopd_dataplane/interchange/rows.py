@@ -93,8 +93,8 @@ def read_prompt(fields: Fields, name: str, location: str, *, optional: bool = Fa
 
 def read_response(fields: Fields, name: str, location: str) -> str | Messages:
     """A response: text, or messages of which the first is the assistant's."""
-    said = _said(fields, name, location, "messages of the assistant")
-    return said if isinstance(said, str) else as_response(said, name, location)
+    content = _said(fields, name, location, "messages of the assistant")
+    return content if isinstance(content, str) else as_response(content, name, location)
 
 
 def _said(fields: Fields, name: str, location: str, or_messages: str) -> str | Messages:
@@ -187,11 +187,11 @@ def _content(value: Any, name: str, location: str) -> str:
         raise InputError(f"{location}: {name} is {value!r:.60}, expected text")
     texts = []
     for piece in parts:
-        said = piece.get("text") if isinstance(piece, dict) and piece.get("type", "text") == "text" else piece
-        if not isinstance(said, str):
+        text_of_piece = piece.get("text") if isinstance(piece, dict) and piece.get("type", "text") == "text" else piece
+        if not isinstance(text_of_piece, str):
             raise InputError(f"{location}: {name} holds {piece!r:.60}; only text is imported")
-        check_unicode(said, name, location)
-        texts.append(said)
+        check_unicode(text_of_piece, name, location)
+        texts.append(text_of_piece)
     return "".join(texts)
 
 
@@ -208,6 +208,6 @@ def _call(value: Any, name: str, location: str) -> dict[str, Any]:
             parsed = None  # what the model wrote is no JSON: kept as it wrote it
         arguments = parsed if isinstance(parsed, dict) else arguments
     elif isinstance(arguments, dict):  # Parquet gives every call the arguments of all, null where it has none
-        arguments = {key: said for key, said in arguments.items() if said is not None}
+        arguments = {key: value for key, value in arguments.items() if value is not None}
     call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return {**call, "id": value["id"]} if isinstance(value.get("id"), str) else call

@@ -88,11 +88,13 @@ def _tokens(row: Row, nodes: list[Fields], location: str) -> None:
     sampler: list[float] | None = []
     reference: list[float] | None = []
     for node in nodes:
-        said = integers(node.get("token_ids") or [], "nodes.token_ids", location)
-        own = [int(bool(flag)) for flag in node.get("mask") or [0] * len(said)]
-        if len(own) != len(said):
-            raise InputError(f"{location}: a node has {len(said)} tokens and a mask of {len(own)}; expected one each")
-        ids += said
+        token_ids = integers(node.get("token_ids") or [], "nodes.token_ids", location)
+        own = [int(bool(flag)) for flag in node.get("mask") or [0] * len(token_ids)]
+        if len(own) != len(token_ids):
+            raise InputError(
+                f"{location}: a node has {len(token_ids)} tokens and a mask of {len(own)}; expected one each"
+            )
+        ids += token_ids
         mask += own
         sampler = _extended(sampler, node, "logprobs", own, location)
         reference = _extended(reference, node, "reference_logprobs", own, location)

@@ -43,13 +43,13 @@ def _steps(trajectory: list[Any], location: str) -> Iterator[_Turn]:
             )
         name = f"trajectory[{turn}].tokens"
         prompt = integers(tokens.get("prompt_ids"), f"{name}.prompt_ids", location)
-        said = integers(tokens.get("completion_ids"), f"{name}.completion_ids", location)
-        mask = integers(tokens.get("completion_mask") or [1] * len(said), f"{name}.completion_mask", location)
+        completion_ids = integers(tokens.get("completion_ids"), f"{name}.completion_ids", location)
+        mask = integers(tokens.get("completion_mask") or [1] * len(completion_ids), f"{name}.completion_mask", location)
         raw_logprobs = tokens.get("completion_logprobs")
         logprobs = None if raw_logprobs is None else floats(raw_logprobs, f"{name}.completion_logprobs", location)
-        if len(mask) != len(said) or (logprobs is not None and len(logprobs) != len(said)):
+        if len(mask) != len(completion_ids) or (logprobs is not None and len(logprobs) != len(completion_ids)):
             raise InputError(f"{location}: {name}: completion ids, mask and log-probs differ in length")
-        yield prompt, said, mask, logprobs
+        yield prompt, completion_ids, mask, logprobs
 
 
 def read_tinker(fields: Fields, location: str) -> Iterator[Row]:
@@ -69,12 +69,12 @@ def _capture(fields: Fields, location: str) -> Iterator[Row]:
         raise InputError(f"{location}: the call has no prompt_tokens; prompts with images cannot be imported")
     token_fields = drawn(sampling, location)
     for sequence in objects(fields, "samples", location):
-        said = integers(sequence.get("tokens"), "samples.tokens", location)
+        token_ids = integers(sequence.get("tokens"), "samples.tokens", location)
         logprobs = sequence.get("logprobs")
         yield Row(
             location=location,
             prompt_ids=integers(fields["prompt_tokens"], "prompt_tokens", location),
-            response_ids=said,
+            response_ids=token_ids,
             logprobs=None if logprobs is None else floats(logprobs, "samples.logprobs", location),
             iteration=integer(scope, "iteration", location),
             sample={**token_fields, **finish_reason(sequence.get("stop_reason"))},
@@ -87,7 +87,7 @@ _ROLES = {"environment": "user", "user": "user", "assistant": "assistant", "syst
 def _evaluated(fields: Fields, location: str) -> Iterator[Row]:
     turns = [turn for turn in objects(fields, "turns", location) if turn.get("role") != "grader"]
     messages = read_messages([{**turn, "role": _ROLES.get(str(turn.get("role")))} for turn in turns], "turns", location)
-    first = next((number_ for number_, said in enumerate(messages) if said["role"] == "assistant"), 0)
+    first = next((number_ for number_, message in enumerate(messages) if message["role"] == "assistant"), 0)
     if not first:
         raise InputError(f"{location}: field 'turns' has no turn of the assistant after a prompt")
     reward = number(fields, "reward", location)
@@ -118,14 +118,16 @@ def _actions(transitions: list[Any], location: str) -> Iterator[_Turn]:
         if not isinstance(action, dict):
             raise InputError(f"{location}: transitions[{turn}] has no 'ac' with tokens")
         seen = _observation(step.get("ob"), f"transitions[{turn}].ob", location)
-        said = integers(action.get("tokens"), f"transitions[{turn}].ac.tokens", location)
+        action_ids = integers(action.get("tokens"), f"transitions[{turn}].ac.tokens", location)
         raw_logprobs = action.get("maybe_logprobs")
         logprobs = (
             None if raw_logprobs is None else floats(raw_logprobs, f"transitions[{turn}].ac.maybe_logprobs", location)
         )
-        if logprobs is not None and len(logprobs) != len(said):
-            raise InputError(f"{location}: transitions[{turn}].ac has {len(said)} tokens and {len(logprobs)} log-probs")
-        yield seen, said, [1] * len(said), logprobs
+        if logprobs is not None and len(logprobs) != len(action_ids):
+            raise InputError(
+                f"{location}: transitions[{turn}].ac has {len(action_ids)} tokens and {len(logprobs)} log-probs"
+            )
+        yield seen, action_ids, [1] * len(action_ids), logprobs
 
 
 def _observation(value: Any, name: str, location: str) -> list[int]:
@@ -143,7 +145,7 @@ def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row
     """
     row: Row | None = None
     before: list[int] = []
-    for prompt, said, mask, logprobs in turns:
+    for prompt, response_ids, mask, logprobs in turns:
         if row is None or prompt[: len(before)] != before:
             if row is not None:
                 yield row
@@ -151,11 +153,11 @@ def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row
             row.prompt_ids, row.response_ids, row.loss_mask, row.turns = prompt, [], [], 0
             row.logprobs = []  # None from the first turn on that has none
         heard = prompt[len(before) :]
-        row.response_ids = [*(row.response_ids or []), *heard, *said]
+        row.response_ids = [*(row.response_ids or []), *heard, *response_ids]
         row.loss_mask = [*(row.loss_mask or []), *([0] * len(heard)), *mask]
         if row.logprobs is not None:
             row.logprobs = None if logprobs is None else [*row.logprobs, *([0.0] * len(heard)), *logprobs]
         row.turns += 1
-        before = [*prompt, *said]
+        before = [*prompt, *response_ids]
     if row is not None:
         yield row

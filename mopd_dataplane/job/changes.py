@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,24 +85,10 @@ def concerns(difference: Difference, stage: Stage, job: Job) -> bool:
         return name in job.domains_of(stage)
     if table == "routing":
         return not stage.routing
-    if table == "questions":
-        return _names_changed_question(stage, difference)
     if table == "teachers":
         scorers = [teacher for teacher in job.scorers_of(stage) if teacher in job.teachers]
         return any(name in (teacher, *job.members_of(teacher)) for teacher in scorers)
     return True
-
-
-def _names_changed_question(stage: Stage, difference: Difference) -> bool:
-    """Whether the condition of a stage names a question that differs, itself or through another question."""
-    before, after = difference.before or {}, difference.after or {}
-    texts = [stage.plan.where]
-    named: set[str] = set()
-    while texts:
-        words = set(re.findall(r"[a-z][a-z0-9_]*", texts.pop().lower())) - named
-        named |= words
-        texts += [questions[word] for word in words for questions in (before, after) if word in questions]
-    return any(before.get(name) != after.get(name) for name in named)
 
 
 def put(dump: dict[str, Any], key: str, value: Any) -> None:

@@ -29,8 +29,8 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 def problems_text(error: ValidationError, most: int = 20) -> str:
     """Every problem by its key, in one line."""
     errors = error.errors()
-    said = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {problem_text(one)}" for one in errors[:most]]
-    return "; ".join([*said, *[f"and {len(errors) - most:,} more"] * (len(errors) > most)])
+    lines = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {problem_text(one)}" for one in errors[:most]]
+    return "; ".join([*lines, *[f"and {len(errors) - most:,} more"] * (len(errors) > most)])
 
 
 def parse_section(kind: type[Parsed], text: str, what: str) -> Parsed:

@@ -99,8 +99,8 @@ def _below(path: str, section: type[Section]) -> Iterator[Table]:
         yield from _below(here, inner)
         if inner is Stage:
             for default in STAGE_TABLES:
-                default_table, said = _stage_default(default)
-                yield _table(default, default_table, said)
+                default_table, description = _stage_default(default)
+                yield _table(default, default_table, description)
                 yield from _below(default, default_table)
 
 
@@ -156,8 +156,8 @@ def _type(schema: dict[str, Any]) -> str:
         inner = schema.get("additionalProperties")
         return f"table of {_type(inner)}" if isinstance(inner, dict) else "table"
     bounds = [("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")]
-    said = ", ".join(f"{sign} {schema[bound]:g}" for bound, sign in bounds if bound in schema)
-    return " ".join(filter(None, [{"number": "float", "boolean": "bool"}.get(kind, kind), said]))
+    limits = ", ".join(f"{sign} {schema[bound]:g}" for bound, sign in bounds if bound in schema)
+    return " ".join(filter(None, [{"number": "float", "boolean": "bool"}.get(kind, kind), limits]))
 
 
 def _toml(value: Any) -> str:
@@ -183,8 +183,8 @@ def json_schema() -> dict[str, Any]:
         part.pop("required", None)
     properties = schema["properties"]
     for name in STAGE_TABLES:
-        section, said = _stage_default(name)
-        properties[name] = {"$ref": f"#/$defs/{section.__name__}", "description": said}
+        section, description = _stage_default(name)
+        properties[name] = {"$ref": f"#/$defs/{section.__name__}", "description": description}
     properties["extends"] = Extends.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "mopd job"}
 

@@ -27,7 +27,7 @@ from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, ch
 from mopd_dataplane.load.ring import Lent, Ring, available_memory
 from mopd_dataplane.load.spec import LoadSpec
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Pause between looks whether anybody still needs this process."""
 STEP_S = 7 * 86400.0
 """Longest silence of a trainer that lives: it computes a step, or waits for other ranks."""
@@ -53,7 +53,7 @@ class Server:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while os.getppid() == parent:
-                if selector.select(LOOK_S):
+                if selector.select(POLL_INTERVAL_S):
                     connection, _ = self._listener.accept()
                     self._served += 1
                     thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PROBE_S = 0.2
 """Pause between looks for a window that is not planned yet."""
-LOOK_S = 0.01
+POLL_INTERVAL_S = 0.01
 """Pause between looks whether anything was planned, which in a folder are cheap."""
 
 Beat = Callable[[str], None]
@@ -60,7 +60,7 @@ class Windows:
             beat(f"window {window} of stage {self._spec.stage!r} is not planned yet")
             until = time.monotonic() + PROBE_S
             while self._written() == written and time.monotonic() < until:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_INTERVAL_S)
 
     def forget_before(self, window: int) -> None:
         """Let go of earlier windows; one that is asked for again is opened again."""

@@ -1,6 +1,7 @@
 """Bounds on the rendering of a chat template, which is a program of somebody else's: its time, and its memory."""
 
 import ctypes
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +17,8 @@ RENDER_BYTES = 1 << 30
 """Most memory by which the process may grow while a rendering takes longer than a look."""
 RENDER_CHARACTERS = 1 << 26
 """Most characters of a rendered conversation."""
-LOOK_S = 0.05
-"""Pause between looks. A rendering that ends before the second one is never bounded, and costs nothing."""
-_PAGE = 4096
+POLL_INTERVAL_S = 0.05
+"""A rendering that ends before it was looked at twice is never bounded, and costs nothing."""
 
 
 class RenderLimitError(InputError):
@@ -61,7 +61,7 @@ class _Watcher:
 
     def _look(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             with self._lock:
                 if not self._renderings:
                     self._thread = None
@@ -110,4 +110,4 @@ def check_rendered(text: str) -> str:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -3,6 +3,7 @@
 The state of a sweep is that of its stores, so the same call continues after any kill.
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ LOG_LINES = 12
 
 def is_finished(job: str, run: SweepRun) -> bool:
     """Check whether every stage of a run has ended. Raises MismatchError for a store made with other settings."""
-    loaded = load_job(job, overrides=[*run.overrides, f"seed={run.seed}", f'store="{run.store}"'])
+    loaded = load_job(job, overrides=[*run.overrides, f"seed={run.seed}", f"store={json.dumps(str(run.store))}"])
     try:
         existing = open_existing(loaded, Progress(None))
     except UnknownNameError:

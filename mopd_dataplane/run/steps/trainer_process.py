@@ -9,6 +9,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,7 +65,7 @@ class TrainerProcess:
         first = min(self._checkpoints.windows_done(), window)
         while (end := next_change(run.changes, name, first)) is not None and end <= window:
             self._start(first)
-            self.wait_until(lambda end=end: self._checkpoints.windows_done() >= end)  # type: ignore[misc]
+            self.wait_until(partial(self._has_windows, end))
             self.stop()
             first = end
         self._start(first)
@@ -95,6 +96,10 @@ class TrainerProcess:
         """End trainer and loader, if they run."""
         self._resources.close()
         self._process = None
+
+    def _has_windows(self, count: int) -> bool:
+        """Whether the checkpoint of that many windows is written."""
+        return self._checkpoints.windows_done() >= count
 
     def _start(self, window: int) -> None:
         """Start a trainer that begins with a window and ends before the next one that goes by another job."""

@@ -92,7 +92,7 @@ def evaluate(
     connection: duckdb.DuckDBPyConnection, texts: Sequence[str], columns: Sequence[str], subject: str
 ) -> pa.Table:
     """`sample_row` and a column for each expression over the table that the connection has. Raises QueryError, which
-    names the nearest of `known` for a column that the table lacks."""
+    names the nearest of `columns` for a column that the table lacks."""
     try:
         return connection.sql(_select(texts)).to_arrow_table()
     except duckdb.Error as error:

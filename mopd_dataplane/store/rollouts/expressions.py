@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 
 from mopd_dataplane.errors import QueryError, nearest
-from mopd_dataplane.store.rollouts.referenced import FUNCTIONS, called
+from mopd_dataplane.store.rollouts.referenced import FUNCTIONS, called, nodes_of
 
 EXAMPLE = "domain = 'math' and response_len > 100"
 CLOCK = frozenset({"now", "today", "current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"})
@@ -51,7 +51,7 @@ def check_timeless(text: str, subject: str) -> None:
     """Raise QueryError for an expression that depends on the time of day."""
     with _parser().cursor() as connection:
         words = called(connection, f"select ({text}\n)")
-        words |= {name.lower() for node in _nodes(_parsed(connection, text)) for name in _column(node)}
+        words |= {name.lower() for node in nodes_of(_parsed(connection, text)) for name in _column(node)}
     if clock := sorted(words & CLOCK):
         raise QueryError(
             f"{subject} depends on the time of day ({', '.join(clock)}), and a plan must not: write a fixed time, such "
@@ -160,20 +160,11 @@ def _rebuilt(tree: Any, swap: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _named(connection: duckdb.DuckDBPyConnection, expression: str, names: Mapping[str, str]) -> set[str]:
-    """Names of columns in an expression that are in `known`, in small letters."""
-    columns = ([part.lower() for part in _column(node)] for node in _nodes(_parsed(connection, expression)))
+    """Columns of an expression that are in `names`, in small letters."""
+    columns = ([part.lower() for part in _column(node)] for node in nodes_of(_parsed(connection, expression)))
     return {column[0] for column in columns if len(column) == 1} & names.keys()
 
 
 def _column(node: dict[str, Any]) -> list[str]:
     """Parts of the name that a node of the tree gives a column; empty for every other node."""
     return list(node["column_names"]) if node.get("class") == "COLUMN_REF" else []
-
-
-def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(tree, dict):
-        yield tree
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for part in tree:
-            yield from _nodes(part)

@@ -51,7 +51,7 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collect
     [(text,)] = cursor.execute("select json_serialize_sql(?)", [sql]).fetchall()
     try:
         parsed = json.loads(text)
-        nodes = list(_nodes(parsed))
+        nodes = list(nodes_of(parsed))
     except RecursionError:
         return set(all_columns)
     if parsed["error"]:
@@ -76,11 +76,11 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collect
     return {columns[name] for name in named & columns.keys()}
 
 
-def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+def nodes_of(value: Any) -> Iterator[dict[str, Any]]:
     """All objects in a value of JSON."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())
     if isinstance(value, list):
         for part in value:
-            yield from _nodes(part)
+            yield from nodes_of(part)

@@ -37,7 +37,7 @@ def test_a_template_without_bound_is_stopped(name: str, monkeypatch: pytest.Monk
     with pytest.raises(InputError, match="chat template") as refused:
         render_messages(tokenizer, QUESTION)
     assert len(str(refused.value)) < 400
-    time.sleep(3 * render_limits.LOOK_S)  # nothing is raised in this thread behind the block
+    time.sleep(3 * render_limits.POLL_INTERVAL_S)  # nothing is raised in this thread behind the block
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert render_messages(tokenizer, QUESTION) == "2+2?"
 

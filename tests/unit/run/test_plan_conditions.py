@@ -213,6 +213,26 @@ def test_a_condition_of_a_stage_that_has_begun_may_not_change(tmp_path: Path) ->
             plan_stage(changed, changed.stage("student"))
 
 
+@pytest.mark.parametrize(
+    ("key", "expression"),
+    [("weight", "case when hard then 2.0 else 1.0 end"), ("order", "case when harder then 1.0 else 0.0 end")],
+)
+def test_a_question_may_not_change_under_any_expression_that_names_it(
+    tmp_path: Path, key: str, expression: str
+) -> None:
+    """`order` names it through another question; a question that nobody names may change."""
+    fill(tmp_path / "s")
+    plan, names = {"limit": 8, key: expression}, {"hard": "reward > 0.5", "harder": "hard and kl > 0"}
+    first = job_of(tmp_path / "s", plan, names)
+    plan_stage(first, first.stage("student"))
+    (tmp_path / "s" / "policies" / "student" / "v1").mkdir(parents=True)
+    changed = job_of(tmp_path / "s", plan, {**names, "hard": "reward > 0.6"})
+    with pytest.raises(MismatchError, match=r"student: questions: .*0\.6"):
+        plan_stage(changed, changed.stage("student"))
+    other = job_of(tmp_path / "s", plan, {**names, "unused": "kl < 1"})
+    plan_stage(other, other.stage("student"))
+
+
 def test_the_check_names_what_no_store_could_answer(tmp_path: Path) -> None:
     job = job_of(
         tmp_path / "s",
