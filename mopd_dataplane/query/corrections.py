@@ -120,7 +120,7 @@ def picks(ask: Ask, scored: str, stage: str) -> list[Pick]:
     return [Pick(**row.pop("pick"), kl_ci=half_width(row.pop("kl_sd"), row["answers"]), **row) for row in rows]
 
 
-def looked_at(ask: Ask, scored: str, stage: str, iteration: int) -> dict[str, list[int]]:
+def rows_to_read(ask: Ask, scored: str, stage: str, iteration: int) -> dict[str, list[int]]:
     """Rows of the answers that are read of an iteration, for each teacher: a draw by uid, at most MOST_ANSWERS of them
     and MOST_TOKENS tokens, and one in any case."""
     rows = ask(f"""

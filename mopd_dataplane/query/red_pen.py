@@ -11,10 +11,10 @@ from mopd_dataplane.query.corrections import (
     MIN_NATS,
     SCORED,
     Pick,
-    looked_at,
     marked_answer,
     most_corrected,
     picks,
+    rows_to_read,
 )
 from mopd_dataplane.query.text import one_line, visible
 
@@ -50,7 +50,7 @@ def red_pen(store: Store, snapshot: Snapshot, decoder: Decoder | Numbers) -> dic
     iterations = sorted({row.iteration for row in rows})
     last = len(iterations) - 1
     shown = [iterations[at] for at in sorted({round(last * n / (MOST_VERSIONS - 1)) for n in range(MOST_VERSIONS)})]
-    newest = looked_at(ask, SCORED, stage, iterations[-1])
+    newest = rows_to_read(ask, SCORED, stage, iterations[-1])
     prompts = _prompts(store, snapshot, rows)
     highest = max(max(row.kl for row in rows), 1e-6)
     return {

@@ -11,7 +11,7 @@
     prompt.py         all answers to a prompt, and how two differ
     life.py           the history of a sample
     search.py         search for regular expressions and token ids in responses
-    redpen.py         what each teacher corrects in the student's answers: the first page
+    red_pen.py        what each teacher corrects in the student's answers: the first page
     run_page.py       curves, steps, times and settings of the run
     teachers_page.py  figures of each teacher in each domain
     packs.py          the packs of one training step

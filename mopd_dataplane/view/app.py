@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
-from mopd_dataplane.view import bundle, labels, life, packs, prompt, redpen, run_page, teachers_page, typed_query
+from mopd_dataplane.view import bundle, labels, life, packs, prompt, red_pen, run_page, teachers_page, typed_query
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
 from mopd_dataplane.view.plain import to_json
@@ -216,15 +216,15 @@ def _step(shown: Shown, query: dict[str, str]) -> Any:
 
 
 def _corrections(shown: Shown, params: dict[str, str]) -> Any:
-    return redpen.corrected_answers(shown, params.get("stage", ""), _number(params, "iteration", 0))
+    return red_pen.corrected_answers(shown, params.get("stage", ""), _number(params, "iteration", 0))
 
 
 def _corrected(shown: Shown, params: dict[str, str]) -> Any:
-    return redpen.corrected_words(shown, params.get("stage", ""), _number(params, "iteration", 0))
+    return red_pen.corrected_words(shown, params.get("stage", ""), _number(params, "iteration", 0))
 
 
 ANSWERS: dict[str, Answer] = {
-    "home": lambda shown, params: redpen.overview(shown, params.get("stage", "")),
+    "home": lambda shown, params: red_pen.overview(shown, params.get("stage", "")),
     "corrections": _corrections, "corrected": _corrected,
     "samples": _page, "row": _row, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample,
     "candidates": _candidates, "student": _student,

@@ -14,7 +14,7 @@ import numpy as np
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
-from mopd_dataplane.view import bundle, life, prompt, redpen, run_page, teachers_page
+from mopd_dataplane.view import bundle, life, prompt, red_pen, run_page, teachers_page
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import Payload, describe, excerpts, read_payload, read_teachers, score_rows
@@ -116,7 +116,7 @@ def export_redpen(shown: Shown, file: Path) -> Exported:
     """
     index = shown.index()
     index.fill()
-    home = redpen.overview(shown)
+    home = red_pen.overview(shown)
     if not home["iterations"]:
         raise UnknownNameError(
             f"no teacher has scored an answer of {shown.store.uri}; run the job's scoring, then export again"
@@ -130,10 +130,10 @@ def export_redpen(shown: Shown, file: Path) -> Exported:
     listed: list[str] = []
     for at in order:
         iteration = home["iterations"][at]["iteration"]
-        answers = redpen.corrected_answers(shown, home["stage"], iteration)
+        answers = red_pen.corrected_answers(shown, home["stage"], iteration)
         words = [
             teacher | {"lines": [line | {"uids": line["uids"][:LINE_SAMPLES]} for line in teacher["lines"]]}
-            for teacher in redpen.corrected_words(shown, home["stage"], iteration)
+            for teacher in red_pen.corrected_words(shown, home["stage"], iteration)
         ]
         data |= {f"corrections/{iteration}": answers, f"corrected/{iteration}": words}
         answered.append([answer["uid"] for answer in answers])

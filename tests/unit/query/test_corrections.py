@@ -10,7 +10,7 @@ from corrected_store import ITERATIONS, KINDS, LENGTH, PROMPTS, VOCABULARY, WIDT
 
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.query import corrections
-from mopd_dataplane.query.corrections import SCORED, looked_at, marked_answer, most_corrected, picks
+from mopd_dataplane.query.corrections import SCORED, marked_answer, most_corrected, picks, rows_to_read
 from mopd_dataplane.query.heads import read_states
 from mopd_dataplane.store.read.decode import Numbers
 
@@ -82,13 +82,13 @@ def test_an_iteration_without_the_followed_prompt_shows_another(tmp_path: Path) 
 
 
 def test_only_so_many_answers_are_read(scored: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {len(rows) for rows in looked_at(scored.ask, SCORED, "student", 1).values()} == {PROMPTS + 1}
+    assert {len(rows) for rows in rows_to_read(scored.ask, SCORED, "student", 1).values()} == {PROMPTS + 1}
     monkeypatch.setattr(corrections, "MOST_ANSWERS", 4)
-    few = looked_at(scored.ask, SCORED, "student", 1)
+    few = rows_to_read(scored.ask, SCORED, "student", 1)
     assert {name: len(rows) for name, rows in few.items()} == dict.fromkeys(KINDS, 4)
-    assert few == looked_at(scored.ask, SCORED, "student", 1)
+    assert few == rows_to_read(scored.ask, SCORED, "student", 1)
     monkeypatch.setattr(corrections, "MOST_TOKENS", 2 * LENGTH)
-    assert {len(rows) for rows in looked_at(scored.ask, SCORED, "student", 1).values()} == {2}
+    assert {len(rows) for rows in rows_to_read(scored.ask, SCORED, "student", 1).values()} == {2}
 
 
 def test_the_head_is_multiplied_only_for_the_most_disliked_tokens(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import MopdError, UnknownNameError, nearest
-from mopd_dataplane.query.corrections import MIN_NATS, Pick, looked_at, marked_answer, most_corrected, picks
+from mopd_dataplane.query.corrections import MIN_NATS, Pick, marked_answer, most_corrected, picks, rows_to_read
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.rollouts.conditions import TABLE
 from mopd_dataplane.view.prompt import prompt_text
@@ -72,7 +72,7 @@ def corrected_words(shown: Shown, stage: str, iteration: int) -> list[dict[str, 
 def _words(shown: Shown, index: Index, stage: str, iteration: int) -> list[dict[str, Any]]:
     totals = {row.teacher: row.answers for row in _picks(shown, stage) if row.iteration == iteration}
     result = []
-    for teacher, rows in looked_at(index.rows, _scored(index), stage, iteration).items() if totals else ():
+    for teacher, rows in rows_to_read(index.rows, _scored(index), stage, iteration).items() if totals else ():
         about: dict[str, Any] = {"teacher": teacher, "answers": totals.get(teacher, len(rows))}
         try:
             result.append(about | most_corrected(shown.store, index.snapshot, shown.decoder, teacher, rows))
