@@ -36,11 +36,11 @@ def capitals(seed: int, size: int) -> Rows:
         yield _row(f"What is the capital of {country}?", CAPITALS[country])
 
 
-def _pairs(word: str, answer_of: Callable[[int, int], int], seed: int, size: int) -> Rows:
+def _pairs(word: str, wanted: Callable[[int, int], int], seed: int, size: int) -> Rows:
     draw = random.Random(seed)
     for _ in range(size):
         first, second = draw.sample(range(100, 1000), 2)
-        yield _row(f"What is {word}, {first} or {second}?", str(answer_of(first, second)))
+        yield _row(f"What is {word}, {first} or {second}?", str(wanted(first, second)))
 
 
 def _row(question: str, answer: str) -> dict[str, Any]:
