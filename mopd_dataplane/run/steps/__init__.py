@@ -2,6 +2,7 @@
 
 rollout.py           the policy samples one iteration into the store; reference answers as samples
 reward.py            rewards of stored samples; only missing ones are computed
+rounds.py            further prompts for an iteration until enough groups have different rewards
 score.py             teachers' signals of stored samples; only missing ones are computed
 server_identity.py   what a model behind a url is known by, stored at its first use
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
