@@ -39,10 +39,10 @@ def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -
         return Drawn(columns=columns)
     drawn = take(columns, settings, group_size, key)
     if not len(drawn.columns):
-        usable = len(columns) - len(drawn.dropped.get("weight", ()))
+        usable = (len(columns) - len(drawn.dropped.get("weight", ()))) // group_size
         raise InputError(
-            f"plan.limit = {settings.limit} takes none of {usable:,} samples of a weight above 0 (of {len(columns):,}, "
-            f"in groups of {group_size}): raise plan.limit, or give some sample a weight above 0"
+            f"plan.limit = {settings.limit} takes none of {usable:,} samples or groups of a weight above 0 (of "
+            f"{len(columns) // group_size:,}): raise plan.limit, or give some sample a weight above 0"
         )
     return drawn
 
