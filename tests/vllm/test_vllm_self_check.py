@@ -1,4 +1,4 @@
-"""The self-check of real vLLM, in this process and as a server: passed by a healthy one, not by one with other weights."""
+"""The self-check of real vLLM, here and as a server: a healthy one passes, one with other weights does not."""
 
 from __future__ import annotations
 
