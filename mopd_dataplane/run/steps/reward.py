@@ -21,11 +21,14 @@ COMMIT_S = 10.0
 """Work on rewards that a kill can lose, in seconds."""
 
 
-def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: bool = False) -> dict[str, float]:
+def reward(
+    run: Run, stage: Stage, *, iteration: int | None = None, missing: bool = False, rounds: int = 1
+) -> dict[str, float]:
     """Verify every sampled answer of a stage that has no reward yet.
 
-    missing: also the answers that could not be scored before. Returns {"rewards": count, "unscorable": answers that
-    could not be scored, "mean": value}. What is rewarded stays when a reward function raises.
+    missing: also the answers that could not be scored before. rounds: as for rollout. Returns {"rewards": count,
+    "unscorable": answers that could not be scored, "mean": value}. What is rewarded stays when a reward function
+    raises.
     Raises RewardError for a function that raises, and InputError as soon as more answers of a domain cannot be scored
     than its `max_unscorable` allows.
     """
@@ -54,7 +57,7 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: boo
             report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}" if values else "none"}
             if failed:
                 report.facts["unscorable"] = f"{failed:,}"
-        run.record_time(stage, iteration, "reward", report.seconds)
+        run.record_time(stage, iteration, "reward", report.seconds, part=rounds)
     _check_stage(run, stage, answers, unscorable, identity)
     mean = float(np.mean(values)) if values else float("nan")
     return {"rewards": float(len(values)), "unscorable": float(failed), "mean": mean}

@@ -32,12 +32,13 @@ REFERENCE_BATCH = 4096
 """Reference samples committed together."""
 
 
-def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
+def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False, rounds: int = 1) -> list[RolloutReport]:
     """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
 
     The policy is the version the iteration starts from; with `follow` the newest, also one published in the middle.
+    rounds: of prompts that the iteration has by now.
     """
-    prompts = prompts_of(run, stage, iteration)
+    prompts = prompts_of(run, stage, iteration, rounds=rounds)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
     already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
     samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
@@ -52,7 +53,7 @@ def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> 
     if not reports:
         return []
     seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
-    run.record_time(stage, iteration, "rollout", seconds, log="/".join(sorted(levels)))
+    run.record_time(stage, iteration, "rollout", seconds, part=rounds, log="/".join(sorted(levels)))
     return reports
 
 
@@ -176,18 +177,20 @@ def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
     return MixedTeacher(run.policies.teacher(part.sampler.mixed_teacher, part.stage), part.stage.rollout.teacher_mix)
 
 
-def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
-    """Prompts of one iteration, in admission order, without deleted ones."""
-    return [prompt for prompt in prompt_slots_of(run, stage, iteration) if prompt is not None]
+def prompts_of(run: Run, stage: Stage, iteration: int, *, rounds: int = 1) -> list[Prompt]:
+    """Prompts of the first rounds of an iteration, in admission order, without deleted ones."""
+    return [prompt for prompt in prompt_slots_of(run, stage, iteration, rounds=rounds) if prompt is not None]
 
 
-def prompt_slots_of(run: Run, stage: Stage, iteration: int) -> list[Prompt | None]:
-    """Prompts of one iteration, in admission order, None in place of each that was deleted."""
+def prompt_slots_of(run: Run, stage: Stage, iteration: int, *, rounds: int = 1) -> list[Prompt | None]:
+    """Prompts of the first rounds of an iteration, in admission order, None in place of each that was deleted."""
     prompts = training_slots(run, stage)
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     count = stage.rollout.prompts_per_iteration
-    return iteration_prompts(prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name)
+    return iteration_prompts(
+        prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name, rounds=rounds
+    )
 
 
 def training_slots(run: Run, stage: Stage) -> list[Prompt | None]:
