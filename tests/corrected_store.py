@@ -34,7 +34,7 @@ class Scored:
         for iteration in range(ITERATIONS):
             # only p3 is asked in every iteration
             for i in [3, *(4 + PROMPTS * iteration + n for n in range(PROMPTS))]:
-                self.samples.append(_sample(f"p{i}", iteration, noise))
+                self.samples.append(bare_sample(f"p{i}", iteration, noise))
         self.rows = [int(row) for row in self.store.commit_samples(self.samples).rows]
         self.predicted: dict[str, list[np.ndarray]] = {}
         """For each teacher and sample, [M, V] log-probs at the trained tokens."""
@@ -95,7 +95,8 @@ class Scored:
         return result
 
 
-def _sample(prompt: str, iteration: int, noise: np.random.Generator) -> Sample:
+def bare_sample(prompt: str, iteration: int, noise: np.random.Generator) -> Sample:
+    """A sample of random tokens, which nobody has scored or rewarded."""
     mask = np.ones(LENGTH, np.uint8)
     mask[2] = 0  # a token of a tool
     return Sample(

@@ -17,6 +17,7 @@ from mopd_dataplane.view import bundle, labels, life, packs, prompt, red_pen, ru
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
 from mopd_dataplane.view.plain import to_json
+from mopd_dataplane.view.run_state import run_state
 from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
 from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.shown import Shown
@@ -29,8 +30,9 @@ STATUS = {UnknownNameError: 404, InputError: 400}
 Answer = Callable[[Shown, dict[str, str]], Any]
 
 
-def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
-    """The server's application. token: what every request must show; port: the one it listens on."""
+def build_app(stores: ShownStores, *, token: str, port: int, once: str = "") -> Starlette:
+    """The server's application. token: what every request must show; port: the one it listens on; once: a token that
+    opens the page a single time."""
     routes = [
         Route("/", lambda request: FileResponse(bundle.ASSETS / "index.html")),
         Route("/api/stores", _answering(lambda query: stores.describe())),
@@ -43,7 +45,7 @@ def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
         Route("/page.js", lambda request: Response(bundle.script(), media_type="text/javascript")),
         Route("/page.css", lambda request: Response(bundle.style(), media_type="text/css")),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
+    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port, once=once)])
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -231,6 +233,7 @@ ANSWERS: dict[str, Answer] = {
     "prompt": _prompt, "step": _step,
     "life": lambda shown, query: life.life(shown.store, shown.index(), query.get("uid", "")),
     "run": lambda shown, query: shown.remembered("run", lambda index: run_page.run_page(shown.store, index)),
+    "state": lambda shown, query: shown.remembered("state", lambda index: run_state(shown.store, index)),
     "trace": lambda shown, query: run_page.trace(shown.store, shown.index()),
     "teachers": lambda shown, query: shown.remembered(
         "teachers", lambda index: teachers_page.teachers_page(shown.store, index)

@@ -144,10 +144,10 @@ class Index:
         return f" where ({expand(where, self._questions, 'the filter')}\n)" if where.strip() else ""
 
     def order(self, order: str) -> str:
-        """ "column" or "-column" as a clause; ties in order of commit. Raises UnknownNameError."""
+        """ "column" or "-column" as a clause, ties in order of commit; newest first for "". Raises UnknownNameError."""
         name = order.removeprefix("-")
         if not name:
-            return " order by sample_row"
+            return " order by sample_row desc"
         if name not in self.columns:
             raise UnknownNameError(f"no column {name!r} to sort by: {nearest(name, self.columns)}")
         return f' order by "{name}" {"desc" if order.startswith("-") else "asc"} nulls last, sample_row'
@@ -165,7 +165,7 @@ class Index:
         if clause or order:
             ids = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
         else:
-            ids = self.rollouts.sample_rows[offset : offset + limit]
+            ids = self.rollouts.sample_rows[::-1][offset : offset + limit]
         rows = self._rows_at(ids, whole=whole)
         return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit),
                 "rows": [[row[name] for name in self.columns] for row in rows],
@@ -195,7 +195,7 @@ class Index:
 
     def statement(self, where: str, order: str, limit: int) -> str:
         """The statement behind a page as anyone can run it on the store."""
-        sort = self.order(order).replace(", sample_row", "").replace(" order by sample_row", "")
+        sort = self.order(order or "-created_at").replace(", sample_row", "")
         return self.over(f"select * from {TABLE}{self.condition(where)}{sort} limit {limit}")
 
     def over(self, select: str) -> str:

@@ -90,7 +90,7 @@ def test_each_head_stands_over_its_column(page: Page) -> None:
     heads = [re.sub(r"\s+", " ", text).strip() for text in page.locator("thead th").all_inner_texts()]
     cells = page.locator("tbody tr").first.locator("th, td").all_inner_texts()
     assert len(heads) == len(cells)
-    assert heads[:5] == ["uid", "domain", "prompt", "answer", "stage"]
+    assert heads[:6] == ["uid", "prompt", "answer", "kl nat/token", "reward", "domain"]
     assert cells[heads.index("stage")] == "student"
     assert cells[heads.index("domain")] in ("chain_sum", "spell_backward", "number_sorting")
 

@@ -69,3 +69,22 @@ export function copier(text, label) {
     setTimeout(() => { button.textContent = label; }, 1200);
   } }, label);
 }
+
+// Controls that are one stop of the Tab key together: arrows, Home and End move among them.
+export function oneStop(root, selector) {
+  const items = () => [...root.querySelectorAll(selector)];
+  items().forEach((item, i) => { item.tabIndex = i ? -1 : 0; });
+  if (root.dataset.oneStop) return;
+  root.dataset.oneStop = selector;
+  root.addEventListener("keydown", (e) => {
+    const all = items(), at = all.indexOf(e.target);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1 }[e.key];
+    if (at < 0 || to === undefined) return;
+    e.preventDefault();
+    e.stopPropagation();
+    all[at].tabIndex = -1;
+    const next = all[Math.min(all.length - 1, Math.max(0, to))];
+    next.tabIndex = 0;
+    next.focus();
+  });
+}

@@ -11,6 +11,7 @@ import { lifePage } from "./life.js";
 import { livePanel } from "./live.js";
 import { promptPage } from "./prompt.js";
 import { runPage } from "./run.js";
+import { runsPage } from "./runs.js";
 import { samplePage } from "./sample.js";
 import { samplesPage } from "./samples.js";
 import { stopSearch } from "./search.js";
@@ -20,7 +21,7 @@ import { stepPage } from "./step.js";
 import { about, keyOf, parts, readStores } from "./stores.js";
 import { teachersPage } from "./teachers.js";
 
-const PAGES = { home: homePage, samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
+const PAGES = { home: homePage, runs: runsPage, samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
 const TABS = [["home", "Red pen"], ["samples", "Samples"], ["run", "Run"], ["teachers", "Teachers"], ["compare", "Compare"], ["sql", "SQL"]];
 const EVERYWHERE = {
   "?": ["list the keys", () => showKeys()],
@@ -70,7 +71,7 @@ function snapshots(store, params) {
 }
 
 function top(view, params, store) {
-  const tabs = isStatic() ? TABS.filter(([key]) => ["home", "samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : TABS;
+  const tabs = isStatic() ? TABS.filter(([key]) => ["home", "samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : stores.length > 1 ? [["runs", "Runs"], ...TABS] : TABS;
   put(document.getElementById("top"), h("a", { class: "brand", href: isStatic() ? window.mopdFiles.start : "#/home" }, "mopd view"),
     stores.length > 1 ? select("store", parts(params.store).place, stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
       : h("span", { class: "store", title: stores[0].uri }, stores[0].name),
@@ -145,6 +146,7 @@ async function begin() {
   if (isStatic()) window.mopdData = receive;
   put(main, h("p", { class: "empty" }, "reading the store…"));
   try { stores = await readStores(); } catch (error) { put(main, h("p", { class: "damage", role: "alert" }, error.message)); return; }
+  if (!isStatic() && stores.length > 1 && !location.hash) history.replaceState(null, "", "#/runs");
   if (isStatic() && !location.hash) history.replaceState(null, "", window.mopdFiles.start);
   listen(draw);
   addEventListener("keydown", pressed);

@@ -43,7 +43,8 @@ def test_the_printed_address_sets_a_cookie_that_opens_the_page(demo_store: Store
     "headers",
     [
         {"host": f"evil.example:{PORT}"},
-        {"host": "127.0.0.1:1"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "localhost:9999", "origin": "http://localhost:9998"},
         {"origin": "http://evil.example"},
         {"origin": "null"},
         {"sec-fetch-site": "cross-site"},
