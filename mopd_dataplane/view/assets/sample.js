@@ -8,7 +8,7 @@ import { copier, h, put, say, select } from "./dom.js";
 import { clock, count, number, shown, signed } from "./format.js";
 import { labelPanel } from "./labels.js";
 import { question } from "./question.js";
-import { contextOf } from "./samples.js";
+import { contextOf, searchOf } from "./samples.js";
 import { tracksOf, mostDisliked, nextSurprise, signalsOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
 import { adjust, address, redraw, whereOf, whole } from "./state.js";
@@ -59,7 +59,7 @@ where uid = ${literal(uid)}`;
 async function neighbour(params, step, signal) {
   const at = whole(params.at);
   if (!params.at || at + step < 0) return null;
-  const found = await ask("samples", { store: params.store || 0, where: whereOf(params), f: params.f || "[]", order: params.order || "", limit: 1, offset: at + step }, { signal });
+  const found = await ask("samples", { store: params.store || 0, where: whereOf(params), f: params.f || "[]", order: params.order || "", limit: 1, offset: at + step, ...(isStatic() ? {} : searchOf(params)) }, { signal });
   return found.rows.length ? address("sample", found.rows[0][found.columns.indexOf("uid")], { ...contextOf(params), at: at + step, s: params.s, teacher: params.teacher }) : null;
 }
 

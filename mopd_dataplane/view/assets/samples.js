@@ -1,10 +1,10 @@
 // The table of rollouts: histograms in the heads, filters as SQL, flags, sorting, paging, search in what was written.
 
-import { ask, isStatic } from "./api.js";
+import { ask, isStatic, stream } from "./api.js";
 import { copier, h, oneStop, put, say, select } from "./dom.js";
 import { cell, count, short } from "./format.js";
 import { histogram } from "./histogram.js";
-import { searchPanel } from "./search.js";
+import { searchBar, searchProgress } from "./search.js";
 import { curlOf, quote } from "./sources.js";
 import { adjust, address, asSql, conditions, go, whereOf, whole, withCondition } from "./state.js";
 import { parts } from "./stores.js";
@@ -38,8 +38,9 @@ async function showLabels(place, params) {
   }));
 }
 
-// The filter: SQL that a person typed, conditions that histograms made, flags and labels. refusal: what is wrong with the SQL.
-function filterBar(store, params, refusal) {
+// The conditions of the table: SQL that a person typed, a search, what histograms made, flags and labels. refusal,
+// searchRefusal: what is wrong with the SQL and with the search.
+function filterBar(store, params, { refusal, searchRefusal }) {
   const where = whereOf(params);
   const box = h("textarea", {
     id: "where", rows: 1, spellcheck: "false", "aria-label": "Filter as SQL", "aria-invalid": refusal ? "true" : null, "aria-describedby": refusal ? "refusal" : null,
@@ -67,8 +68,8 @@ function filterBar(store, params, refusal) {
   return h("section", { class: "filters", "aria-label": "Filters" },
     h("div", { class: "row" }, h("label", { class: "prefix", for: "where" }, "where"), box,
       where ? h("button", { class: "quiet", onclick: () => adjust({ w: "", f: "", page: "", at: "" }) }, "clear") : null),
-    refusal ? h("p", { id: "refusal", class: "damage", role: "alert" }, h("span", { class: "where" }, "The table is shown without this filter. "), refusal) : null,
-    bar);
+    refusal ? h("p", { id: "refusal", class: "damage refusal", role: "alert" }, h("span", { class: "where" }, "The table is shown without this filter. "), refusal) : null,
+    isStatic() ? null : searchBar(params, searchRefusal), bar);
 }
 
 function statementOf(store, params, sql) {
@@ -77,7 +78,7 @@ function statementOf(store, params, sql) {
     h("pre", { class: "sql" }, sql),
     h("div", { class: "row" }, copier(sql, "copy SQL"),
       copier(() => `mopd query ${quote(store.uri)} ${store.tags.includes(snapshot) ? `--snapshot ${snapshot} ` : ""}${quote(sql)}`, "copy as mopd query"),
-      copier(() => curlOf("samples", { store: params.store || 0, where: whereOf(params), order: params.order || "", limit: PAGE }), "copy as curl"),
+      copier(() => curlOf("samples", { store: params.store || 0, where: whereOf(params), order: params.order || "", limit: PAGE, ...searchOf(params) }), "copy as curl"),
       h("button", { class: "quiet", type: "button", onclick: () => go("sql", "", { store: params.store, q: sql }) }, "edit as a query")));
 }
 
@@ -125,29 +126,42 @@ function head(store, params, columns, histograms) {
 }
 
 export function contextOf(params) {
-  const { store, f, w, order, cols } = params;
-  return { store, f, w, order, cols };
+  const { store, f, w, q, sk, order, cols } = params;
+  return { store, f, w, q, sk, order, cols };
 }
 
-// The rows of a page; where the typed condition is refused, those without it and the refusal.
-async function read(request, params, signal) {
-  try { return { result: await ask("samples", request, { signal }), request, refusal: "" }; } catch (error) {
-    if (error.name === "AbortError" || !params.w || error.unreachable) throw error;
-    const without = { ...request, where: whereOf({ ...params, w: "" }) };
-    return { result: await ask("samples", without, { signal }), request: without, refusal: error.message };
+// The search of the address, as requests name it.
+export function searchOf(params) {
+  return params.q ? { q: params.q, kind: params.sk || "text" } : {};
+}
+
+// The rows of a page. A condition or a search that is refused is left out and named.
+async function readRows(main, request, params, signal) {
+  let refusal = "", searchRefusal = "";
+  for (;;) {
+    try {
+      const { store, where, q, kind } = request;
+      if (q) await stream("search", { store, where, q, kind }, (item) => { if (item.error) throw Object.assign(new Error(item.error), { kind: item.kind }); searchProgress(main, item); }, signal);
+      return { result: await ask("samples", request, { signal }), request, refusal, searchRefusal };
+    } catch (error) {
+      const without = whereOf({ ...params, w: "" });
+      if (error.kind === "InputError" && request.q) { searchRefusal = error.message; delete request.q; delete request.kind; }
+      else if (error.kind && params.w && request.where !== without) { refusal = error.message; request.where = without; }
+      else throw error;
+    }
   }
 }
 
 export async function samplesPage(main, { params }, { store, signal }) {
   const page = whole(params.page), context = contextOf(params);
-  const { result, request, refusal } = await read({ store: params.store || 0, where: whereOf(params), order: params.order || "", f: params.f || "[]",
-    limit: PAGE, offset: page * PAGE }, params, signal);
+  const { result, request, ...refusals } = await readRows(main, { store: params.store || 0, where: whereOf(params), order: params.order || "", f: params.f || "[]",
+    limit: PAGE, offset: page * PAGE, ...(isStatic() ? {} : searchOf(params)) }, params, signal);
   const rows = result.rows.map((row) => Object.fromEntries(result.columns.map((c, i) => [c, row[i]])));
   const kinds = Object.fromEntries(store.columns.map((c) => [c.name, c.kind]));
   const histograms = {}, texts = {};
   let columns = shownColumns(store, params, rows);
   let cursor = Math.min(rows.length - 1, Math.max(0, whole(params.at) - page * PAGE));
-  const open = (i) => address("sample", rows[i].uid, { ...context, at: page * PAGE + i });
+  const open = (i) => address("sample", rows[i].uid, { ...context, at: page * PAGE + i, t: texts[rows[i].uid]?.hit?.position });
   const cellOf = (row, i, name) => {
     const text = name === "uid" ? row.uid.slice(0, 10) : cell(row[name], kinds[name]);
     if (name === "uid") return h("a", { href: open(i) }, text);
@@ -158,8 +172,9 @@ export async function samplesPage(main, { params }, { store, signal }) {
   const textsOf = (row) => {
     const text = texts[row.uid];
     if (!text) return [h("td", { class: "word text" }), h("td", { class: "word text" })];
+    const said = text.error ? "cannot be read" : text.hit ? `${text.hit.text}${text.hit.times > 1 ? ` (${count(text.hit.times)} times)` : ""}` : text.response;
     return [h("td", { class: "word text" }, short((text.prompt || "").replace(/\s+/g, " "), 60)),
-      h("td", { class: `word text ${text.error ? " damage" : ""}`, title: text.error || null }, text.error ? "cannot be read" : short(text.response.replace(/\n/g, "⏎"), 80))];
+      h("td", { class: `word text${text.error ? " damage" : ""}`, title: text.error || null }, short(said.replace(/\n/g, "⏎"), 80))];
   };
   const body = h("tbody", {}), grid = h("table", { class: "rollouts", "aria-label": "Samples" }, h("thead", {}), body);
   const scroll = h("div", { class: "scroll tall" }, grid);
@@ -212,7 +227,7 @@ export async function samplesPage(main, { params }, { store, signal }) {
   const pages = Math.max(1, Math.ceil(result.total / PAGE));
   const turn = (to) => adjust({ page: to ? String(to) : "", at: "" });
   const reading = h("small", { class: "reading-all" }, result.whole === false ? `reading the metadata of all ${count(result.total)}…` : "");
-  const choices = h("div", { class: "row pager" }, h("strong", { id: "matching" }, `${count(result.total)} of ${count(store.samples)} samples`), reading, h("span", { class: "fill" }),
+  const choices = h("div", { class: "row pager" }, h("strong", { id: "matching" }, `${result.cut ? "the first " : ""}${count(result.total)} of ${count(store.samples)} samples`), reading, h("span", { class: "fill" }),
     select("sort", params.order || "", [["", isStatic() ? "as exported" : "newest first"], ...store.columns.flatMap((c) => [[`-${c.name}`, `${c.name} ▼`], [c.name, `${c.name} ▲`]])],
       (order) => adjust({ order, page: "", at: "" })), columnPicker(store, columns, pick));
   const pager = h("nav", { class: "row pager", "aria-label": "Pages of the table" },
@@ -221,11 +236,11 @@ export async function samplesPage(main, { params }, { store, signal }) {
     h("button", { disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "next →"));
   drawHead();
   drawRows();
-  put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, refusal),
-    isStatic() ? null : searchPanel(store, params, request.where), choices,
+  put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, refusals), choices,
     scroll, rows.length ? null : h("p", { class: "empty" }, "No sample matches. Remove a condition above."),
     pager, isStatic() ? null : statementOf(store, params, result.sql));
-  if (refusal) document.getElementById("where").focus();
+  if (refusals.refusal) document.getElementById("where").focus();
+  else if (refusals.searchRefusal) document.getElementById("search").focus();
   if (params.at) mark(cursor);
   showSorted();
   measure().then(() => {
@@ -233,7 +248,7 @@ export async function samplesPage(main, { params }, { store, signal }) {
     showSorted();
     return result.whole === false ? complete() : null;
   }).catch((error) => { if (error.name !== "AbortError") put(reading, error.message); });
-  ask("excerpts", { store: request.store, uids: rows.map((r) => r.uid).join(",") }, { signal }).then((answer) => {
+  ask("excerpts", { store: request.store, uids: rows.map((r) => r.uid).join(","), q: request.q, kind: request.kind }, { signal }).then((answer) => {
     Object.assign(texts, answer);
     drawRows();
     showSorted();
@@ -248,7 +263,7 @@ export async function samplesPage(main, { params }, { store, signal }) {
       "/": ["search in text", () => document.getElementById("search")?.focus()],
       ".": ["next page", () => { if (page < pages - 1) turn(page + 1); }],
       ",": ["previous page", () => { if (page > 0) turn(page - 1); }],
-      c: ["clear the filter", () => adjust({ w: "", f: "", page: "", at: "" })],
+      c: ["clear filter and search", () => adjust({ w: "", f: "", q: "", sk: "", page: "", at: "" })],
     },
   };
 }

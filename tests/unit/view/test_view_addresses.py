@@ -89,6 +89,14 @@ def test_the_readers_browser_gets_the_address(tmp_path: Path, monkeypatch: pytes
     assert log.read_text().strip() == "http://127.0.0.1:1/?token=x"
 
 
+def stores_at(address: str) -> str:
+    """What the server of a printed address says of its stores."""
+    url, token = address.split("?token=")
+    request = urllib.request.Request(f"{url}api/stores", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(answer.read().decode())
+
+
 def started(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command("view", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -118,8 +126,7 @@ def test_a_store_that_does_not_exist_yet_is_waited_for(make_store: Callable[...,
     try:
         assert "there is no store at" in server.stderr.readline()
         make_store(tmp_path / "later", prompts=1)
-        with urllib.request.urlopen(server.stdout.readline().strip(), timeout=60) as page:
-            assert page.status == 200
+        assert '"samples":12' in stores_at(server.stdout.readline().strip())
     finally:
         server.terminate()
         server.wait(timeout=60)
@@ -135,15 +142,9 @@ def test_a_folder_of_runs_shows_each_of_them(make_store: Callable[..., Store], t
     server = started(str(tmp_path), "--port", "0")
     assert server.stdout is not None
     try:
-        address = server.stdout.readline().strip()
-        request = urllib.request.Request(
-            address.split("?")[0] + "api/stores", headers={"Authorization": f"Bearer {address.split('=')[1]}"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read().decode()
+        text = stores_at(server.stdout.readline().strip())
     finally:
         server.terminate()
         server.wait(timeout=60)
-    assert re.findall(r'"name": ?"(\w+)"', text)[:1] == ["second"], "the newest first"
-    assert '"first"' in text
+    assert re.findall(r'"name":"(\w+)","uri"', text) == ["second", "first"], "the newest first"
     assert "broken" not in text
