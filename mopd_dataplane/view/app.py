@@ -198,6 +198,15 @@ def _sample(shown: Shown, query: dict[str, str]) -> Any:
     return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.whole}
 
 
+def _text(shown: Shown, query: dict[str, str]) -> Any:
+    """The whole text of a sample's prompt and answer, character by character as it was decoded."""
+    index = shown.index()
+    payload = read_payload(shown.store, index.row(query.get("uid", "")), index.snapshot)
+    prompt_ids, response_ids = payload.tokens[: payload.prompt_len], payload.response
+    prompt_said, answer = shown.decoder.texts([prompt_ids.tolist(), response_ids.tolist()])
+    return {"prompt": prompt_said, "answer": answer}
+
+
 def _row(shown: Shown, query: dict[str, str]) -> Any:
     """A sample's row of the table with the columns that compare it with others."""
     uid = query.get("uid", "")
@@ -271,7 +280,7 @@ ANSWERS: dict[str, Answer] = {
     "home": lambda shown, params: red_pen.overview(shown, params.get("stage", "")),
     "corrections": _corrections, "corrected": _corrected,
     "samples": _page, "row": _row, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample,
-    "candidates": _candidates, "student": _student,
+    "text": _text, "candidates": _candidates, "student": _student,
     "prompt": _prompt, "step": _step,
     "life": lambda shown, query: life.life(shown.store, shown.index(), query.get("uid", "")),
     "run": lambda shown, query: shown.remembered("run", lambda index: run_page.run_page(shown.store, index)),

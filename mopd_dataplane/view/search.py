@@ -244,7 +244,7 @@ class Search:
         return {"uid": part["uid"][owner].as_py(), "position": position, "times": times, "text": cut + text}
 
 
-def _responses(part: pa.Table, column: pa.Array) -> list[NDArray[np.int32]]:
+def _responses(part: pa.Table, column: pa.Array) -> list[Any]:
     """Response tokens of each sample of a part."""
     offsets, prompts = column.offsets.to_numpy(), part["prompt_len"].to_numpy()
     flat = column.values.to_numpy()[: offsets[-1]]

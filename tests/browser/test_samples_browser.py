@@ -115,3 +115,24 @@ def test_a_typo_in_the_filter_leaves_the_page(page: Page) -> None:
     page.locator("#where").press("Enter")
     expect(page.locator("#refusal")).to_have_count(0)
     expect(page.locator("#matching")).not_to_contain_text("96 of 96")
+
+
+def test_eight_tabs_lead_to_the_first_row_and_arrows_move_inside_what_they_skip(page: Page) -> None:
+    page.reload()
+    ready(page)
+    page.locator("#h-reward-0").wait_for()
+    tabs = 0
+    while not page.evaluate("document.activeElement.closest('tbody') !== null"):
+        page.keyboard.press("Tab")
+        tabs += 1
+        assert tabs <= 8, page.evaluate("document.activeElement.outerHTML")
+    assert page.evaluate("document.activeElement.closest('tr').dataset.i") == "0"
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("thead").get_by_role("button", name="reward")).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("listbox", name="Histogram of reward")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page.locator("#where")).to_have_value("reward >= 1")

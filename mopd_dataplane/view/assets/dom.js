@@ -64,7 +64,7 @@ export function table(columns, rows, attributes = {}) {
 export function copier(text, label) {
   return h("button", { class: "quiet", type: "button", onclick: async (e) => {
     const button = e.currentTarget;
-    try { await navigator.clipboard.writeText(typeof text === "function" ? text() : text); button.textContent = "copied"; }
+    try { await navigator.clipboard.writeText(typeof text === "function" ? await text() : text); button.textContent = "copied"; }
     catch { button.textContent = "cannot copy here"; }
     setTimeout(() => { button.textContent = label; }, 1200);
   } }, label);

@@ -4,7 +4,8 @@ import { isStatic, once } from "./api.js";
 import { card } from "./card.js";
 import { chart } from "./chart.js";
 import { h, put, say, select } from "./dom.js";
-import { count, number, percent, seconds, short, shown } from "./format.js";
+import { count, number, percent, short, shown } from "./format.js";
+import { runState } from "./run_state.js";
 import { unpack } from "./signals.js";
 import { address, adjust, go, whole } from "./state.js";
 
@@ -82,28 +83,10 @@ async function openCard(answer, at, params, store) {
   } catch (error) { put(aside, h("p", { class: "damage", role: "alert" }, error.message)); }
 }
 
-// How far the run is, its figures from the first iteration to the newest, and the worst answer of each teacher.
-function stateOf(state, store, params) {
-  if (!state.stage) return h("section", { class: "state", "aria-label": "State of the run" }, h("p", { class: "empty" }, "No sample has been committed yet."));
-  const first = state.figures[0], newest = state.figures.at(-1), fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
-  const change = (key, digits) => (newest[key] === null ? null : first.iteration === newest.iteration || first[key] === null ? number(newest[key], digits)
-    : `${number(first[key], digits)} → ${number(newest[key], digits)}`);
-  const measured = [["reward", change("reward", 2)], ["reverse KL, nat/token", change("kl", 3)], ["length, tokens", change("response_len", 0)]];
-  const left = state.seconds_left === null ? null : state.seconds_left > 0 ? `about ${seconds(state.seconds_left)}` : "none, all iterations are done";
-  return h("section", { class: "state", "aria-label": "State of the run" },
-    h("dl", { class: "facts" }, fact("stage", state.stage),
-      fact("iteration", `${count(state.iteration)}${state.iterations === null ? "" : ` of ${count(state.iterations)}`}`),
-      left ? fact("time left of the stage, at its pace", left) : null, state.later.length ? fact("then", state.later.join(", ")) : null,
-      measured.filter(([, value]) => value !== null).map(([name, value]) => fact(name, value)), fact("samples", count(store.samples))),
-    state.worst.length ? h("p", { class: "worst" }, h("span", { class: "where" }, "Worst newest answer, by teacher: "),
-      state.worst.map((w, i) => [i ? " · " : "", h("a", { href: address("sample", w.uid, { store: params.store, teacher: w.teacher }) },
-        w.teacher), h("small", {}, ` ${number(w.kl, 2)} nat/token`)])) : null);
-}
-
 export async function homePage(main, { params }, { store }) {
   const query = { store: params.store || 0, stage: params.stage || "" };
   const [run, state] = await Promise.all([once("home", query, store.digest), isStatic() ? null : once("state", { store: query.store }, store.digest)]);
-  const title = [state ? stateOf(state, store, params) : null, h("h1", {}, "Teachers correcting the student")];
+  const title = [state ? runState(state, store, params) : null, h("h1", {}, "Teachers correcting the student")];
   if (!run.iterations.length) {
     put(main, title, h("p", { class: "lead" }, "No teacher has scored an answer yet. ", store.follow ? "This page fills when one has." : null),
       h("p", {}, h("a", { href: address("samples", "", { store: params.store }) }, `all ${count(store.samples)} samples`)));

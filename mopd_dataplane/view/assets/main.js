@@ -142,6 +142,7 @@ async function draw({ still = false } = {}) {
   closing = found.close || (() => {});
   main.removeAttribute("aria-busy");
   if (still) scrollTo(0, place);
+  if (document.activeElement === document.body) main.focus({ preventScroll: true }); // Tab goes on at what was drawn
   if (now.params.focus) document.getElementById(now.params.focus)?.focus();
 }
 
