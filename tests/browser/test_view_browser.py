@@ -98,7 +98,7 @@ def test_each_head_stands_over_its_column(page: Page) -> None:
 def test_an_address_that_was_mangled_on_its_way_still_opens(page: Page, refusals: list[str]) -> None:
     refusals += ["400", "404"]
     base = page.url.split("#")[0]
-    for rest in ("f=5", "f=%5Bnull%2C%7B%22c%22%3A5%7D%5D", "f=%5B%7B%22c%22", "at=x&page=y", "cols=nosuch", "q=%"):
+    for rest in ("q=%", "f=5", "f=%5Bnull%2C%7B%22c%22%3A5%7D%5D", "f=%5B%7B%22c%22", "at=x&page=y", "cols=nosuch"):
         page.goto(f"{base}#/samples?{rest}")
         expect(page.locator("#matching")).to_be_visible()
         ready(page)

@@ -51,7 +51,7 @@ export function chart(lines, options) {
     moveTo: (moment) => {
       if (!plot) return;
       const left = moment === null ? -10 : plot.valToPos(options.shared.from(moment), "x");
-      plot.setCursor({ left, top: left < 0 ? -10 : plot.over.clientHeight / 2 });
+      plot.setCursor({ left, top: left < 0 ? -10 : plot.over.clientHeight / 2 }, false);
     },
   };
   live.add(own);

@@ -25,7 +25,7 @@ function markdownOf({ columns, rows }) {
 function download(name, text) {
   const link = h("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
   link.click();
-  URL.revokeObjectURL(link.href);
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 // Tables, views and macros; the columns of one are read when it is opened, and a click writes a name into the query.
