@@ -28,10 +28,10 @@ from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import blob_columns
 from mopd_dataplane.store.format.lance_errors import reading, writing
-from mopd_dataplane.store.format.row_checksums import ROW_CRC, with_row_crcs
+from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
 from mopd_dataplane.store.read import snapshot as snapshots
-from mopd_dataplane.tables import TABLES, TableSpec
+from mopd_dataplane.tables import ROW_CRC, TABLES, TableSpec
 
 OLD_FORMAT = 1
 PROGRESS = UNFINISHED[1]
