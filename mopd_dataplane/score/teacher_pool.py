@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from mopd_kernels import Head
 from safetensors.torch import save_file
 
 from mopd_dataplane.base.files import file_digest, fsync
+from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.base.tensor_header import read_tensor_header
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.job import sections
@@ -441,11 +441,12 @@ def write_head(file: Path, head: Head, weights: str) -> None:
         "logit_scale": repr(head.logit_scale),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    staging = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    save_file(tensors, staging, metadata=metadata)
-    fsync(staging)
-    staging.replace(file)
-    fsync(file.parent)
+    with scratch_folder(file.parent) as scratch:
+        staging = scratch / file.name
+        save_file(tensors, staging, metadata=metadata)
+        fsync(staging)
+        staging.replace(file)
+        fsync(file.parent)
 
 
 def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
