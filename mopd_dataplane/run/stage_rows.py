@@ -64,6 +64,10 @@ UNSCORABLE = "unscorable"
 """Kind of the events of answers that a reward could not score."""
 
 
+UNSCORABLE_EVAL = "unscorable_eval"
+"""Kind of the events of held-out answers that a reward could not score; the detail holds the answer."""
+
+
 UNREADABLE = "unreadable"
 """Kind of the events of samples with a token that their teacher does not know."""
 

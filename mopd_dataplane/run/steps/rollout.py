@@ -16,7 +16,7 @@ from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
-from mopd_dataplane.run.exactness import record_self_check
+from mopd_dataplane.run.exactness import has_self_check, record_self_check
 from mopd_dataplane.run.iteration import iteration_prompts, sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_rows import stage_samples
@@ -109,6 +109,7 @@ def roll_out(
     """Sample a part, or a share of it, into the store through the token log of `writer`; finish what that log holds."""
     stage, sampler = part.stage, part.sampler.policy
     check_policy_server(run, stage, engine)
+    _check_log_probs(run, engine, part)
     dropped = 0
 
     def commit(samples: list[Sample]) -> None:
@@ -149,11 +150,25 @@ def roll_out(
         sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
     )
     report.dropped = dropped
-    if isinstance(engine, HasSelfCheck):
-        record_self_check(run.store, stage.name, "sampler", engine.self_check)
     if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)
     return report
+
+
+def _check_log_probs(run: Run, engine: Engine, part: Part) -> None:
+    """Record the self-check of the engine, and make it where the engine has made none. Raises MismatchError."""
+    stage = part.stage
+    if isinstance(engine, HasSelfCheck):
+        record_self_check(run.store, stage.name, "sampler", engine.self_check)
+    elif engine_kind(run.job.engine.kind).is_checked and not has_self_check(run.store, stage.name, "sampler"):
+        from mopd_dataplane.rollout.engines.engine_check import check_engine
+
+        folder = sampling_policy(run, stage, part.sampler.policy, part.version)
+        dtype = run.job.engine.dtype or run.job.student.dtype
+        longest = stage.rollout.max_prompt_tokens + stage.rollout.max_new_tokens
+        prompts = [np.array(run.prompt_ids(prompt), np.int32) for prompt in part.prompts]
+        passed = check_engine(engine, folder, prompts, dtype=dtype, longest=longest)
+        record_self_check(run.store, stage.name, "sampler", passed)
 
 
 def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
