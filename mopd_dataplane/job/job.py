@@ -10,6 +10,7 @@ from pydantic import Field
 
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
+from mopd_dataplane.job.discriminator import Discriminator
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.section import Fixed, Free, Section
 from mopd_dataplane.job.values import Name
@@ -50,7 +51,7 @@ class Stage(Section):
     """Keys of `[train]` that differ in this stage."""
     concurrent: Fixed[bool] = False
     """Rollout, scoring and training run concurrently, in a process each; `plan.max_staleness` bounds the staleness."""
-    discriminator: sections.Discriminator | None = None
+    discriminator: Discriminator | None = None
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
