@@ -10,8 +10,8 @@ from pydantic import Field
 
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.discriminator import Discriminator
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
+from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.job.section import Fixed, Free, Section
 from mopd_dataplane.job.values import Name
 
@@ -51,7 +51,7 @@ class Stage(Section):
     """Keys of `[train]` that differ in this stage."""
     concurrent: Fixed[bool] = False
     """Rollout, scoring and training run concurrently, in a process each; `plan.max_staleness` bounds the staleness."""
-    discriminator: Discriminator | None = None
+    discriminator: sections.Discriminator | None = None
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
@@ -118,7 +118,7 @@ class Job(Section):
     """The shared-memory ring between disk and trainer."""
     retain: sections.Retain = sections.Retain()
     """How long hidden states are kept."""
-    scale: sections.Scale = sections.Scale()
+    scale: Scale = Scale()
     """How many processes share the work."""
     objectives: dict[str, Objective] = Field(default_factory=dict)
     """The losses that stages can name, one table an objective."""

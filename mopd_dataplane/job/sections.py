@@ -351,38 +351,22 @@ class Plan(Section):
     `drop` leaves out those that did."""
 
 
-class Scale(Section):
-    """Processes that share the work. No sample, plan or loss depends on them, and they may change at any restart."""
+class Discriminator(Section):
+    """Distinguishes a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
 
-    change = ChangeClass.FREE
-    ranks: int = Field(default=1, ge=1)
-    """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share a pack, each with a part of its tokens, for packs too long for one; divides the ranks of a node.
-    The others are data parallel."""
-    rank_deadline_s: float = Field(default=600.0, gt=0)
-    """Longest wait of one rank for another."""
-    engines: int = Field(default=1, ge=1)
-    """Engine replicas that roll out under `--ray`; those the cluster has no room for join as soon as it has."""
-    engine_cpus: float = Field(default=1.0, ge=0)
-    """Processor cores that each engine replica reserves in the Ray cluster."""
-    engine_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that each engine replica reserves in the Ray cluster."""
-    teacher_cpus: float = Field(default=1.0, ge=0)
-    """Processor cores that each teacher reserves in the Ray cluster while it scores."""
-    teacher_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that each teacher reserves in the Ray cluster while it scores."""
-
-    @property
-    def data_parallel(self) -> int:
-        """Groups of ranks that each read packs of their own."""
-        return self.ranks // self.context_parallel
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> Scale:
-        if self.ranks % self.context_parallel:
-            raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
-        return self
+    fixed_because = "the discriminator has learnt to tell this text apart"
+    text: Fixed[str] = "reference"
+    """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Learning rate of its optimizer (AdamW)."""
+    batch_pairs: int = Field(default=32, ge=1)
+    """Pairs of a teacher's and a student's text in one step."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each window's pairs, before the window is scored."""
+    warmup_epochs: int = Field(default=0, ge=0)
+    """Further passes over the first window's pairs."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of its gradient; a larger one is scaled down."""
 
 
 class Retain(Section):

@@ -22,7 +22,7 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import check_folder, write_checksums
 from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import DamagedError, EngineError
-from mopd_dataplane.job.discriminator import Discriminator as DiscriminatorSettings
+from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.architecture import text_decoder
 
@@ -48,7 +48,7 @@ class Discriminator:
     policy: folder whose body it starts from. seed: of the head's first weights.
     """
 
-    def __init__(self, policy: Path, settings: DiscriminatorSettings, *, seed: int, device: str = "cpu") -> None:
+    def __init__(self, policy: Path, settings: sections.Discriminator, *, seed: int, device: str = "cpu") -> None:
         self._settings = settings
         self._seed = seed
         self._critic = _Critic(policy, seed).to(device)
