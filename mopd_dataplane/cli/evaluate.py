@@ -43,6 +43,9 @@ def teachers(
         int | None,
         Option("--probe", metavar="N", min=1, help="Score N answers in all instead, and propose a routing in TOML."),
     ] = None,
+    where: Annotated[
+        str, Option("--where", metavar="SQL", help="Only answers that meet this condition, as reward > 0.")
+    ] = "",
     *,
     overrides: Given,
 ) -> None:
@@ -63,7 +66,7 @@ def teachers(
 
     if probe is not None:
         samples = max(1, probe // len(loaded.domains_of(chosen)))
-    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
+    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, where=where, console=stderr())
     choices = propose_routing(rows) if probe is not None else []
     if overrides.as_json and choices:
         print_json({"teachers": rows, "routing": {choice.domain: choice.teacher for choice in choices}})

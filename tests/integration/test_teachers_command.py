@@ -55,3 +55,16 @@ def test_a_probe_proposes_a_routing_that_a_job_can_take_over(finished_job: Path,
     probed = json.loads(mopd("teachers", job, "--stage", "student", "--probe", "16", "--json").stdout)
     assert probed["routing"] == routing
     assert {row["answers"] for row in probed["teachers"]} == {8}
+
+
+def test_teachers_are_compared_on_answers_that_meet_a_condition(finished_job: Path, mopd: Callable) -> None:
+    job, where = finished_job / "job.toml", "domain = 'sums' and response_len < 6"
+    options = ("--stage", "student", "--samples", "1000", "--where", where, "--json")
+    rows = json.loads(mopd("teachers", job, *options).stdout)
+    store = open_store(str(finished_job / "store"))
+    [expected] = store.sql(
+        f"select count(*) answers from rollouts where stage = 'student' and iteration = 0 and {where}"
+    ).to_pylist()
+    [every] = store.sql("select count(*) answers from rollouts where stage = 'student' and iteration = 0").to_pylist()
+    assert 0 < expected["answers"] < every["answers"]
+    assert [(row["domain"], row["answers"]) for row in rows] == [("sums", expected["answers"])] * 2
