@@ -47,7 +47,8 @@ def gaps_by_position(store: Store, snapshot: Snapshot | None = None) -> list[dic
     """Rows of GAPS_BY_POSITION; none where the store has no statistics of tokens."""
     if "token_stats" not in (store.names() if snapshot is None else snapshot.versions):
         return []
-    return store.sql(GAPS_BY_POSITION, snapshot=snapshot).to_pylist()
+    rows: list[dict[str, Any]] = store.sql(GAPS_BY_POSITION, snapshot=snapshot).to_pylist()
+    return rows
 
 
 def position_cause(rows: list[dict[str, Any]]) -> str:

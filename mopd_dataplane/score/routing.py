@@ -18,6 +18,10 @@ NO_CHOICE = 0.5
 """Right over wrong of a teacher that does not distinguish them, and of one that saw answers of one kind only."""
 
 
+UNKNOWN = -1e9
+"""Merit of a figure that is not known: below all others, and equal to itself."""
+
+
 @dataclass(frozen=True)
 class Criterion:
     """A figure of a comparison by which teachers are ranked."""
@@ -86,7 +90,7 @@ def _merit(row: Mapping[str, Any], criterion: Criterion) -> float:
     """Value of a figure, more being better; an unknown one never wins."""
     value = row[criterion.figure]
     if value is None or math.isnan(value):
-        return NO_CHOICE if criterion.figure == "discrimination" else -math.inf
+        return NO_CHOICE if criterion.figure == "discrimination" else UNKNOWN
     return criterion.sign * float(value)
 
 
