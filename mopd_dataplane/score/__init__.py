@@ -18,4 +18,5 @@ health.py               figures of a signal, from the log-probs that are stored 
 health_checks.py        which figures are unhealthy: thresholds, reasons, and what a message says
 probe.py                reference answers and a teacher's own text, scored before the first step
 teacher_comparison.py   figures by which teachers of a domain are compared, and a teacher with itself as quantised
+routing.py              proposes a teacher for each domain, from such figures
 """
