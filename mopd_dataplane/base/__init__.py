@@ -15,5 +15,6 @@ file_checksums.py  folders of files that are never rewritten, with the size and 
 memory.py          reuse of freed memory inside large work
 fault_points.py    named places where a process may die, so that tests can make it die exactly there
 sampling_masks.py  the token ids that top-k and top-p left to draw each token from
+log/               write-ahead logs: segments, group commit, acknowledgement levels
 stats_choice.py    which samples per-token statistics are kept of
 """
