@@ -40,6 +40,7 @@ WRITES = {
     "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/remote/range_cache.py": "the same",
     "score/vllm_connector.py": "between two processes, read once", "train/token_stats.py": "the same",
     "train/metrics.py": "lines with a checksum each are appended", "train/stop.py": "a lock",
+    "store/queue/fold.py": "the log of a dead process, before it is removed",
     "store/format/manifests.py": "a torn manifest is set aside, the folder synced",
     "job/reference.py": "generated pages of this repository", "store/format/schemas.py": "the same",
 }  # fmt: skip

@@ -1,13 +1,13 @@
-"""A durable key-value queue beside the tables of a store, for values that another framework passes through it.
+"""The dataset of a queue: rows are only ever appended, and the last row of a key is its value.
 
-Rows are only ever appended, and the last row of a key is its value; clearing appends a row that says so. So any number
-of processes may put, get and clear concurrently, and a kill leaves what was acknowledged. Space is freed file by file:
-a step's values are put and cleared together, so its files are freed together, and values that stay are rewritten.
+Clearing appends a row that says so. Space is freed file by file: a step's values are put and cleared together, so its
+files are freed together, and values that stay are rewritten.
 """
 
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
@@ -18,166 +18,187 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.checksum import crc32c
-from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError
 from mopd_dataplane.store.commit.clean_up import clean_up
-from mopd_dataplane.store.commit.table import ATTEMPTS, BACKOFF_S, Table
-from mopd_dataplane.store.format.lance_errors import is_overtaken, reading, writing
+from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.format.lance_errors import reading, writing
+from mopd_dataplane.store.format.manifests import newest_version
 from mopd_dataplane.store.format.row_ids import in_row_order, row_ids
 from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.queue.values import CLEARED, Key, Value, Write
 from mopd_dataplane.store.read.tags import drop_tag, set_tag, tagged
 
-CLEARED = "cleared"
-_VALUE = ("kind", "value", "dtype", "shape", "crc")
-"""Columns of a value."""
+VALUE = ("kind", "value", "dtype", "shape", "crc", "log", "seq")
+"""Columns of a value and its write."""
+FOLDED: Key = (-1, "")
+"""Key of the row that names the last batch of each log in the dataset; frameworks number samples from 0 on."""
 KEEP = timedelta(minutes=10)
 """Versions younger than this keep their files: a reader may be at work on them."""
-SWEEP_EVERY = 64
-"""Clears between looks for files that nobody needs."""
 MOVE_BELOW = 0.25
 """Share of a file's rows below which its values are written anew, so that the file can go."""
 PINS = 4
-Key = tuple[int, str]
-"""(sample, field)"""
 
 
-@dataclass(frozen=True)
-class Value:
-    """Bytes and what they are: `kind` tensor with dtype and shape, or msgpack."""
+class QueueTable:
+    """The dataset of one queue, at queues/<name> of a store."""
 
-    kind: str
-    data: bytes
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
+    def __init__(self, location: StoreLocation, name: str) -> None:
+        self.location = location
+        self.table = Table(location, f"queues/{name}")
+        self._newest: lance.LanceDataset | None = None
+        self._folded: tuple[lance.LanceDataset, dict[str, int]] | None = None
 
+    @property
+    def uri(self) -> str:
+        return self.table.uri
 
-class Queue:
-    """One queue, at queues/<name> of a store; made on first use."""
+    def create(self) -> None:
+        """Make the dataset unless there is one."""
+        if not self.table.exists():
+            self.table.create()
 
-    def __init__(self, uri: str, name: str, storage_options: dict[str, str] | None = None) -> None:
-        self._location = StoreLocation(uri, storage_options)
-        self._table = Table(self._location, f"queues/{name}")
-        self._clears = 0
-        if not self._table.exists():
-            self._table.create()
+    def open(self) -> lance.LanceDataset:
+        """The newest version, the same handle as before while it is the newest."""
+        if self.location.root is not None and self._newest is not None:
+            folder = self.location.local(self.table.name)
+            if newest_version(folder, self._newest.version) == self._newest.version:
+                return self._newest
+        self._newest = self.table.open()
+        return self._newest
 
-    def put(self, keys: Sequence[Key], values: Sequence[Value]) -> None:
-        """Set values, durable and visible to every process on return. All of one call become visible together."""
+    def rows(self, items: Iterable[tuple[Key, Value, Write | None]]) -> pa.Table:
+        """Rows of values and of clearings."""
         now = datetime.now(UTC)
         records = [
             {"sample": sample, "field": field, "kind": value.kind, "dtype": value.dtype, "shape": value.shape,
-             "value": value.data, "crc": crc32c(value.data), "put_at": now}
-            for (sample, field), value in zip(keys, values, strict=True)
+             "value": value.data, "crc": crc32c(value.data), "put_at": now, "log": write.log if write else None,
+             "seq": write.seq if write else None}
+            for (sample, field), value, write in items
         ]  # fmt: skip
-        with self._location.committing(self._table.name):
-            self._table.make_durable(self._appended(pa.Table.from_pylist(records, schema=self._table.schema)))
+        return pa.Table.from_pylist(records, schema=self.table.schema)
 
-    def get(self, keys: Sequence[Key]) -> list[Value]:
-        """Values in the asked order. Raises UnknownNameError naming the first key without one, DamagedError."""
-        return self._values(self._table.open(), keys)
+    def folded(self, dataset: lance.LanceDataset) -> dict[str, int]:
+        """The last batch of each log that a version contains."""
+        if self._folded is None or self._folded[0] is not dataset:
+            self._folded = dataset, self._read_folded(dataset)
+        return self._folded[1]
 
-    def _values(self, dataset: lance.LanceDataset, keys: Sequence[Key]) -> list[Value]:
-        last_values = self._last(dataset, _VALUE, keys)
-        values = []
-        for key in keys:
-            kind, data, dtype, shape, crc = last_values.get(key, (CLEARED, b"", "", (), 0))
-            if kind == CLEARED:
-                raise UnknownNameError(
-                    f"{self._table.uri}: sample {key[0]} has no field {key[1]!r}; it was cleared, or never put"
-                )
-            if crc32c(data) != crc:
-                raise DamagedError(f"{self._table.uri}: field {key[1]!r} of sample {key[0]} fails its checksum")
-            values.append(Value(kind, data, dtype, tuple(shape)))
-        return values
+    def _read_folded(self, dataset: lance.LanceDataset) -> dict[str, int]:
+        row = self.last_rows(dataset, ("value", "crc"), [FOLDED]).get(FOLDED)
+        if row is None:
+            return {}
+        if crc32c(row[0]) != row[1]:
+            raise DamagedError(f"{self.uri}: the record of what is folded fails its checksum; restore it from a copy")
+        return {str(log): int(seq) for log, seq in json.loads(row[0]).items()}
 
-    def clear(self, keys: Sequence[Key]) -> None:
-        """Forget values, durably; keys without one are left alone."""
-        stored = self._held(self._table.open(), ["kind"], keys)
-        gone = [key for key in dict.fromkeys(keys) if key in stored]
-        if gone:
-            self.put(gone, [Value(CLEARED, b"")] * len(gone))
-        self._clears += 1
-        if self._clears % SWEEP_EVERY == 0:
-            self.sweep()
-
-    def keys(self) -> list[Key]:
-        """Every key that has a value, in the order of its last put."""
-        return [*self._held(self._table.open(), ["kind"])]
-
-    def pin(self, name: str) -> None:
-        """Pin the present values for `restore`; the newest PINS pins are kept."""
-        dataset = self._table.open()
-        set_tag(dataset, name, dataset.version)
-        tags = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
-        for old, _ in tags[PINS:]:
-            drop_tag(dataset, old)
-        self._table.make_durable(dataset)
-
-    def restore(self, name: str) -> None:
-        """Restore the values of a pin, and no others. Raises UnknownNameError when the pin is not kept any more, and
-        DamagedError, with every value as it was, when one of its own is damaged."""
-        if name not in tagged(self._table.open()):
-            raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
-        what = ["kind", "dtype", "shape", "crc"]  # tells values apart without reading them
-        before, now = self._held(self._table.open(name), what), self._held(self._table.open(), what)
-        lost = [key for key, version in before.items() if now.get(key) != version]
-        values = self._values(self._table.open(name), lost)
-        self.clear([key for key in now if key not in before])
-        if lost:
-            self.put(lost, values)
-
-    def sweep(self) -> int:
-        """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
-        process writes at that moment. Their bytes leave the disk KEEP later."""
-        with self._location.committing(self._table.name):
-            dataset = self._table.open_to_write()
-            moving, unneeded = _needs(dataset)
-            if moving:
-                with reading(dataset.uri):
-                    rows = dataset.take(moving)
-                moved = self._table.append_on(dataset, rows)
-                if moved is None:
-                    return 0
-                self._table.make_durable(moved)
-                dataset, unneeded = moved, _needs(moved)[1]
-            if unneeded:
-                operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
-                with writing(self._table.uri):
-                    if not self._table.commit_at(dataset, operation):
-                        return 0
-            clean_up(self._location, self._table.name, self._table.open(), self._table.acknowledged(), older_than=KEEP)
-            return len(unneeded)
-
-    def _appended(self, rows: pa.Table) -> lance.LanceDataset:
-        """An append is refused when files were moved at that moment; it is then repeated."""
-        for attempt in range(ATTEMPTS):
-            try:
-                return self._table.append(rows)[1]
-            except OSError as error:
-                if not is_overtaken(error):
-                    raise
-            time.sleep(BACKOFF_S * (attempt + 1))
-        raise ResourceError(f"{self._table.uri}: {ATTEMPTS} puts in a row were overtaken; stop other writers or retry")
-
-    def _last(
-        self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
+    def last_rows(
+        self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Collection[Key] | None = None
     ) -> dict[Key, tuple[Any, ...]]:
         """Columns of the last row of each key, in the order of these rows; keys: only of these."""
         if keys is not None and not keys:
             return {}
-        read = {"columns": ["sample", "field", *columns], "filter": None if keys is None else _filter(set(keys))}
+        # A dataset of an earlier release gets the columns of writes with its first fold.
+        present = [column for column in columns if column in dataset.schema.names]
+        read = {"columns": ["sample", "field", *present], "filter": None if keys is None else _filter(set(keys))}
         with reading(dataset.uri):
             rows = in_row_order(dataset, read)
-        last_values: dict[Key, tuple[Any, ...]] = {}
-        for sample, field, *values in zip(*rows.to_pydict().values(), strict=True):
-            last_values.pop((sample, field), None)
-            last_values[sample, field] = tuple(values)
-        return last_values
+        nulls = [None] * rows.num_rows
+        values = [rows[column].to_pylist() if column in present else nulls for column in columns]
+        last: dict[Key, tuple[Any, ...]] = {}
+        for sample, field, *row in zip(rows["sample"].to_pylist(), rows["field"].to_pylist(), *values, strict=True):
+            last.pop((sample, field), None)
+            last[sample, field] = tuple(row)
+        return last
 
-    def _held(
-        self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
+    def present(
+        self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Collection[Key] | None = None
     ) -> dict[Key, tuple[Any, ...]]:
-        """`_last` of the keys that have a value; columns: `kind` first."""
-        return {key: row for key, row in self._last(dataset, columns, keys).items() if row[0] != CLEARED}
+        """`last_rows` of the keys that have a value; columns: `kind` first."""
+        rows = self.last_rows(dataset, columns, keys)
+        return {key: row for key, row in rows.items() if row[0] != CLEARED and key != FOLDED}
+
+    def writes(self, dataset: lance.LanceDataset, keys: Collection[Key]) -> dict[Key, Write | None]:
+        """The write of each key that has a value; None for a value of an earlier release."""
+        rows = self.present(dataset, ("kind", "log", "seq"), keys)
+        return {key: write_of(log, seq) for key, (_, log, seq) in rows.items()}
+
+    def values(self, dataset: lance.LanceDataset, keys: Collection[Key]) -> dict[Key, tuple[Value, Write | None]]:
+        """Values with their writes; keys without one are left out. Raises DamagedError."""
+        values = {}
+        for key, (kind, data, dtype, shape, crc, log, seq) in self.present(dataset, VALUE, keys).items():
+            if crc32c(data) != crc:
+                raise DamagedError(f"{self.uri}: field {key[1]!r} of sample {key[0]} fails its checksum")
+            values[key] = Value(kind, data, dtype, tuple(shape)), write_of(log, seq)
+        return values
+
+    def differences(self, pin: str) -> tuple[list[Key], dict[Key, tuple[Value, Write | None]]]:
+        """What restores a pin: (keys to clear, values to put with their writes).
+
+        Raises UnknownNameError when the pin is not kept, DamagedError when one of its values is damaged.
+        """
+        dataset = self.table.open()
+        if pin not in tagged(dataset):
+            raise UnknownNameError(f"{self.uri} keeps nothing of {pin!r}; the newest {PINS} pins are kept")
+        identity = ["kind", "dtype", "shape", "crc", "log", "seq"]  # differs between values without reading them
+        pinned = self.table.open(pin)
+        before, now = self.present(pinned, identity), self.present(dataset, identity)
+        lost = [key for key, row in before.items() if now.get(key) != row]
+        return [key for key in now if key not in before], self.values(pinned, lost)
+
+    def pin(self, name: str) -> None:
+        """Pin the newest version for `differences`; the newest PINS pins are kept."""
+        dataset = self.table.open()
+        set_tag(dataset, name, dataset.version)
+        tags = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
+        for old, _ in tags[PINS:]:
+            drop_tag(dataset, old)
+        self.table.make_durable(dataset)
+
+    def sweep(self) -> int:
+        """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
+        process writes at that moment. Their bytes leave the disk KEEP later."""
+        with self.location.committing(self.table.name):
+            dataset = self.table.open_to_write()
+            moving, unneeded = _needs(dataset)
+            if moving:
+                with reading(dataset.uri):
+                    rows = dataset.take(moving)
+                moved = self.table.append_on(dataset, rows)
+                if moved is None:
+                    return 0
+                self.table.make_durable(moved)
+                dataset, unneeded = moved, _needs(moved)[1]
+            if unneeded:
+                operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
+                with writing(self.uri):
+                    if not self.table.commit_at(dataset, operation):
+                        return 0
+            clean_up(self.location, self.table.name, self.table.open(), self.table.acknowledged(), older_than=KEEP)
+            return len(unneeded)
+
+
+def write_of(log: str | None, seq: int | None) -> Write | None:
+    """The write that two columns name."""
+    return None if log is None or seq is None else Write(log, seq)
+
+
+def chosen(
+    uri: str, keys: Sequence[Key], writes: Sequence[Write | None], values: Mapping[Key, tuple[Value, Write | None]]
+) -> list[Value]:
+    """Values in the order of their keys. Raises UnknownNameError naming the first key without one, and MismatchError
+    for a value of another write than the one asked for."""
+    result = []
+    for (sample, field), write in zip(keys, writes, strict=True):
+        if (sample, field) not in values:
+            raise UnknownNameError(f"{uri}: sample {sample} has no field {field!r}; it was cleared, or never put")
+        value, stored = values[sample, field]
+        if write is not None and write != stored:
+            raise MismatchError(
+                f"{uri}: field {field!r} of sample {sample} is of write {stored}, not of {write}: the framework used "
+                "the number again, or put the value again; get the metadata again"
+            )
+        result.append(value)
+    return result
 
 
 def _filter(keys: Iterable[Key]) -> str:
