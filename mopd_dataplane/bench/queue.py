@@ -12,29 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane.bench.calls import seconds
 from mopd_dataplane.bench.queue_client import trajectory
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.store.queue.logged import LoggedQueue
-from mopd_dataplane.store.queue.queue_log import logs_folder
-from mopd_dataplane.store.queue.unfolded import Unfolded
 
 BATCH = 256
 """Trajectories of one get."""
 GETS = 8
 CLIENT_S = 120.0
 """Longest that a client takes beyond its time."""
-FIGURES = ("processes", "put_p50_ms", "put_p99_ms", "trajectories_per_s", "raw_p50_ms", "raw_p99_ms", "raw_per_s",
-           "client_mib", "unfolded", "fold_s", "get_unfolded_mb_per_s", "get_folded_mb_per_s")  # fmt: skip
+FIGURES = ("processes", "put_p50_ms", "put_p99_ms", "put_cpu_ms", "trajectories_per_s", "raw_p50_ms", "raw_p99_ms",
+           "raw_per_s", "client_mib", "unfolded", "fold_s", "get_unfolded_mb_per_s", "get_folded_mb_per_s")  # fmt: skip
 
 
 def measure(folder: Path, processes: int, seconds_each: float) -> dict[str, Any]:
     """Figures of so many processes, each of which puts one trajectory after the other for some seconds.
 
-    put_p50_ms, put_p99_ms, trajectories_per_s: of puts, durable on return, while logs are folded. raw_*: of the same
-    bytes appended to a file of each process and synced. client_mib: largest resident memory of a client. unfolded:
-    trajectories that were in the logs alone when the last put returned; fold_s: seconds until they were folded.
-    get_*_mb_per_s: of batches of BATCH trajectories, read from logs and from the dataset.
+    put_p50_ms, put_p99_ms, trajectories_per_s: of puts, durable on return, while logs are folded. put_cpu_ms: processor
+    time of a put, its share of clearing included. raw_*: of the same bytes appended to a file of each process and
+    synced. client_mib: largest resident memory of a client. unfolded: puts and clears that were in the logs alone when
+    the last put returned; fold_s: seconds until they were folded. get_*_mb_per_s: of batches of BATCH trajectories,
+    read from logs and from the dataset.
     """
     raw = folder / "raw"
     raw.mkdir()
@@ -42,21 +40,22 @@ def measure(folder: Path, processes: int, seconds_each: float) -> dict[str, Any]
     store = folder / "store"
     puts = _run(store, processes, seconds_each, "queue")
     queue = LoggedQueue(store, "bench", starts_folding=False)
-    unfolded = Unfolded(logs_folder(store, "bench"))
-    unfolded.look()
-    fold_s = seconds(queue.fold)
+    start = time.perf_counter()
+    unfolded = queue.fold()
+    fold_s = time.perf_counter() - start
     from_logs = _get_rate(LoggedQueue(folder / "logs", "bench", starts_folding=False), is_folded=False)
     from_dataset = _get_rate(LoggedQueue(folder / "dataset", "bench", starts_folding=False), is_folded=True)
     return {
         "processes": processes,
         "put_p50_ms": _percentile(puts, 50),
         "put_p99_ms": _percentile(puts, 99),
+        "put_cpu_ms": float(np.median([answer["cpu_ms"] for answer in puts])),
         "trajectories_per_s": sum(answer["puts"] / answer["seconds"] for answer in puts),
         "raw_p50_ms": _percentile(limit, 50),
         "raw_p99_ms": _percentile(limit, 99),
         "raw_per_s": sum(answer["puts"] / answer["seconds"] for answer in limit),
         "client_mib": max(answer["resident_mib"] for answer in puts),
-        "unfolded": sum(len(batch.entries) > 1 for batch in unfolded.pending()),
+        "unfolded": unfolded,
         "fold_s": fold_s,
         "get_unfolded_mb_per_s": from_logs,
         "get_folded_mb_per_s": from_dataset,

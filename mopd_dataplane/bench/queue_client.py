@@ -62,13 +62,16 @@ def main(part: str, folder: Path, number: int, duration_s: float) -> None:
     sys.stdin.readline()
     elapsed_ms: list[float] = []
     start = now = time.perf_counter()
+    cpu_start = time.process_time()
     while now - start < duration_s:
         put(len(elapsed_ms) + 1, *drawn[len(elapsed_ms) % len(drawn)])
         before, now = now, time.perf_counter()
         elapsed_ms.append(round(1e3 * (now - before), 3))
+    cpu_ms = 1e3 * (time.process_time() - cpu_start) / len(elapsed_ms)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident_mib = pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
-    answer = {"puts": len(elapsed_ms), "seconds": now - start, "ms": elapsed_ms, "resident_mib": resident_mib}
+    answer = {"puts": len(elapsed_ms), "seconds": now - start, "ms": elapsed_ms, "cpu_ms": cpu_ms,
+              "resident_mib": resident_mib}  # fmt: skip
     print(json.dumps(answer), flush=True)
 
 
