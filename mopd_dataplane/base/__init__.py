@@ -16,5 +16,6 @@ tensor_header.py   headers of safetensors files, checked before anything of them
 memory.py          reuse of freed memory inside large work
 fault_points.py    named places where a process may die, so that tests can make it die exactly there
 sampling_masks.py  the token ids that top-k and top-p left to draw each token from
+log/               write-ahead logs: segments, group commit, acknowledgement levels
 stats_choice.py    which samples per-token statistics are kept of
 """

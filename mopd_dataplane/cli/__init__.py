@@ -10,7 +10,7 @@
     interchange.py  import, export
     load.py       load serve
     recipes.py    the recipes, a copy of one, and what a key of a job file means
-    bench.py      bench plan, load, write, wal, view
+    bench.py      bench plan, load, write, wal, queue, view
     register.py   how a function becomes a command
     rows.py       rows of a query in the width there is
     output.py     tables, JSON, CSV and errors on a terminal

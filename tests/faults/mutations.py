@@ -44,24 +44,24 @@ class Mutation:
 
 
 MUTATIONS = [
-    Mutation("skip the group-commit sync", "rollout/log/flusher.py", "            self._sync()\n", "", "5"),
+    Mutation("skip the group-commit sync", "base/log/flusher.py", "            self._sync()\n", "", "5"),
     Mutation(
-        "state the watermark before the sync", "rollout/log/flusher.py",
+        "state the watermark before the sync", "base/log/flusher.py",
         "            newest = self.written\n            self._sync()\n",
         "            newest = self.synced = self.written\n            self._sync()\n",
         UNIT + "test_wal_log.py -k watermark_is_stated_only",
     ),
-    Mutation("try a failed sync again", "rollout/log/segment_file.py",
+    Mutation("try a failed sync again", "base/log/segment_file.py",
              "            os.fdatasync(self._descriptor)\n        except",
              "            try:\n                os.fdatasync(self._descriptor)\n            except OSError:\n"
              "                os.fdatasync(self._descriptor)\n        except", "7"),
-    Mutation("name a segment before its header is synced", "rollout/log/segment_file.py",
+    Mutation("name a segment before its header is synced", "base/log/segment_file.py",
              "        self.write(header)\n        self.sync()\n", "        self.write(header)\n", "5"),
-    Mutation("drop the salt", "rollout/log/framing.py",
+    Mutation("drop the salt", "base/log/framing.py",
              'return crc32c(self.log_uuid + self.segment.to_bytes(8, "little"))',
              "return 0", UNIT + "test_wal_framing.py -k another_segment"),
-    Mutation("do not check the padding", "rollout/log/framing.py", " or any(data[end:padded])", "", "4"),
-    Mutation("do not check the body", "rollout/log/framing.py", "crc32c(data[offset + 4 : end], start=salt)",
+    Mutation("do not check the padding", "base/log/framing.py", " or any(data[end:padded])", "", "4"),
+    Mutation("do not check the body", "base/log/framing.py", "crc32c(data[offset + 4 : end], start=salt)",
              "crc32c(data[offset + 4 : end], start=salt) and False", "4"),
     Mutation("call all damage a torn tail", "rollout/log/recovery.py",
              "    if segment.watermark >= first:", "    if False:", "4"),

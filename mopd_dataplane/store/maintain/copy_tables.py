@@ -19,6 +19,8 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.manifests import manifest_name
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.copy_files import copy_file
+from mopd_dataplane.store.queue.logged import LoggedQueue
+from mopd_dataplane.store.queue.queue_log import LOGS
 from mopd_dataplane.store.read import snapshot as snapshots
 
 
@@ -34,8 +36,11 @@ class PinnedTables:
 
 
 def pin_tables(source: Store) -> PinnedTables:
-    """Open the newest version of every table, and those that snapshots pin. Raises DamagedError for a manifest that is
-    not the one that was acknowledged, or pinned."""
+    """Open the newest version of every table, and those that snapshots pin; what queues have in logs alone is folded
+    first. Raises DamagedError for a manifest that is not the one that was acknowledged, or pinned."""
+    if source.root is not None:
+        for name in source.location.children(LOGS):
+            LoggedQueue(source.root, name, starts_folding=False).fold()
     snapshot, handles = snapshots.take_snapshot(
         source.location, {name: source.table_handle(name) for name in table_names(source)}
     )
