@@ -16,6 +16,7 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.files import file_digest, make_folder, publish_file
 from mopd_dataplane.base.sealed_json import seal, seal_line
+from mopd_dataplane.base.shared_files import SharedFiles
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.run.whole_copy import copy_log_folder
@@ -23,7 +24,7 @@ from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import write_mark
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.copy_target import one_writer
-from mopd_dataplane.store.maintain.upgrade import PROGRESS, link_file, open_source, upgrade_tables
+from mopd_dataplane.store.maintain.upgrade import PROGRESS, open_source, upgrade_tables
 from mopd_dataplane.store.maintain.verify import verify
 
 _WEIGHTS = ("policies", "discriminators")
@@ -113,7 +114,7 @@ def _carry_folder(
 ) -> None:
     def fill(staging: Path) -> None:
         for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _LEFT):
-            link_file(file, staging / file.relative_to(folder))
+            SharedFiles().share(file, staging / file.relative_to(folder))
         change(staging)
         write_checksums(staging, identities=identities)
 
@@ -177,7 +178,7 @@ def _rename(table: Any, names: dict[str, str]) -> None:
 
 def _carry_heads(old: Path, root: Path) -> None:
     for file in (old / "heads").glob("*.safetensors"):
-        link_file(file, root / "heads" / file.name)
+        SharedFiles().share(file, root / "heads" / file.name)
 
 
 _FILES: dict[str, Callable[[Path, Path], None]] = {

@@ -10,7 +10,6 @@ they do not change. Every step first looks at what is there: after a kill the sa
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import duplicate_file
+from mopd_dataplane.base.shared_files import SharedFiles
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store.commit.table import Table
@@ -173,15 +172,4 @@ def _link(old: lance.LanceDataset, root: Path, fragment: lance.LanceFragment) ->
         path = Path(old.uri) / "data" / name
         beside = path.with_suffix("")
         for file in [path, *(beside.iterdir() if beside.is_dir() else ())]:
-            link_file(file, root / "data" / file.relative_to(path.parent))
-
-
-def link_file(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the disk cannot. One that is there is left alone."""
-    if target.exists():
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        duplicate_file(source, target)
+            SharedFiles().share(file, root / "data" / file.relative_to(path.parent))
