@@ -27,7 +27,7 @@ class SharedFiles:
         if target.exists():
             return
         size = file.stat().st_size
-        if reason := link_file(file, target):
+        if reason := _link(file, target):
             self.copied, self.copied_bytes, self.reason = self.copied + 1, self.copied_bytes + size, reason
         else:
             self.linked, self.linked_bytes = self.linked + 1, self.linked_bytes + size
@@ -40,7 +40,7 @@ class SharedFiles:
                 self.share(file, target / file.relative_to(folder))
 
 
-def link_file(file: Path, target: Path) -> str:
+def _link(file: Path, target: Path) -> str:
     """Give a file a second name, or copy it where the file system refuses; returns why it refused, else nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -117,7 +117,7 @@ def rows_after(store: Store, point: Point) -> Iterator[tuple[str, Rows]]:
     yield "evals", _ids(_rows(store, "evals", [], point.after(f"policy_version > {point.version}", stage="policy")))
     yield (
         "events",
-        np.union1d(_ids(_rows(store, "events", [], point.events_after)), events_of(store.dataset("events"), set(uids))),
+        np.union1d(_ids(_rows(store, "events", [], point.events_after)), events_of(store.dataset("events"), set(uids), set())),
     )
     yield "steps", _ids(_rows(store, "steps", [], point.after(f"step >= {point.step}")))
     yield "plans", _ids(_rows(store, "plans", [], point.after(f"`window` >= {point.version}")))
