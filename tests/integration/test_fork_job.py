@@ -23,6 +23,7 @@ from commandline import ENVIRONMENT, run_mopd
 from documented import ROOT, blocks
 
 from mopd_dataplane import open_store
+from mopd_dataplane.cli import answers, stores
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models import hf
@@ -48,6 +49,11 @@ fault_points.observe(lambda point: point == sys.argv[1] and os.kill(os.getpid(),
 run, *target = sys.argv[2:]
 fork(Store.open(run), target[0], "student@2") if target else rewind(run, "student@2")
 """
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters of the slow tier."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,11 @@ def bytes_of(store: Path) -> dict[str, str]:
     """Digest of every file of a store but its locks, which hold nothing."""
     files = (path for path in store.rglob("*") if path.is_file() and "locks" not in path.parts)
     return {str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def unwrapped(text: str) -> str:
+    """Text of a terminal, which breaks lines anywhere, without white space."""
+    return "".join(text.split())
 
 
 def test_a_fork_goes_on_with_the_bits_of_its_run(run: Path, tmp_path: Path) -> None:
@@ -208,7 +219,7 @@ CHANGES: dict[str, Callable[[Store], Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_neither_store_notices_what_becomes_of_the_other(seed: int, run: Path, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
     fork(open_store(str(run)), str(twin), "student@2")
@@ -227,7 +238,7 @@ def test_neither_store_notices_what_becomes_of_the_other(seed: int, run: Path, t
     assert content(left) == rows
 
 
-@pytest.mark.parametrize("point", ["fork.tables", "fork.cut", "fork.weights"])
+@pytest.mark.parametrize("point", ["fork.weights", *slow("fork.tables", "fork.cut")])
 def test_a_fork_that_is_killed_is_made_by_the_same_command(point: str, run: Path, tmp_path: Path) -> None:
     before = bytes_of(run)
     killed(point, run, tmp_path / "new")
@@ -239,7 +250,7 @@ def test_a_fork_that_is_killed_is_made_by_the_same_command(point: str, run: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "run", "whole"]
 
 
-@pytest.mark.parametrize("point", ["", "fork.weights", "rewind.kept", "rewind.named"])
+@pytest.mark.parametrize("point", ["", "rewind.kept", *slow("fork.weights", "rewind.named")])
 def test_a_run_is_taken_back_and_nothing_is_lost(point: str, run: Path, tmp_path: Path) -> None:
     before, rows = bytes_of(run), content(run)
     gc.collect()
@@ -267,7 +278,9 @@ def test_a_run_that_a_process_has_open_is_not_taken_back(run: Path) -> None:
     assert reader.count_rows()
 
 
-def test_the_run_and_the_point_are_named_wherever_a_fork_is_shown(run: Path, tmp_path: Path) -> None:
+def test_the_run_and_the_point_are_named_wherever_a_fork_is_shown(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     new, newer = tmp_path / "new", tmp_path / "newer"
     fork(open_store(str(run)), str(new), "student@2")
     fork(open_store(str(new)), str(newer), "student@1", settings=[f"{RATE}=2e-4"])
@@ -281,9 +294,16 @@ def test_the_run_and_the_point_are_named_wherever_a_fork_is_shown(run: Path, tmp
     page = (tmp_path / "report.html").read_text()
     assert f"<strong>{new}</strong> from student@2" in page
     assert f"{newer} from student@1 with {RATE}=2e-4" in page
-    assert f"student@2 of {run}" in run_mopd("store", "info", new).stdout
-    shown = run_mopd("compare", f"{run}#student@2", f"{new}#student@2").stderr
-    assert f"B goes on from student@2 of {run}" in " ".join(shown.split())
+    capsys.readouterr()
+    stores.info(str(new), as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["forked_from"]["uri"], facts["forks"]) == (str(run), [str(newer)])
+    answers.compare(f"{run}#student@2", f"{new}#student@2", as_json=True)
+    assert json.loads(capsys.readouterr().out)["origins"] == {"b": f"student@2 of {run}"}
+    answers.show(str(new), as_json=True)
+    assert f"student@2of{run}" in unwrapped(capsys.readouterr().err)
+    stores.delete(str(newer), "stage = 'student'", yes=True)
+    assert f"mayhavethemtoo:{run},{new}" in unwrapped(capsys.readouterr().err)
     moved = tmp_path / "moved"
     gc.collect()
     run.rename(moved)

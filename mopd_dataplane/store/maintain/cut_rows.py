@@ -115,10 +115,9 @@ def rows_after(store: Store, point: Point) -> Iterator[tuple[str, Rows]]:
     yield "rewards", _ids_of_samples(store, "rewards", rows)
     yield from _signals_after(store, point, rows)
     yield "evals", _ids(_rows(store, "evals", [], point.after(f"policy_version > {point.version}", stage="policy")))
-    yield (
-        "events",
-        np.union1d(_ids(_rows(store, "events", [], point.events_after)), events_of(store.dataset("events"), set(uids), set())),
-    )
+    events = store.dataset("events")
+    of_samples = events_of(events, set(uids), set())
+    yield "events", np.union1d(_ids(_rows(store, "events", [], point.events_after)), of_samples)
     yield "steps", _ids(_rows(store, "steps", [], point.after(f"step >= {point.step}")))
     yield "plans", _ids(_rows(store, "plans", [], point.after(f"`window` >= {point.version}")))
     if CHANGES.name in names:
