@@ -1,6 +1,7 @@
 """Helpers that every component builds on: files, checksums, processes, plug-ins, and named points to die at.
 
 files.py           durable local files: written beside their place, synced, renamed
+shared_files.py    files of one folder under second names in another
 file_urls.py       files by path or by URL: what a user names is read and written through it
 http_client.py     requests to servers of models: deadlines, limits, retries, and errors that name the request
 stop_request.py    Ctrl-C and SIGTERM end a rollout between two steps

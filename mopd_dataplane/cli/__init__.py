@@ -2,6 +2,7 @@
 
     app.py      the command tree and how it ends: exit codes, errors, Ctrl-C
     jobs.py     run, rollout, score, reward, plan, train
+    forks.py    fork, rewind
     sweep.py    a job at every combination of settings and seeds
     answers.py  query, show, report, compare, schema
     view.py       a store in a browser, or as files

@@ -20,6 +20,11 @@ _OLDER_THAN_ANY = timedelta(days=36_500)
 T = TypeVar("T")
 
 
+def tag_file(tag: str) -> str:
+    """File of a tag in the folder of its dataset, which Lance writes."""
+    return f"_refs/tags/{tag}.json"
+
+
 def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
     """Version by tag."""
     tags = _again(dataset.tags.list)
