@@ -38,6 +38,9 @@ def teachers(
     of: OneStage,
     samples: Annotated[int, Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
     topk: Annotated[int, Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
+    where: Annotated[
+        str, Option("--where", metavar="SQL", help="Only answers that meet this condition, as reward > 0.")
+    ] = "",
     *,
     overrides: Given,
 ) -> None:
@@ -52,7 +55,7 @@ def teachers(
 
     from mopd_dataplane.run.steps.compare_teachers import compare_teachers
 
-    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
+    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, where=where, console=stderr())
     if overrides.as_json:
         print_json(rows)
         return

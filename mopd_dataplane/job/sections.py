@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from mopd_dataplane.job.further_samples import Replay, Until
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.section import ChangeClass, Fixed, Free, FromHere, Section
 from mopd_dataplane.job.values import (
@@ -230,6 +231,8 @@ class Rollout(Section):
     """Samples of each prompt and iteration; a group advantage compares them."""
     prompts_per_iteration: int = Field(default=0, ge=0)
     """0 takes every training prompt of the stage's domains once per iteration."""
+    until: Until | None = None
+    """Further prompts for iterations with too few groups whose rewards differ."""
     weight_change: Literal["pin", "span"] = "pin"
     """Which policy finishes a sample that a weight change interrupts."""
     teacher_mix: float = Field(default=0.0, ge=0, lt=1)
@@ -251,6 +254,11 @@ class Rollout(Section):
                 f"found {self.top_k} (beside top_p it may be wide: 1000 rarely cuts more than top_p does)"
             )
         return self
+
+    @property
+    def most_rounds(self) -> int:
+        """Most rounds of sampling in an iteration, each of `prompts_per_iteration` prompts."""
+        return self.until.at_most if self.until else 1
 
 
 class Score(Section):
@@ -328,8 +336,10 @@ class Plan(Section):
     """Expression, 0 or more, in proportion to which the samples of `limit` are drawn; default: all alike."""
     order: str = ""
     """Expression by which samples are trained on, small values first; default: in random order."""
+    replay: Replay | None = None
+    """Older samples that are trained on once more, in a stage that rolls out."""
     max_staleness: int = Field(default=0, ge=0)
-    """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
+    """Largest allowed age in policy versions, in a concurrent stage and of replayed samples; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"
     """Concurrent stages: `wait` holds training back while samples in flight would become older than max_staleness,
     `drop` leaves out those that did."""

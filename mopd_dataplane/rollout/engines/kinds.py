@@ -38,6 +38,8 @@ class EngineKind(ABC):
     """Whether an engine that was opened on an adapter also takes whole weights."""
     highest_rank: int = 0
     """Largest rank of an adapter that it decodes; 0 for any."""
+    is_checked: bool = False
+    """Whether its log-probs are compared with transformers' plain pass before it samples for a stage."""
     package: str = ""
     """Module that must be installed where it runs; empty for none."""
 
@@ -93,6 +95,7 @@ class Vllm(EngineKind):
     """vLLM, started here or a running server."""
 
     stays = True
+    is_checked = True
     settings = ("url", "reload", "options", "noise", "keep")
     leaves_adapters = False
     highest_rank = 512

@@ -2,6 +2,9 @@
 
 rollout.py           the policy samples one iteration into the store; reference answers as samples
 reward.py            rewards of stored samples; only missing ones are computed
+verifiers.py         the outcome of one answer by its domain's reward function
+held_out.py          rewards of held-out answers, scored again on request
+rounds.py            further prompts for an iteration until enough groups have different rewards
 score.py             teachers' signals of stored samples; only missing ones are computed
 server_identity.py   what a model behind a url is known by, stored at its first use
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
