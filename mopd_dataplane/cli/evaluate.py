@@ -30,6 +30,7 @@ TEACHER_HEAD = {
     "discrimination": "right > wrong",
     "calibration_error": "calib. error",
     "gradient_agreement": "push",
+    "failed": "failed checks",
 }
 """Fields of a comparison of teachers that are shown, and what stands above each."""
 
@@ -62,11 +63,15 @@ def teachers(
     for domain, scored in groupby(rows, key=lambda row: row["domain"]):
         print_title(domain)
         print_fitting(list(TEACHER_HEAD.values()), [[_shown(row[name]) for name in TEACHER_HEAD] for row in scored])
+    for text in (text for row in rows for text in row["failed"].values()):
+        note(text)
     note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
 
 
 def _shown(value: Any) -> Any:
-    """Two decimals: what is measured on a few hundred answers has no more."""
+    """Two decimals: what is measured on a few hundred answers has no more. Failed checks by their names."""
+    if isinstance(value, dict):
+        return ", ".join(value) or "none"
     return round(value, 2) if isinstance(value, float) else value
 
 

@@ -290,6 +290,12 @@ class Score(Section):
     stats: Free[Literal["off", "sampled", "full"]] = "sampled"
     """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
     eight, or of all. Not of a teacher that gives log-probs only."""
+    on_unhealthy: Free[Literal["refuse", "warn"]] = "warn"
+    """What follows when a teacher's signal fails a check of docs/signal_health.md: stop before training on it, or warn
+    once."""
+    probe: Free[int] = Field(default=16, ge=0)
+    """Reference answers of each domain that teachers and the stage's start read before the first step, for these
+    checks; 0 for no probe."""
     device: Free[Device] = "auto"
     """Device on which `hf` runs teachers, and on which signals from vLLM's states, a discriminator and the reverse KL
     of an evaluation are computed."""

@@ -54,14 +54,16 @@ class LoaderClient:
         verify: bool = True,
         pin: bool = False,
     ) -> None:
-        """Connect.
+        """Connect to a loader.
 
-        rank, world_size: of data parallelism. member, members: place inside a tensor- or context-parallel group, whose
-        processes read the same packs from the same slots. deadline_s: longest silence of the loader. window_deadline_s:
-        longest wait for data while the loader says that it is coming (a window that is still being planned); default
-        deadline_s. verify: check each slot's checksum. pin: register each slot with CUDA once, so that its torch views
-        are pinned memory; a copy from one must have ended before its pack is released.
-        Raises DeadlineError when nobody answers, and what the loader refuses with.
+        rank, world_size: of data parallelism. member, members: index and size within a tensor- or context-parallel
+        group, whose processes read the same packs from the same slots. deadline_s: longest silence of the loader, in
+        seconds. window_deadline_s: longest wait for data while the loader reports that it is coming (a window that is
+        still being planned), in seconds; defaults to deadline_s. verify: check each slot's checksum. pin: register each
+        slot with CUDA once, so that its torch views are pinned memory; a copy from such a view must have ended before
+        its pack is released.
+
+        Raises DeadlineError when no loader answers, and the loader's error when it refuses the connection.
         """
         self._views = views
         self._deadline_s = deadline_s
@@ -72,13 +74,13 @@ class LoaderClient:
         self._position = {"window": 0, "step": 0}
         self._batch: LoadedBatch | None = None
         self._released: list[_Lease] = []
-        """Those given back that the loader has not been told of yet."""
+        """Leases given back here that the loader has not been told of yet."""
         self._used_at: list[float] = []
-        """When each pack that was lent unasked was first looked at, since the loader was last told."""
+        """Times (monotonic) at which the trainer first read a pack that it had not requested, since the last report."""
         self._asked_next = False
-        """Whether the next batch was asked for and is still to be taken."""
+        """True between sending the request for the next batch and taking its answer."""
         self._next_answer: tuple[Message, list[int]] | None = None
-        """Its answer, where another request's answer came after it."""
+        """Answer to the request for the next batch, if it arrived while another request waited for its own."""
         self._channel = Channel(_connect(Path(socket), deadline_s))
         greeting = self._ask({
             "op": "hello", "version": VERSION, "rank": rank, "world_size": world_size, "member": member,
@@ -87,10 +89,10 @@ class LoaderClient:
         self._stage = str(greeting["stage"])
 
     def batches(self, stage: str, window: int, start_step: int = 0) -> Iterator[LoadedBatch]:
-        """Batches of one window from its step `start_step` on, waiting for the window to be planned.
+        """Yield the batches of one window from its step `start_step` on, waiting for the window to be planned.
 
         Asking for the next batch, or for another stream, releases the last one.
-        Raises InputError for another stage than the loader serves, DeadlineError when data does not come in time.
+        Raises InputError if the loader serves another stage, and DeadlineError if data does not come in time.
         """
         self._check_stage(stage)
         self._end_batch()
@@ -115,16 +117,20 @@ class LoaderClient:
             yield self._batch
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
-        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps mean a closed log."""
+        """Return {"steps", "plan_digest", "snapshot_digest"} of a window, waiting until it is planned.
+
+        0 steps mean that the plan log is closed: no further window will come.
+        """
         self._check_stage(stage)
         return self._ask({"op": "plan", "window": window})
 
     def stats(self) -> dict[str, Any]:
-        """Packs that the loader has ready for each rank, and the size of its ring.
+        """Return how many packs the loader has ready for each rank, and the size of its ring.
 
         {"ranks": [{"rank", "depth", "ready", "pack_s", "longest_read_s"}, …], "slots", "lent", "bytes", "max_bytes",
-        "cache"}: depth is packs to keep ready, ready those that are; pack_s is the trainer's mean time for a pack
-        without its waits, longest_read_s what the depth bridges; cache is RangeCache.stats, None for a local store.
+        "cache"}: `depth` is the number of packs to keep ready and `ready` the number that are. `pack_s` is the
+        trainer's mean time for a pack without its waits, `longest_read_s` the reading time that the depth bridges.
+        `cache` is RangeCache.stats, None for a local store.
         """
         return self._ask({"op": "stats"})
 
@@ -133,7 +139,7 @@ class LoaderClient:
             raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start a loader for that stage")
 
     def close(self) -> None:
-        """Leave; everything still held is given back."""
+        """Disconnect; the loader takes back every slot that this trainer still reads."""
         with contextlib.suppress(DeadlineError):  # the loader may be gone already
             self._channel.send({"op": "bye"}, deadline_s=self._deadline_s)
         self._channel.close()
@@ -154,14 +160,15 @@ class LoaderClient:
             self._batch = None
 
     def _ask_next(self) -> None:
-        """Ask for the next batch, once, without waiting: the loader looks for it while the last batch computes."""
+        """Request the next batch, once, without waiting: the loader prepares it while the last batch computes."""
         if not self._asked_next:
             self._release([], tell=True)
             self._say({"op": "next", "used": self._ages()})
             self._asked_next = True
 
     def _take_next(self) -> tuple[Message, dict[int, _Lease]]:
-        """The next batch, and place → lease of those of its packs that came with it."""
+        """Wait for the next batch. Returns its description, and the leases of the packs that came with it by
+        ordinal."""
         self._ask_next()
         answer, fds = self._next_answer or self._receive("next")
         self._asked_next, self._next_answer = False, None
@@ -169,23 +176,23 @@ class LoaderClient:
         return answer, self._leases_of(answer, fds)
 
     def _drop_next(self) -> None:
-        """Give back what came with a batch that nobody will take."""
+        """Release the packs of a requested batch that nobody will read."""
         if self._asked_next:
             self._release(list(self._take_next()[1].values()), tell=True)
 
     def _claim(self, step: int, ordinal: int) -> dict[int, _Lease]:
-        """Place → lease of a pack, and of those that the loader lends with it."""
+        """Request a pack. Returns ordinal → lease for it and for the packs that the loader lends with it."""
         return self._leases_of(*self._request({"op": "pack", "step": step, "ordinal": ordinal, "used": self._ages()}))
 
     def _ages(self) -> list[float]:
-        """Seconds since each pack of `_used_at`."""
+        """Return the seconds since each time in `_used_at`, and clear the list."""
         now = time.monotonic()
         ages, self._used_at = [round(now - moment, 6) for moment in self._used_at], []
         return ages
 
     def _leases_of(self, answer: Message, fds: list[int]) -> dict[int, _Lease]:
-        """Place → lease of what an answer lends; slots seen for the first time are mapped."""
-        for gone in answer.get("gone", ()):  # its pages go back to the machine with the last view of them
+        """Return ordinal → lease for the packs that an answer lends, mapping slots that are new to this process."""
+        for gone in answer.get("gone", ()):  # the memory is freed with the last view of it
             if (retired := self._slots.pop(int(gone), None)) is not None:
                 retired.unpin()
         leases = {}
@@ -197,7 +204,7 @@ class LoaderClient:
         return leases
 
     def _view(self, lease: _Lease, entry: Message) -> Pack:
-        """The pack in a slot. Raises DamagedError when it is not the one promised, or not as it was filled."""
+        """Return the pack in a slot. Raises DamagedError when it is another pack, or when its checksum is wrong."""
         slot = self._slots[lease.slot]
         header = read_header(slot.memory)
         if header.generation != lease.generation or header.pack != int(entry["pack"]):
@@ -219,7 +226,7 @@ class LoaderClient:
         )
 
     def _release(self, leases: list[_Lease], *, tell: bool) -> None:
-        """Give leases back. The loader is told now, or with the last pack of those it lent together."""
+        """Give leases back. The loader is told now if `tell`, else with the next message that tells it."""
         self._released += leases
         if tell and self._released:
             told, self._released = self._released, []
@@ -229,7 +236,7 @@ class LoaderClient:
         return self._request(message)[0]
 
     def _request(self, message: Message) -> tuple[Message, list[int]]:
-        if self._asked_next and self._next_answer is None:  # answers come in order
+        if self._asked_next and self._next_answer is None:  # answers come in the order of their requests
             self._next_answer = self._receive("next")
         self._release([], tell=True)
         self._say(message)
@@ -238,7 +245,8 @@ class LoaderClient:
         return answer, fds
 
     def _receive(self, token: str) -> tuple[Message, list[int]]:
-        """The answer to a request, which may say for a while that it is coming."""
+        """Wait for the answer to a request, skipping messages in which the loader says that it is still working on
+        it."""
         started = time.monotonic()
         while True:
             try:
@@ -265,25 +273,26 @@ class LoaderClient:
 
 @dataclass(kw_only=True)
 class LoadedBatch(Batch):
-    """A batch whose packs are read from shared memory as they are asked for.
+    """A batch whose packs are mapped from shared memory when they are first used.
 
-    `packs` is a sequence: its length is known, an element is fetched at first use and stays valid until released.
+    `packs` is a sequence: its length is known from the start, and an element is fetched at first use and stays valid
+    until it is released.
     """
 
     packs: _LazyPacks
 
     @property
     def teachers(self) -> list[str]:
-        """Teacher of each pack; known without fetching one."""
+        """Teacher of each pack. Fetches no pack."""
         return [str(entry["teacher"]) for entry in self.packs.entries]
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Tokens of each sample of each pack; known without fetching one."""
+        """Number of tokens of each sample of each pack. Fetches no pack."""
         return [[int(length) for length in entry["lengths"]] for entry in self.packs.entries]
 
     def release(self, *packs: Pack) -> None:
-        """Give back the named packs, or all of them; their arrays must not be read afterwards."""
+        """Release these packs, or all packs if none is named. Their arrays must not be read afterwards."""
         self.packs.release([pack.index for pack in packs] or None)
 
     def __enter__(self) -> LoadedBatch:
@@ -294,7 +303,7 @@ class LoadedBatch(Batch):
 
 
 class _Lease(NamedTuple):
-    """A slot that the loader has lent, and what it must hold."""
+    """A slot that the loader has lent, with the generation that its header must have."""
 
     slot: int
     generation: int
@@ -308,7 +317,7 @@ class _LazyPacks(Sequence[Pack]):
         self._step = step
         self.entries = entries
         self._leases = lent
-        """Place → what is held, looked at or not."""
+        """Ordinal → lease of each pack lent to this trainer, whether it has been read or not."""
         self._packs: dict[int, Pack] = {}
         self._released: set[int] = set()
 
@@ -348,7 +357,7 @@ class _LazyPacks(Sequence[Pack]):
 
 
 class _MappedSlot:
-    """A slot as this process sees it: read-only, mapped once for its whole life."""
+    """A slot as the trainer sees it: mapped once, read-only, for its whole life."""
 
     def __init__(self, fd: int, nbytes: int, pin: bool) -> None:
         try:
@@ -359,28 +368,30 @@ class _MappedSlot:
         self._pinned = pin and pinned.register(self._tensor.data_ptr(), nbytes)
 
     def torch_view(self, field: Field) -> Any:
-        """Torch view of a field. Torch does not know read-only memory: writing to it ends the process."""
+        """Return a torch view of a field. Torch does not know read-only memory: writing to the view ends the
+        process."""
         whole = self._typed[field.dtype]
         first = field.offset // whole.itemsize
         flat = whole[first : first + field.nbytes // whole.itemsize]
         return flat if len(field.shape) == 1 else flat.view(field.shape)
 
     def unpin(self) -> None:
-        """Before the slot is unmapped; CUDA would keep its pages otherwise."""
+        """Undo the registration with CUDA, which would otherwise keep the pages after the slot is unmapped."""
         if self._pinned:
             pinned.unregister(self._tensor.data_ptr())
             self._pinned = False
 
     @cached_property
     def _typed(self) -> dict[str, Any]:
-        """Dtype → the whole slot read as that: a field is then one slice, and a step has some hundred fields."""
+        """Dtype → tensor of the whole slot in that dtype: a field is then one slice, and a step has some hundred
+        fields."""
         import torch
 
         return {dtype: self._tensor.view(torch.from_numpy(np.empty(0, dtype)).dtype) for dtype in DTYPES}
 
     @cached_property
     def _tensor(self) -> Any:
-        """All bytes of the slot."""
+        """The slot as a tensor of bytes."""
         import torch
 
         with warnings.catch_warnings():

@@ -1,13 +1,13 @@
-"""Assignment of packs to trainers, and of their reading.
+"""Assignment of packs to trainers.
 
-A *consumer group* is one data-parallel rank: the packs it will be asked for, in order. Its *consumers* are trainer
+A *consumer group* is one data-parallel rank: the packs that it will request, in order. Its *consumers* are trainer
 processes: one, or several where the ranks of a tensor- or context-parallel group read the same packs.
 
     planned ──fill──▶ ready ──claim by every consumer──▶ lent ──release by every consumer──▶ (slot free)
 
-One answer lends the pack that a trainer asks for, and small ones that are ready: messages and wake-ups would cost more
-than small packs do. A trainer so holds a small part of the ring at most, or one pack: a ring that holds the largest
-pack of each rank stays large enough.
+One answer lends the pack that a trainer requests and also small packs that are ready, because messages and wake-ups
+would cost more than small packs do. So a trainer holds either one pack or a small part of the ring, and a ring that
+holds the largest pack of each rank stays large enough.
 """
 
 import time
@@ -23,50 +23,50 @@ from mopd_dataplane.load.slot_layout import Field
 from mopd_dataplane.load.source import WindowSource
 
 LENT_BYTES = 4 << 20
-"""Most slot bytes lent in one answer where it is more than one pack."""
+"""Upper bound of the slot bytes lent in one answer, if it lends more than one pack."""
 LENT_SHARE = 1 / 16
 """Largest share of the ring that may be lent in one answer, over all trainers."""
 TRIM_PACKS = 2 * REMEMBERED
-"""Packs lent between two looks whether the ring has slots that nobody used meanwhile."""
+"""Number of packs lent between two trims of the ring, each of which frees the slots that nobody used since the last."""
 
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One pack that one group will read."""
+    """One pack that one group will read, from planning to release."""
 
     prefetch: PrefetchDepth
-    """How many packs to keep ready for the group."""
+    """Prefetch depth of the group."""
     source: WindowSource
     step: int
     ordinal: int
     pack: int
     waiting: set[int]
-    """Consumers that have not claimed it."""
+    """Ids of the consumers that have not claimed the pack."""
     fields: tuple[Field, ...]
     nbytes: int
-    """Bytes of the whole pack in a slot."""
+    """Bytes of the slot that the pack needs."""
     list_bytes: int
-    """Bytes of the pack without its hidden states: about what its payload takes in memory once it is read."""
+    """Bytes of the pack without its hidden states: about the memory that its payload takes once it is read."""
     slot: Slot | None = None
     since: float = 0.0
-    """Time at which it got the slot."""
+    """Time at which the item got its slot, in seconds of the monotonic clock."""
     ready: bool = False
     is_requested: bool = False
-    """A trainer is blocked on it."""
+    """True while a trainer is blocked on the pack."""
     starved: bool = False
-    """Wanted, but every slot is held by a trainer."""
+    """True while a trainer waits for the pack and trainers hold every slot."""
     holders: set[int] = field(default_factory=set)
     error: MopdError | None = None
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Order of use."""
+        """Sort key in order of use: (window, step, ordinal)."""
         return self.source.plan.window, self.step, self.ordinal
 
 
 @dataclass(eq=False, slots=True)
 class ConsumerGroup:
-    """Packs for one data-parallel rank. items: packs that not all of its consumers have claimed, in order."""
+    """Packs for one data-parallel rank. items: packs that some of its consumers have not claimed yet, in order."""
 
     rank: int
     ranks: int
@@ -77,11 +77,13 @@ class ConsumerGroup:
     source: WindowSource | None = None
     """Window that `next_step` belongs to."""
     next_step: int = 0
-    """First step that has no items yet."""
+    """First step for which no items were made yet."""
 
     def ready_from(self, start: tuple[int, int, int], consumer: int, most_bytes: int) -> list[Item]:
-        """Items of a step from a place on that are ready and not claimed by the consumer, as long as none is missing
-        between them and their slots take at most so many bytes."""
+        """Return the ready items of a step from position `start` on that this consumer has not claimed.
+
+        The items are consecutive, and their slots take at most `most_bytes`.
+        """
         left = most_bytes
         items: list[Item] = []
         for item in self.items:
@@ -99,7 +101,7 @@ class ConsumerGroup:
 
 @dataclass(eq=False, slots=True)
 class Consumer:
-    """One trainer process. step: the one its next batch is for."""
+    """One trainer process. step: the step of its next batch."""
 
     id: int
     group: ConsumerGroup
@@ -110,7 +112,7 @@ class Consumer:
 
 
 def refusal(groups: Iterable[ConsumerGroup], rank: int, ranks: int, members: int) -> str:
-    """Why a trainer cannot join these groups now; empty when it can."""
+    """Return why a trainer cannot join these groups now, or an empty string if it can."""
     for group in groups:
         if group.ranks != ranks:
             return f"a trainer of {ranks} ranks joins while others say {group.ranks}"
@@ -123,21 +125,22 @@ class Lending:
     """Lends slots of a ring. Not thread-safe: the caller holds its lock."""
 
     def __init__(self, ring: Ring, *, poison: bool) -> None:
-        """poison: slots are for finding late readers, so each is lent, and given back, alone."""
+        """Lend from this ring. poison: slots are overwritten to expose late readers, so each is lent and released
+        alone."""
         self._ring = ring
         self._poison = poison
         self._packs = 0
-        """Packs that the first of their readers has."""
+        """Number of packs lent to the first of their consumers."""
 
     def asked_for(self, item: Item, consumer: Consumer, groups: Collection[ConsumerGroup]) -> Lent:
-        """A ready item, and those after it in its step that may go with it."""
+        """Lend a requested item that is ready, and the ready items after it in its step that fit in the answer."""
         assert item.slot is not None
         window, step, ordinal = item.position
         left = self._most_bytes(groups) - item.slot.capacity
         return self._lend([item, *consumer.group.ready_from((window, step, ordinal + 1), consumer.id, left)], consumer)
 
     def first_of(self, consumer: Consumer, step: tuple[int, int], groups: Collection[ConsumerGroup]) -> Lent:
-        """The first packs of a step (window, number) that are ready and small; may be none."""
+        """Lend the first packs of a step (window, number) that are ready and small. The list may be empty."""
         return self._lend(consumer.group.ready_from((*step, 0), consumer.id, self._most_bytes(groups)), consumer)
 
     def _most_bytes(self, groups: Collection[ConsumerGroup]) -> int:
@@ -147,7 +150,7 @@ class Lending:
         return min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // consumers)
 
     def _lend(self, items: Sequence[Item], consumer: Consumer) -> Lent:
-        """(ordinal, slot) of ready items, as many as have their descriptors in one message."""
+        """Lend ready items. Returns (ordinal, slot) of as many as have their file descriptors in one message."""
         group, lent, first_read = consumer.group, [], 0
         for item in items[:MAX_FDS]:
             assert item.slot is not None
@@ -162,6 +165,6 @@ class Lending:
         if first_read:
             group.prefetch.lent(time.monotonic())
             self._packs += first_read
-            if self._packs % TRIM_PACKS < first_read:  # now and then the ring is cut to what it needs
+            if self._packs % TRIM_PACKS < first_read:  # trim now and then, to free unused slots
                 self._ring.trim()
         return lent

@@ -18,8 +18,8 @@ from mopd_dataplane.load.protocol import raise_error
 from mopd_dataplane.load.spec import LoadSpec
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_ARENA_MAX": "1"}
-"""Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again, and threads'
-own arenas do so whatever the thresholds say."""
+"""Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again. Per-thread
+arenas do so whatever the thresholds are, so there is only one."""
 
 
 @dataclass(slots=True)
@@ -34,13 +34,14 @@ class LoaderProcess:
         return self.process.pid
 
     def stop(self, deadline_s: float = 10.0) -> int:
-        """Ask it to end, kill it when it does not; returns its exit code."""
+        """Ask the process to end, and kill it when it does not. Returns its exit code."""
         code = stop_child(self.process, deadline_s)
         unlink_socket(self.socket)
         return code
 
     def finish(self, deadline_s: float) -> int:
-        """Wait until its last trainer has left and it ends; stop it when it does not. Returns its exit code."""
+        """Wait until the last trainer has left and the process ends, and stop it when it does not. Returns its exit
+        code."""
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -54,7 +55,7 @@ class LoaderProcess:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a loader listens there."""
+    """Check if a loader listens on the socket at this path."""
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         return probe.connect_ex(str(path)) == 0
 
@@ -62,8 +63,8 @@ def is_served(path: Path) -> bool:
 def start_server(store_uri: str, socket: str | Path, spec: LoadSpec) -> LoaderProcess:
     """Start a loader and wait until it listens on `socket`.
 
-    Raises what the loader raised when it could not start, EngineError when it died without a message, DeadlineError
-    when it is not ready within the longest silence that the spec allows it.
+    Raises the error of the loader when it could not start, EngineError when it died without a message, and
+    DeadlineError when it is not ready within the longest silence that the spec allows.
     """
     path = Path(socket)
     command = [sys.executable, "-m", "mopd_dataplane.load.server", "--store", store_uri, "--socket", str(path)]

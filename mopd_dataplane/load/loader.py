@@ -1,4 +1,4 @@
-"""Reads ahead of every trainer: fills slots with the packs of each group, lends them, takes them back.
+"""Reads ahead of every trainer: fills slots with the packs of each group, lends the slots and takes them back.
 
 A filler thread keeps every group supplied. A slot goes back to the ring when every consumer of its group has claimed
 and released it, or has left; see consumers.py.
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 JOIN_S = 2.0
-"""How long a joining trainer waits for its predecessor to be gone."""
+"""How long a joining trainer waits for its predecessor to leave, in seconds."""
 AHEAD_BYTES = 256 << 20
-"""Payload in lists whose samples are looked up at once, over all groups; of an object store, it is read at once."""
+"""Bytes of payload, without hidden states, that are looked up together over all groups. With an object store, they are
+also read together."""
 AHEAD_PACKS = 512
-"""Most packs of one group that are looked at in advance."""
+"""Upper bound of the packs of one group that are looked up in advance."""
 AHEAD_GROWTH = 4
-"""As many times the packs of a window that were looked up before, at most, are looked up next."""
+"""The next look-up covers at most this many times the packs of the window that were looked up before."""
 HANDED_BYTES = 2 << 20
-"""Bytes of small packs that are sent together: a trainer that waits for one gets them all with one message."""
+"""Bytes of small packs that are announced together: a trainer that waits for one gets them all with one message."""
 HANDED_S = 0.005
-"""Longest time that a filled pack waits for those it is handed out with: a disk may be slow."""
+"""Longest time in seconds that a filled pack waits for others to be announced with it: a disk may be slow."""
 DEALT_STEPS = 2 * AHEAD_PACKS
-"""Steps whose dealing is kept."""
+"""Number of steps whose assignment of packs to ranks is cached."""
 
 
 class Loader:
@@ -65,10 +66,11 @@ class Loader:
         self._filler.start()
 
     def join(self, rank: int, ranks: int, member: int, members: int) -> Consumer:
-        """Take a place. A trainer that was killed a moment ago may still hold it, so a taken one is waited for.
+        """Add a trainer as a member of a rank. Returns its handle.
 
-        Raises InputError for a rank outside 0..ranks-1, MismatchError when the place stays taken or others disagree on
-        the number of ranks.
+        A trainer that was killed a moment ago may still be registered there, so the call waits JOIN_S for it to leave.
+        Raises InputError for a rank outside 0..ranks-1, MismatchError when the rank stays occupied or when other
+        trainers disagree on the number of ranks.
         """
         if not 0 <= rank < ranks or not 0 <= member < members:
             raise InputError(f"rank {rank} of {ranks}, member {member} of {members}; allowed: 0 to one less")
@@ -85,9 +87,11 @@ class Loader:
             return Consumer(self._joined, group)
 
     def open(self, consumer: Consumer, window: int, step: int, beat: Beat) -> tuple[int, int]:
-        """Move a consumer to a step of a window once that is planned: (the window's steps, stage steps before it).
+        """Move a consumer to a step of a window, once that is planned.
 
-        Packs that were read ahead are kept when they are the ones asked for.
+        Packs that were read ahead are kept if the consumer continues with them.
+        Returns (steps of the window, steps of the stage before the window). Raises InputError for a step outside the
+        window.
         """
         source = self._windows.wait_for(window, beat)
         self._wait_for_members(consumer, beat)
@@ -110,13 +114,17 @@ class Loader:
         return source.steps, source.first_step
 
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
-        """Steps (0 closes the log) and digests of a window, waiting until it is planned."""
+        """Return the number of steps of a window and its digests, waiting until it is planned; 0 steps close the
+        log."""
         plan = self._windows.wait_for(window, beat).plan
         return {"steps": len(plan.step_starts) - 1, "plan_digest": plan.digest, "snapshot_digest": plan.snapshot.digest}
 
     def advance(self, consumer: Consumer, used: Sequence[float]) -> tuple[WindowSource, int, list[int], Lent] | None:
-        """The consumer's next step: (window, step, its packs, those of its first packs that are small and ready, lent
-        as `claim` lends them); None at the end of the window. Waits for nothing. used: as in `claim`."""
+        """Move a consumer to its next step, without waiting.
+
+        Returns (window, step, packs, lent), or None at the end of the window. `lent` holds the first packs of the step
+        that are small and ready, as in `claim`. used: as in `claim`.
+        """
         with self._changed:
             source, step = consumer.source, consumer.step
             if source is None:
@@ -131,11 +139,12 @@ class Loader:
             return source, step, self._packs(consumer.group, source, step), lent
 
     def claim(self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> Lent:
-        """Wait for one pack of a step the consumer has advanced to: (ordinal, slot) of it, and of small ones after it
-        that are ready. The consumer holds each slot until it releases it.
+        """Wait for one pack of a step that the consumer has advanced to. Returns (ordinal, slot) of it and of small
+        ready packs after it. The consumer holds each slot until it releases it.
 
-        used: seconds since the trainer came to each pack that was lent to it unasked, since it last said so.
-        Raises ResourceError when the ring is full of packs this trainer holds, or is smaller than the pack.
+        used: for each pack that was lent without a request, seconds since the trainer began to use it; only packs that
+        it has not reported before.
+        Raises ResourceError when the ring is full of packs that this trainer holds, or is smaller than the pack.
         """
         with self._changed:
             self._taken(consumer, [*used, 0.0])
@@ -161,14 +170,16 @@ class Loader:
             for slot_id, generation in leases:
                 item = consumer.items_held.get(slot_id)
                 if item is None or item.slot is None or item.slot.generation != generation:
-                    raise InputError(f"slot {slot_id} generation {generation} is released but not held")
+                    raise InputError(
+                        f"slot {slot_id} generation {generation} cannot be released: this trainer does not hold it"
+                    )
                 del consumer.items_held[slot_id]
                 item.holders.discard(consumer.id)
                 self._recycle(item)
             self._changed.notify_all()
 
     def leave(self, consumer: Consumer) -> None:
-        """Take back everything a trainer held, however it went."""
+        """Take back every slot that a trainer holds, whether it ended properly or was killed."""
         with self._changed:
             group = consumer.group
             for item in consumer.items_held.values():
@@ -183,7 +194,8 @@ class Loader:
             self._changed.notify_all()
 
     def stats(self) -> dict[str, Any]:
-        """The ring, and how far ahead of each rank the loader is and wants to be; see docs/loader.md."""
+        """Return the size of the ring, and how far ahead of each rank the loader is and should be; see
+        docs/loader.md."""
         with self._changed:
             ranks = [
                 {
@@ -206,12 +218,12 @@ class Loader:
             }
 
     def retired(self, slots: set[int]) -> set[int]:
-        """The slots among these that were given back; a trainer should unmap them, to free their memory."""
+        """Return those of these slots that the ring has freed; a trainer should unmap them, to free their memory."""
         with self._changed:
             return slots - self._ring.ids
 
     def close(self) -> None:
-        """Stop reading ahead and give the ring back."""
+        """Stop reading ahead and free the ring."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -220,17 +232,17 @@ class Loader:
             self._ring.close()
 
     def _wait_for_members(self, consumer: Consumer, beat: Beat) -> None:
-        """Packs are shared out to all members of a group, so each must be there before the first is lent."""
+        """Wait until all members of a group have joined: every member gets every pack, so none is lent before."""
         while True:
             with self._changed:
                 here = len(consumer.group.consumers)
                 if here == consumer.group.members:
                     return
                 self._changed.wait(HEARTBEAT_S)
-            beat(f"{here} of {consumer.group.members} members of rank {consumer.group.rank} are here")
+            beat(f"{here} of {consumer.group.members} members of rank {consumer.group.rank} have joined")
 
     def _packs(self, group: ConsumerGroup, source: WindowSource, step: int) -> list[int]:
-        """Packs of one step of a group; asked for when it is read ahead, and when the trainer gets there."""
+        """Return the packs of one step for a group, from the cache when possible."""
         key = (source.plan.window, step, group.ranks)
         if key not in self._dealt:
             while len(self._dealt) >= DEALT_STEPS:
@@ -238,21 +250,22 @@ class Loader:
             self._dealt[key] = deal(source.plan, source.lengths, step, group.ranks)
         return [pack for pack in self._dealt[key][group.rank] if pack >= 0]
 
-    # -- items; the lock is held -----------------------------------------------------------------------------------
+    # -- items; the caller holds the lock -----------------------------------------------------------------------------
 
     def _find(self, consumer: Consumer, step: int, ordinal: int) -> Item:
         if consumer.source is None or step >= consumer.step:
-            raise InputError(f"step {step} was not asked for with next")
+            raise InputError(f"step {step} was not requested yet; send next first")
         group, window = consumer.group, consumer.source.plan.window
         while group.source is not None and group.source.plan.window == window and group.next_step <= step:
             self._extend(group)
         for item in group.items:
             if item.position == (window, step, ordinal) and consumer.id in item.waiting:
                 return item
-        raise InputError(f"pack {ordinal} of step {step} is not owed: claimed before, or the step has fewer packs")
+        raise InputError(f"pack {ordinal} of step {step} cannot be claimed: it was before, or the step has fewer packs")
 
     def _deliverable(self, item: Item, consumer: Consumer) -> bool:
-        """Whether the wait for an item is over. Raises when it can never end well."""
+        """Check if an item can be lent now. Raises its error if filling failed, ResourceError if the trainer blocks
+        itself."""
         if item.error is not None:
             error, item.error, item.is_requested = item.error, None, False
             raise error
@@ -261,20 +274,20 @@ class Loader:
         return item.ready
 
     def _full(self, own: int = 0) -> str:
-        """Text of the error about a full ring; own: slots of the trainer that gets the error."""
+        """Return the error text about a full ring. own: number of slots held by the trainer that gets the error."""
         return (
             f"all {self._ring.lent} slots ({self._ring.bytes:,} of {self._ring.max_bytes:,} bytes) are held by "
             f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"
         )
 
     def _taken(self, consumer: Consumer, ages: Sequence[float]) -> None:
-        """A consumer came to packs so many seconds ago. The first member speaks for its group."""
+        """Record that a consumer came to packs `ages` seconds ago. The first member counts for its group."""
         if consumer.id == min(consumer.group.consumers):
             now = time.monotonic()
             consumer.group.prefetch.taken([now - age for age in ages])
 
     def _extend(self, group: ConsumerGroup) -> bool:
-        """Append the items of one more step; False at the end of what is planned."""
+        """Append the items of one more step. Returns False at the end of what is planned."""
         source = group.source
         if source is None:
             return False
@@ -293,12 +306,12 @@ class Loader:
         return True
 
     def _forget_before(self, consumer: Consumer, position: tuple[int, int]) -> None:
-        """A consumer will not ask for items before this step of a window."""
+        """Forget a consumer's items before a position (window, step), which it will not request any more."""
         for item in list(takewhile(lambda item: item.position[:2] < position, consumer.group.items)):
             self._forget(consumer.group, item, consumer.id)
 
     def _forget(self, group: ConsumerGroup, item: Item, consumer_id: int) -> None:
-        """One consumer will not ask for this item."""
+        """Forget an item for one consumer, which will not request it any more."""
         item.waiting.discard(consumer_id)
         if not item.waiting:
             if item in group.items:
@@ -306,7 +319,8 @@ class Loader:
             self._recycle(item)
 
     def _recycle(self, item: Item) -> None:
-        """Free the slot of an item that nobody waits for or reads; a slot being filled is freed by the filler."""
+        """Free the slot of an item that nobody waits for or reads. A slot that is being filled is freed by the filler
+        later."""
         if item.slot is not None and item.ready and not item.waiting and not item.holders:
             self._ring.release(item.slot)
             item.slot, item.ready = None, False
@@ -338,11 +352,12 @@ class Loader:
                 if group.source is not None and group.source.steps and group.next_step >= group.source.steps
             }
         for window in ends:
-            with suppress(MopdError):  # the trainer that opens this window will be told
+            with suppress(MopdError):  # the trainer that opens this window gets the error
                 self._windows.find(window)
 
     def _choose(self) -> list[Item]:
-        """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every group."""
+        """Return the items to fill now, each with a slot: first those that a trainer waits for, then the nearest of
+        each group."""
         nearest: list[Item] = []
         for group in self._groups.values():
             depth = group.prefetch.depth
@@ -353,7 +368,7 @@ class Loader:
             nearest += islice(ahead, self._spec.slots)
         nearest.sort(key=lambda item: (not item.is_requested, item.position))
         chosen: list[Item] = []
-        for item in nearest:  # few of each group, then look again: a trainer may wait by now
+        for item in nearest:  # a few of each group, then look again: a trainer may wait by now
             try:
                 item.slot, item.since = self._acquire(item), time.monotonic()
             except MopdError as error:
@@ -366,9 +381,10 @@ class Loader:
         return chosen
 
     def _coming(self, source: WindowSource, chosen: list[Item]) -> list[int]:
-        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups.
+        """Return the packs of a window to look up next: the chosen ones, then those without a slot.
 
-        At a window's beginning few, then ever more: a trainer waits, and should not wait for what it needs later.
+        Together they stay below AHEAD_BYTES over all groups. A window begins with few and then takes ever more: a
+        trainer waits for the first pack and should not wait for the reading of later ones.
         """
         packs = [item.pack for item in chosen if item.source is source]
         most = min(AHEAD_GROWTH * source.looked_up, AHEAD_PACKS)
@@ -384,7 +400,7 @@ class Loader:
         return packs
 
     def _owed(self, group: ConsumerGroup) -> Iterator[Item]:
-        """Items of a group in order; those of later steps are made as the iteration reaches them."""
+        """Yield the items of a group in order, adding those of later steps when the iteration reaches them."""
         ordinal = 0
         while ordinal < len(group.items) or self._extend(group):
             if ordinal < len(group.items):
@@ -392,7 +408,11 @@ class Loader:
                 ordinal += 1
 
     def _acquire(self, item: Item) -> Slot | None:
-        """A slot for the item; if a trainer waits for it, that of a pack which is later, or which was passed over."""
+        """Return a slot for the item, or None if there is no room.
+
+        If a trainer waits for the item, the slot of a pack that is needed later, or that its group skipped, is taken
+        away.
+        """
         item.starved = False
         want = item.source.largest_pack_bytes
         slot = self._ring.acquire(item.nbytes, want_bytes=want)
@@ -418,13 +438,13 @@ class Loader:
         return None
 
     def _fill(self, batch: list[Item]) -> None:
-        """Fill items one after the other and hand them out, small ones a few at a time."""
+        """Fill items one after the other and announce them to trainers, small ones several at a time."""
         filled: list[Item] = []
         nbytes, begun = 0, time.monotonic()
         for ordinal, item in enumerate(batch):
             slot, source = item.slot, item.source
             assert slot is not None
-            if filled and source.needs_read(item.pack):  # for which they should not wait
+            if filled and source.needs_read(item.pack):  # the filled ones should not wait for a read
                 self._hand_out(filled)
                 filled, nbytes, begun = [], 0, time.monotonic()
             try:
@@ -443,7 +463,7 @@ class Loader:
         self._hand_out(filled)
 
     def _refuse(self, item: Item, error: MopdError) -> None:
-        """Record that an item cannot be filled; the trainer that asks for it gets the error."""
+        """Record that an item cannot be filled; the trainer that requests it gets the error."""
         with self._changed:
             assert item.slot is not None
             self._ring.release(item.slot)

@@ -1,9 +1,9 @@
 """Payload of the next packs, from which their slots are filled.
 
-The loader looks up the samples of many packs at once, in the order they are stored. Where files allow it, their lists
-then go from the file straight into the slot; else they were read together, because Lance reads neighbouring rows far
-cheaper than scattered ones, and are kept until those packs are filled. Where each sample goes in its pack is worked out
-for all of them together.
+The loader looks up the samples of many packs at once, in the order in which they are stored. Where files allow it,
+their lists then go from the file straight into the slot. Otherwise they are read together, because Lance reads
+neighbouring rows far cheaper than scattered ones, and stay in memory until those packs are filled. The position of each
+sample in its pack is computed for all of them together.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 PLAIN = tuple(field.column for field in PAYLOAD if field.axis != "span")
 """Columns of `tokens` that every pack needs."""
 VERSIONS = tuple(field.column for field in PAYLOAD if field.axis == "span")
-"""Columns that it needs where the policy changed in the middle of a response."""
+"""Columns that packs need if the policy changed in the middle of a response."""
 
 Arrays = dict[str, Any]
 Wanted = Mapping[tuple[str, str], tuple["PayloadReader", NDArray[np.int64]]]
-"""(teacher, signal kind) → its reader, and [n] sample rows, sorted, distinct."""
+"""(teacher, signal kind) → its reader, and the sample rows to read: [n], sorted, distinct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Samples in the order of their packs, and what their metadata says of them; all [u]."""
+    """Samples in the order of their packs, with their lengths from the metadata; every array has shape [u]."""
 
     rows: NDArray[np.int64]
     firsts: NDArray[np.int64]
-    """Token of its pack that the sample begins with."""
+    """Index in its pack of the first token of each sample."""
     lengths: NDArray[np.int64]
-    """Tokens."""
+    """Number of tokens of each sample."""
     spans: NDArray[np.int64]
-    """Spans of one policy version."""
+    """Number of version spans of each sample."""
 
 
 class Payload:
-    """Tokens of some packs, and the signals that lie in lists.
+    """Tokens of several packs, and those of their signals that are stored as lists.
 
-    A part, in every method, is the stretch of `placed` that one pack takes.
-    Raises DamagedError, in every method, where the payload of a sample has other lengths than its metadata says.
+    In every method, `part` is the slice of `placed` that one pack takes. Every method raises DamagedError when a
+    payload of a sample has other lengths than its metadata announces.
     """
 
     def __init__(
         self, tokens: PayloadReader, placed: Placed, signals: Wanted, *, recorded: Sequence[str], verify: bool
     ) -> None:
-        """Look them up. recorded: columns beside PLAIN that the packs need."""
+        """Look the samples up. recorded: columns that the packs need besides PLAIN."""
         self._placed = placed
         rows, places = np.unique(placed.rows, return_inverse=True)
         lists = tokens.lists(rows, (*PLAIN, *recorded), verify=verify)
@@ -68,19 +68,19 @@ class Payload:
         self._wrong_logprobs = np.flatnonzero((self._logprobs.lengths > 0) & (sampled != responses))
         self._longest = int(placed.lengths.max(initial=0))
         self._blanks = {dtype: np.zeros(self._longest, dtype).data for dtype in ("|u1", "<f4")}
-        """Zeros of a dtype, for the prompts."""
+        """Dtype → zeros for the longest sample, which are written over prompts."""
         self._firsts, self._responses, self._sampled = placed.firsts.tolist(), responses.tolist(), sampled.tolist()
         if "versions" in recorded:
             self._place_versions(responses)
         self._signals: dict[tuple[str, str], dict[str, Lists]] = {}
         for key, (reader, scored) in signals.items():
-            # Other teachers' samples stand at some place too; nobody asks for it.
+            # Samples of other teachers get an arbitrary index here, which is never read.
             at = np.minimum(np.searchsorted(scored, placed.rows), len(scored) - 1)
             lists_of_kind = reader.lists(scored, verify=verify)
             self._signals[key] = {name: column.at(at) for name, column in lists_of_kind.items()}
 
     def _place_versions(self, responses: NDArray[np.int64]) -> None:
-        """Spans of one policy version, at the tokens of their packs. responses: [u] where each response begins."""
+        """Compute the version spans as positions in the packs. responses: [u] where each response begins."""
         starts, versions = (self._lists[name] for name in VERSIONS)
         for index in np.flatnonzero(starts.lengths != versions.lengths):
             row, counts = self._placed.rows[index], (starts.lengths[index], versions.lengths[index])
@@ -96,7 +96,7 @@ class Payload:
         self._span_bounds: list[int] = bounds.tolist()
 
     def fill_tokens(self, part: slice, out: Arrays) -> None:
-        """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end."""
+        """Write tokens, masks and sampler log-probs of a pack, and the boundaries of its samples."""
         for index in _inside(part, self._wrong_tokens):
             self._refuse(index, f"{self._tokens.lengths[index]} tokens", self._placed.lengths[index])
         for index in _inside(part, self._wrong_masks):
@@ -111,7 +111,7 @@ class Payload:
         )
 
     def fill_versions(self, part: slice, out: Arrays) -> None:
-        """Write the spans of one policy version; the first of a sample covers its prompt too."""
+        """Write the version spans of a pack; the first span of a sample covers its prompt too."""
         for index in _inside(part, self._wrong_spans):
             count = self._lists["versions"].lengths[index]
             self._refuse(index, f"{count} policy versions", self._placed.spans[index])
@@ -120,10 +120,10 @@ class Payload:
         out["versions"][:] = self._versions[spans]
 
     def fill_recorded(self, field: Field, part: slice, out: NDArray[Any], announced: Sequence[int]) -> None:
-        """Write a field that some samples have; where one has none, blanks.
+        """Write a recorded field; samples without it get its blank value.
 
         out: [T] or [T, width] for an axis of tokens, [M] or [M, width] for trained tokens, [values] for a ragged field.
-        announced: [S] values of each sample of a ragged field, as its metadata says; else not looked at.
+        announced: [S] number of values of each sample of a ragged field, from its metadata; ignored for other fields.
         """
         if field.axis == "ragged":
             self._fill_ragged(field, part, announced, out)
@@ -133,7 +133,7 @@ class Payload:
             self._fill_tokens(field, part, out)
 
     def _fill_tokens(self, field: Field, part: slice, out: NDArray[Any]) -> None:
-        """[T] or [T, width]: a value of every token that the field speaks of."""
+        """Write a field with one value or row for each token of its axis: [T] or [T, width]."""
         lists, width = self._lists[field.column], out.shape[1] if out.ndim == 2 else 1
         begins = self._responses[part] if field.axis == "response" else self._firsts[part]
         places = {
@@ -148,7 +148,7 @@ class Payload:
         lists.copy(part, [begin * width for begin in begins], out.reshape(-1).data)
 
     def _fill_trained(self, field: Field, part: slice, out: NDArray[Any]) -> None:
-        """[M] or [M, width], sample after sample."""
+        """Write a field of the trained tokens, sample after sample: [M] or [M, width]."""
         lists, flat = self._lists[field.column], out.reshape(-1)
         width = out.shape[1] if out.ndim == 2 else 1
         begin = 0
@@ -165,7 +165,7 @@ class Payload:
             self._refuse(part.start, f"with the samples after it {begin} values of {field.name}", len(flat))
 
     def _fill_ragged(self, field: Field, part: slice, announced: Sequence[int], out: NDArray[Any]) -> None:
-        """As many values for each trained token as the field of sizes says."""
+        """Write a ragged field: for each trained token, as many values as its field of sizes gives."""
         lists = self._lists[field.column]
         sizes = next(self._lists[other.column] for other in RECORDED if other.name == field.sizes)
         first = 0
@@ -177,7 +177,8 @@ class Payload:
             first += length
 
     def fill_responses(self, teacher: str, kind: str, field: Field, part: slice, out: NDArray[Any]) -> None:
-        """Write a field of one teacher's signal, a value for each response token, at token positions; 0 on prompts."""
+        """Write a field of one teacher's signal with one value for each response token, at token positions; 0 on
+        prompts."""
         lists = self._signals[teacher, kind][field.column]
         for index in np.flatnonzero(lists.lengths[part] != self._masks.lengths[part]) + part.start:
             self._refuse(index, f"{lists.lengths[index]} {field.name} of {teacher!r}", self._masks.lengths[index])
@@ -185,8 +186,11 @@ class Payload:
         _copy_after(blank, lists, part, self._firsts, self._responses, out.data)
 
     def fill_signal(self, teacher: str, kind: str, part: slice, out: Arrays) -> None:
-        """Write one teacher's signal of a kind in lists: at token positions with 0 on prompts, or of the trained
-        tokens, sample after sample."""
+        """Write one teacher's signal of a kind that is stored as lists.
+
+        Fields of responses go to token positions, with 0 on prompts; fields of trained tokens follow sample after
+        sample.
+        """
         signal = self._signals[teacher, kind]
         for field in of_signal(kind):
             if field.axis == "response":
@@ -212,7 +216,7 @@ class Payload:
 def _copy_after(
     blank: memoryview, lists: Lists, part: slice, firsts: list[int], begins: list[int], target: memoryview
 ) -> None:
-    """Put the list of each sample of a part where it begins in `target`, and what is blank before it."""
+    """Copy the list of each sample of a part to its start in `target`, and `blank` to the tokens before it."""
     begins = begins[part]
     for first, begin in zip(firsts[part], begins, strict=True):
         target[first:begin] = blank[: begin - first]
@@ -220,7 +224,7 @@ def _copy_after(
 
 
 def _joined(lists: Lists, dtype: type[np.generic]) -> NDArray[Any]:
-    """The elements of all lists, one after the other."""
+    """Concatenate the elements of all lists."""
     values: NDArray[Any] = np.empty(lists.lengths.sum(), dtype)
     lists.copy(slice(None), (np.cumsum(lists.lengths) - lists.lengths).tolist(), values.data)
     return values

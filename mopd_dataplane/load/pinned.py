@@ -11,7 +11,10 @@ READ_ONLY = 0x08
 
 
 def register(address: int, nbytes: int) -> bool:
-    """Register mapped memory; False, with a warning, where the driver refuses: copies are slower then, not wrong."""
+    """Register mapped memory with CUDA.
+
+    Returns False, with a warning, when the driver refuses: copies are then slower, and still right.
+    """
     import torch
 
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, READ_ONLY))
@@ -25,7 +28,7 @@ def register(address: int, nbytes: int) -> bool:
 
 
 def unregister(address: int) -> None:
-    """Undo `register`; no copy from the memory may be under way."""
+    """Undo `register`. No copy from the memory may be running."""
     import torch
 
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,15 +1,15 @@
-"""Messages between the loader and a trainer: length-prefixed JSON over a Unix socket, descriptors beside it.
+"""Messages between the loader and a trainer: length-prefixed JSON over a Unix socket, with file descriptors.
 
-A trainer asks and the loader answers, `release` and `bye` excepted, which have no answer. While the loader cannot
-answer yet it says so every second ({"wait": reason}), so that silence always means that it is gone or stuck.
+A trainer sends requests and the loader answers each, except `release` and `bye`. While the loader cannot answer yet, it
+says so every second ({"wait": reason}), so that silence always means that the loader is gone or stuck.
 
     hello    rank, world_size, member, members          → ok
     open     window, step                               → steps of the window, base (steps of the stage before it)
-    next     used                                       → step, packs, loss_tokens, sequences, and what of it is lent,
-                                                          as below: small packs that are ready; or end
-    pack     step, ordinal, used                        → lent [[ordinal, slot, generation, bytes], …], the one asked
-                                                          for and small ones after it; gone: slots to unmap; with the
-                                                          fds of slots seen for the first time
+    next     used                                       → step, packs, loss_tokens, sequences, and in `lent` the first
+                                                          packs if they are small and ready; or end
+    pack     step, ordinal, used                        → lent [[ordinal, slot, generation, bytes], …], the requested
+                                                          pack and small ones after it; gone: slots to unmap; with the
+                                                          fds of slots that are new to the trainer
     stats                                               → what Loader.stats returns
     release  leases [[slot, generation], …]
     bye
@@ -36,7 +36,7 @@ HEARTBEAT_S = 1.0
 _LENGTH = struct.Struct("<I")
 _FD = array("i").itemsize
 MAX_FDS = 32
-"""Descriptors that may come with one message."""
+"""Upper bound of the descriptors that come with one message."""
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * _FD)
 _CREDENTIALS = struct.Struct("3i")
 
@@ -54,10 +54,10 @@ class Channel:
         self._socket = connection
         self._read_ahead = bytearray()
         self._fds: deque[int] = deque()
-        """Descriptors that came with messages not read yet, in their order."""
+        """Descriptors of messages that were not read yet, in order."""
 
     def send(self, message: Message, *, fds: Sequence[int] = (), deadline_s: float) -> None:
-        """Send one message, and descriptors with it. Raises PeerGone, or DeadlineError when the peer does not read."""
+        """Send one message, with descriptors. Raises PeerGone, or DeadlineError when the peer does not read."""
         body = json.dumps({**message, "fds": len(fds)} if fds else message).encode()
         if len(body) > MAX_MESSAGE:
             raise DamagedError(f"message of {len(body):,} bytes exceeds {MAX_MESSAGE:,}")
@@ -72,7 +72,10 @@ class Channel:
             raise PeerGone(f"the peer is gone: {error.strerror}") from error
 
     def receive(self, *, deadline_s: float) -> tuple[Message, list[int]]:
-        """One message and its descriptors. Raises PeerGone at the end of the stream, DeadlineError after a silence."""
+        """Wait for one message. Returns it and its descriptors.
+
+        Raises PeerGone at the end of the stream, DeadlineError after `deadline_s` seconds of silence.
+        """
         try:
             message = self._next(time.monotonic() + deadline_s)
             announced = message.pop("fds", 0)
@@ -84,7 +87,7 @@ class Channel:
         return message, [self._fds.popleft() for _ in range(announced)]
 
     def close(self) -> None:
-        """Close the connection; a peer that waits sees its end."""
+        """Close the connection; a peer that waits is told that it ended."""
         with contextlib.suppress(OSError):  # the peer may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -100,7 +103,7 @@ class Channel:
         body = bytes(self._read_ahead[_LENGTH.size : end])
         del self._read_ahead[:end]
         try:
-            message = json.loads(body.decode())  # bytes would have their encoding guessed first
+            message = json.loads(body.decode())  # json would have to guess the encoding of bytes
         except (ValueError, RecursionError) as error:
             raise DamagedError(f"message is not JSON: {error}") from None
         if not isinstance(message, dict):
@@ -112,7 +115,7 @@ class Channel:
             os.close(self._fds.popleft())
 
     def _read(self, size: int, until: float) -> None:
-        """Read until `size` bytes are here; what comes beside them is kept for the next message."""
+        """Read until `size` bytes are in the buffer; bytes beyond them stay for the next message."""
         while len(self._read_ahead) < size:
             left = until - time.monotonic()
             if left <= 0:
@@ -137,7 +140,7 @@ def error_message(error: MopdError) -> Message:
 
 
 def raise_error(message: Message) -> None:
-    """Raise the error a message carries, if it carries one."""
+    """Raise the error that a message carries, if any."""
     if "error" in message:
         kind = getattr(errors, str(message["error"]), MopdError)
         if not (isinstance(kind, type) and issubclass(kind, MopdError)):
@@ -146,7 +149,7 @@ def raise_error(message: Message) -> None:
 
 
 def check_same_user(connection: socket.socket) -> int:
-    """Process id of the peer. Raises ResourceError unless it runs as this user."""
+    """Return the process id of the peer. Raises ResourceError unless it runs as this user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():

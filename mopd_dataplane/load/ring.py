@@ -34,25 +34,29 @@ class Slot:
     capacity: int
     memory: memoryview
     generation: int = 0
-    """How often it was handed out; a reader that holds an older number is late."""
+    """How often the slot was lent; a reader with an older number is late."""
 
 
 Lent = list[tuple[int, Slot]]
-"""(ordinal in its step, slot) of packs lent in one answer."""
+"""(ordinal in its step, slot) of the packs lent in one answer."""
 
 
 class Ring:
     """All slots of one loader process. Not thread-safe: the caller holds its lock."""
 
     def __init__(self, *, max_bytes: int, slot_bytes: int = 0, poison: bool = False) -> None:
-        """max_bytes bounds all slots together; slot_bytes > 0 is the usual size of one. Both count whole pages."""
+        """Create an empty ring.
+
+        max_bytes: bound of all slots together. slot_bytes: usual size of one, if above 0. Both are rounded up to whole
+        pages.
+        """
         self.max_bytes = max_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._slot_bytes = _pages(slot_bytes)
         self._poison = poison
         self.ids: set[int] = set()
-        """All slots, lent or free."""
+        """Ids of all slots, lent or free."""
         self._free: list[Slot] = []
-        """By capacity, the smallest first."""
+        """Free slots by capacity, the smallest first."""
         self._lent: dict[int, Slot] = {}
         self._made = 0
         self._most_lent = 0
@@ -64,7 +68,7 @@ class Ring:
 
     @property
     def lent(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return len(self._lent)
 
     @property
@@ -72,10 +76,10 @@ class Ring:
         return sum(slot.capacity for slot in self._lent.values())
 
     def acquire(self, nbytes: int, *, want_bytes: int = 0) -> Slot | None:
-        """A slot of at least `nbytes`, or None while lent slots leave no room for it.
+        """Return a slot of at least `nbytes`, or None while lent slots leave no room for it.
 
-        want_bytes: size of a slot made new, so that later packs fit it too.
-        Raises ResourceError when a pack of that size can never be held, and when the machine is out of memory.
+        want_bytes: size of a new slot, so that later packs fit it too.
+        Raises ResourceError when the ring can never hold a pack of that size, and when the machine is out of memory.
         """
         if nbytes > self.max_bytes:
             raise ResourceError(
@@ -96,20 +100,20 @@ class Ring:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Take a slot back."""
+        """Take a slot back from its readers."""
         del self._lent[slot.id]
         if self._poison:
             slot.memory[:] = bytes([POISON]) * slot.capacity
         insort(self._free, slot, key=_capacity)
 
     def trim(self) -> None:
-        """Give back the smallest free slots, down to the most that were lent at once since the last trim."""
+        """Free the smallest unused slots, down to the largest number that was lent at once since the last trim."""
         while len(self._free) + len(self._lent) > self._most_lent and self._retire_smallest():
             pass
         self._most_lent = len(self._lent)
 
     def close(self) -> None:
-        """Give every slot back to the machine; mappings of other processes keep theirs until they unmap."""
+        """Free every slot; other processes keep their mappings until they unmap them."""
         for slot in (*self._free, *self._lent.values()):
             os.close(slot.fd)
         self._free.clear()
@@ -117,7 +121,8 @@ class Ring:
         self.ids.clear()
 
     def _grow(self, nbytes: int) -> Slot:
-        """A new slot of `nbytes`, or of what the bound leaves once every free slot (all too small) is gone."""
+        """Create a slot of `nbytes`, or of the bytes that the bound leaves once every free slot (all too small) is
+        gone."""
         while self.bytes + nbytes > self.max_bytes and self._retire_smallest():
             pass
         self._made += 1
@@ -126,7 +131,7 @@ class Ring:
         return slot
 
     def _retire_smallest(self) -> bool:
-        """Give the smallest free slot back to the machine; False when none is free."""
+        """Free the memory of the smallest free slot. Returns False when no slot is free."""
         if not self._free:
             return False
         smallest = self._free.pop(0)
@@ -136,7 +141,7 @@ class Ring:
 
 
 def make_slot(number: int, nbytes: int) -> Slot:
-    """A new slot with its pages allocated. Raises ResourceError when memory is short."""
+    """Create a slot with its pages allocated. Raises ResourceError when memory is short."""
     capacity = _pages(nbytes)
     free = available_memory()
     if capacity > free:
@@ -159,7 +164,7 @@ def _pages(nbytes: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: what the machine has available, and what its control group allows."""
+    """Return the bytes that this process may still allocate, limited by the machine and by its control group."""
     with open("/proc/meminfo") as lines:
         machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")

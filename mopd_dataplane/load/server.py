@@ -28,13 +28,13 @@ from mopd_dataplane.load.ring import Lent, Ring, available_memory
 from mopd_dataplane.load.spec import LoadSpec
 
 POLL_INTERVAL_S = 0.5
-"""Pause between looks whether anybody still needs this process."""
+"""Pause between checks if anybody still needs this process, in seconds."""
 STEP_S = 7 * 86400.0
-"""Longest silence of a trainer that lives: it computes a step, or waits for other ranks."""
+"""Longest silence of a living trainer, in seconds: it computes a step, or waits for other ranks."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, which a terminal sends to every process of a job."""
 YOUNG_OBJECTS = 20_000
-"""Objects between two looks of the garbage collector: packs make thousands a second, and none of them in cycles."""
+"""Allocations between two runs of the garbage collector: packs make thousands a second, and none of them in cycles."""
 
 
 class Server:
@@ -59,7 +59,7 @@ class Server:
                     thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
                     thread.start()
                     self._threads.append(thread)
-                    continue  # others may wait to be accepted: the end comes only when nobody does
+                    continue  # others may wait to be accepted: stop only when nobody does
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 if self._served and not self._threads:
                     return
@@ -76,7 +76,7 @@ class Server:
             check_same_user(connection)
             _Conversation(channel, self._loader, self._spec).run()
         except PeerGone:
-            pass  # a trainer may end at any moment; what it held is taken back
+            pass  # a trainer may end at any moment; its slots are taken back
         except MopdError as error:
             print(f"loader: a trainer was dropped: {error}", file=sys.stderr)
         finally:
@@ -141,7 +141,7 @@ class _Conversation:
         if message["version"] != VERSION:
             raise MismatchError(f"the trainer speaks protocol version {message['version']}, the loader {VERSION}")
         if self._consumer is not None:
-            raise InputError("hello was said before")
+            raise InputError("hello was already sent")
         member_ids = [int(message[name]) for name in ("rank", "world_size", "member", "members")]
         self._consumer = self._loader.join(*member_ids)
         self._send({"pid": os.getpid(), "stage": self._spec.stage, "deadline_s": self._spec.deadline_s})
@@ -157,7 +157,7 @@ class _Conversation:
         self._send_lent({"step": step, "packs": entries, "loss_tokens": loss_tokens, "sequences": sequences}, lent)
 
     def _send_lent(self, answer: Message, lent: Lent) -> None:
-        """Answer with what is lent, and with the descriptors of slots that this trainer has not seen."""
+        """Send an answer with the lent slots, and the descriptors of those that are new to this trainer."""
         answer["lent"] = [[body, slot.id, slot.generation, slot.capacity] for body, slot in lent]
         if gone := self._loader.retired(self._known_slots):
             answer["gone"] = sorted(gone)
@@ -174,7 +174,7 @@ class _Conversation:
 
 
 def _ages(values: list[Any]) -> list[float]:
-    """Seconds since packs were taken. Raises ValueError for other things."""
+    """Convert the `used` list of a message to seconds since packs were used. Raises ValueError for other types."""
     ages = [float(age) for age in values]
     if not all(age >= 0 for age in ages):
         raise ValueError(f"ages {ages}")
@@ -182,7 +182,7 @@ def _ages(values: list[Any]) -> list[float]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open.
+    """Open a listening Unix socket that only this user can connect to.
 
     Raises InputError for a path too long for a socket, ResourceError when another loader listens there.
     """
@@ -204,7 +204,8 @@ def listen(path: Path) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve one stage of a store; one JSON line on stdout says that it is ready, or why it is not."""
+    """Serve one stage of a store. Prints one JSON line on stdout that says that the loader is ready, or why it is
+    not."""
     parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.load.server", description=main.__doc__)
     parser.add_argument("--store", required=True, help="store URI")
     parser.add_argument("--socket", required=True, type=Path, help="Unix socket to listen on")
@@ -217,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(uri: str, path: Path, settings: str) -> int:
-    parent = os.getppid()  # before anything slow, during which it may end
+    parent = os.getppid()  # before anything slow, during which the parent may end
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.remote.range_cache import open_cache
 
@@ -242,9 +243,9 @@ def _serve(uri: str, path: Path, settings: str) -> int:
 
 
 def _allow_open_files() -> None:
-    """Each slot is an open file, and so is each file of a store that is read in place."""
+    """Raise the limit of open files: each slot is one, and so is each file of a store that is read in place."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):  # as many as there were then
+    with suppress(OSError, ValueError):  # continue with the limit as it was
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 

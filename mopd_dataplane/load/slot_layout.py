@@ -1,9 +1,9 @@
-"""The fields of a pack inside a slot: a header, a table of fields, then the arrays at 64-byte boundaries.
+"""Layout of a pack inside a slot: a header, a table of fields, then the arrays at 64-byte boundaries.
 
     header   magic, format, number of fields, generation, pack, crc32c of all that follows it but blobs
     field    name, dtype, shape, offset
 
-A slot describes itself, so a reader needs nothing but the slot and the generation it was promised.
+A slot describes itself, so a reader needs only the slot and the generation it expects.
 """
 
 import struct
@@ -27,7 +27,8 @@ FORMAT = 3
 HEADER_BYTES = 64
 FIELD_BYTES = FIELD.size
 UNCHECKED = frozenset(field.pack for field in FIELDS if field.blob)
-"""Last fields, left out of the slot's checksum: they have their own in the store and are far larger than the rest."""
+"""Fields at the end of a slot that its checksum omits: the store has checksums of them, and they are by far the
+largest."""
 _KIND = {name: np.dtype(name) for name in DTYPES}
 _SIZE = {name: kind.itemsize for name, kind in _KIND.items()}
 
@@ -39,7 +40,7 @@ class Field(NamedTuple):
 
     name: str
     dtype: str
-    """numpy name, little endian, such as <i4."""
+    """numpy name of the dtype, little endian, such as <i4."""
     shape: Shape
     offset: int
     """Bytes from the start of the slot."""
@@ -55,7 +56,7 @@ class Header:
 
 
 def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, ...], int]:
-    """Place the arrays of a pack, given name → (dtype, shape): (fields, bytes of the slot)."""
+    """Assign offsets to the arrays of a pack, from name → (dtype, shape). Returns (fields, bytes of the slot)."""
     fields = []
     offset = HEADER_BYTES + FIELD_BYTES * len(shapes)
     for name, (dtype, shape) in shapes.items():
@@ -66,7 +67,7 @@ def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, .
 
 
 def arrays_of(memory: memoryview, fields: tuple[Field, ...]) -> dict[str, NDArray[np.generic]]:
-    """Views of the arrays, writable where the memory is."""
+    """Return views of the arrays by name, writable if the memory is."""
     return {name: np.ndarray(shape, _KIND[dtype], memory, offset) for name, dtype, shape, offset, _ in fields}
 
 
@@ -80,12 +81,12 @@ def write_table(memory: memoryview, fields: tuple[Field, ...]) -> None:
 
 
 def seal(memory: memoryview, fields: tuple[Field, ...], *, generation: int, pack: int) -> None:
-    """Write the header over a filled slot."""
+    """Write the header of a filled slot."""
     HEADER.pack_into(memory, 0, MAGIC, FORMAT, len(fields), generation, pack, slot_crc(memory, fields), 0)
 
 
 def read_header(memory: memoryview) -> Header:
-    """Read a slot's header. Raises DamagedError when it is no slot of this format."""
+    """Read a slot's header. Raises DamagedError when the memory is no slot of this format."""
     magic, version, count, generation, pack, crc, _ = HEADER.unpack_from(memory, 0)
     if magic != MAGIC or version != FORMAT:
         raise DamagedError(f"slot starts with {magic!r} format {version}, expected {MAGIC!r} format {FORMAT}")
@@ -104,7 +105,7 @@ def read_header(memory: memoryview) -> Header:
 
 
 def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
-    """crc32c over the field table and the fields up to UNCHECKED, what lies between them included: one call."""
+    """Compute the crc32c of the field table and all arrays up to UNCHECKED, with the padding between them: one call."""
     last = fields[-1]
     end = last.offset if last.name in UNCHECKED else last.offset + last.nbytes
     return crc32c(np.frombuffer(memory, np.uint8, count=end - HEADER_BYTES, offset=HEADER_BYTES))
@@ -112,14 +113,14 @@ def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
 
 def _nbytes(dtype: str, shape: Shape) -> int:
     nbytes = _SIZE[dtype]
-    for count in shape:  # half the time of math.prod, for every field of every pack
+    for count in shape:  # takes half the time of math.prod, for every field of every pack
         nbytes *= count
     return nbytes
 
 
 @lru_cache(maxsize=256)
 def _kind_bytes(name: str, dtype: str) -> bytes:
-    """Name and dtype of a field as they stand in the table."""
+    """Encode name and dtype of a field as in the field table."""
     return struct.pack("<24s8s", name.encode(), dtype.encode())
 
 

@@ -1,7 +1,7 @@
-"""A planned window of a store: how large each pack is, and filling packs into memory the caller owns.
+"""One planned window of a store: computes how large each pack is, and fills packs into memory that the caller owns.
 
-Metadata of the window's samples is read once, when it is opened; payload only for the packs at hand and those that
-come next, at the plan's snapshot.
+The metadata of the window's samples is read once, when it is opened. Payload is read only for the requested packs and
+the next ones, at the plan's snapshot.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 LOOKED_UP_FIRST = 1024
-"""Samples whose payload is looked up when a window is opened; that of others with the packs they are in."""
+"""Number of samples whose payload is looked up when a window is opened; later ones are looked up with their packs."""
 
 
 class WindowSource:
-    """One window, ready to be read. Used by one thread at a time."""
+    """One open window. Not thread-safe: used by one thread at a time."""
 
     def __init__(self, store: Store, plan: PlanWindow, spec: LoadSpec) -> None:
         self.plan = plan
@@ -52,20 +52,20 @@ class WindowSource:
         self._first_versions = metadata["policy_version_first"].to_numpy()
         self._version_spans = self._count_version_spans(metadata)
         self._changes = bool((self._version_spans != 1).any())
-        """Whether the policy changed in the middle of some response."""
+        """True if the policy changed in the middle of some response."""
         self._sizes = np.diff(plan.pack_starts)
-        """[packs] samples of each pack."""
+        """[packs] number of samples of each pack."""
         self._firsts = _starts_in_packs(self.lengths, plan.pack_starts)
         self._counts: dict[str, NDArray[np.int64]] = {}
-        """[samples] values of each sample, of the ragged fields that packs carry."""
+        """Ragged field → [samples] number of its values in each sample."""
         self._widths: dict[str, int] = {}
-        """Values at one place, of the recorded fields that have several."""
+        """Recorded field with several values at one position → their number."""
         self._recorded = [
             field for record in per_token.RECORDS if record in spec.recorded for field in self._held(record)
         ]
         self._outcomes = self._rewards() if spec.rewards else None
         self._listed = [kind for kind in spec.signals if not any(field.blob for field in per_token.of_signal(kind))]
-        """Kinds of signals that lie in lists."""
+        """Kinds of signals that are stored as lists."""
         self._tokens = store.token_reader(rows, plan.snapshot)
         self._hidden = {
             teacher: _HiddenStates(store, plan.snapshot, teacher, scored)
@@ -77,13 +77,13 @@ class WindowSource:
         }
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._carried = self._carried_fields()
-        """Fields of the packs, in the order of their slots."""
+        """Fields of the packs, in slot order."""
         self.looked_up = 0
-        """Packs whose payload was looked up."""
+        """Number of packs whose payload was looked up."""
         self._payload: Payload | None = None
-        """Payload that was looked up last, kept for the next packs."""
+        """Payload that was looked up last, for the next packs."""
         self._parts: dict[int, slice] = {}
-        """The packs that it was looked up for, and the samples of each among all of them."""
+        """Pack → slice of its samples in `_payload`."""
         self._to_fill: set[int] = set()
         if self.steps:
             first = int(np.searchsorted(plan.pack_starts[:-1], LOOKED_UP_FIRST))
@@ -97,22 +97,23 @@ class WindowSource:
         return len(self.plan.step_starts) - 1
 
     def totals(self, step: int) -> tuple[int, int]:
-        """(trained tokens, sequences) of one step over all ranks."""
+        """Return (trained tokens, sequences) of one step over all ranks."""
         first, last = self.plan.pack_starts[self.plan.step_starts[step : step + 2]]
         return int(self.loss_tokens[first:last].sum()), int(last - first)
 
     def teacher(self, pack: int) -> str:
-        """Teacher of a pack; empty when the objective needs none."""
+        """Return the teacher of a pack; empty if the objective needs none."""
         code = int(self.plan.pack_teachers[pack])
         return self.plan.teachers[code] if code >= 0 else ""
 
     def entry(self, pack: int) -> dict[str, Any]:
-        """What a trainer is told of a pack: {"pack", "teacher", "codec", "lengths"}, tokens of each sample."""
+        """Describe a pack for the trainer: {"pack", "teacher", "codec", "lengths"}, with the number of tokens of each
+        sample."""
         lengths = self.lengths[self._span(pack)].tolist()
         return {"pack": pack, "teacher": self.teacher(pack), "codec": self.codec(pack), "lengths": lengths}
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
-        """Layout of the pack's arrays in a slot, and its size in bytes."""
+        """Return the layout of a pack's arrays in a slot, and its size in bytes."""
         sequences = int(self._sizes[pack])
         counts = {**self._sums[pack], "sample": sequences, "bound": sequences + 1}
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -123,7 +124,7 @@ class WindowSource:
         return plan_fields(shapes)
 
     def _carried_fields(self) -> list[per_token.Field]:
-        """Those that the spec asks for, as far as the window has them."""
+        """Return the fields that the spec requests and the window has."""
         carried = [field for field in per_token.FIELDS if not field.table and field.name != per_token.REFERENCE]
         signals = [field for kind in self._spec.signals for field in per_token.of_signal(kind)]
         reference = [per_token.BY_NAME[per_token.REFERENCE]] if self._spec.reference else []
@@ -132,14 +133,14 @@ class WindowSource:
         )
 
     def _width(self, field: per_token.Field, pack: int) -> int:
-        """Values at one place of a field of a pack."""
+        """Return the number of values at one position of a field of a pack."""
         if field.blob and self._hidden:
             return self._hidden[self.teacher(pack)].row_bytes
         return self._widths[field.name] if field.record else self._topk[self.teacher(pack)]
 
     @cached_property
     def _sums(self) -> list[dict[str, int]]:
-        """For each pack: tokens, trained tokens, version spans, and values of each ragged field."""
+        """For each pack, its number of tokens, trained tokens, version spans, and values of each ragged field."""
         counts = {"token": self.lengths, "trained": self.loss_tokens, "span": self._version_spans, **self._counts}
         starts = self.plan.pack_starts[:-1]
         sums = np.stack([np.add.reduceat(count, starts) for count in counts.values()], axis=1).tolist()
@@ -157,20 +158,21 @@ class WindowSource:
         return max(self.fields(pack)[1] for pack in heaviest) + spare
 
     def codec(self, pack: int) -> str:
-        """Codec of the pack's hidden states; empty when it carries none."""
+        """Return the codec of a pack's hidden states; empty when it carries none."""
         return self._hidden[self.teacher(pack)].codec if self._hidden else ""
 
     def needs_read(self, pack: int) -> bool:
-        """Whether filling a pack looks up samples or reads hidden states, and so may take long."""
+        """Check if filling a pack looks up samples or reads hidden states, and so may take long."""
         return bool(self._hidden) or self._payload is None or pack not in self._parts
 
     def fill(
         self, pack: int, fields: tuple[Field, ...], memory: memoryview, ahead: Callable[[], Sequence[int]]
     ) -> None:
-        """Write one pack into its memory, laid out by its `fields`.
+        """Write one pack into its memory, laid out by `fields`.
 
-        Samples not looked up yet are looked up together with those of the packs `ahead()`, which will be filled next.
-        Raises DamagedError when the payload does not have the lengths its metadata announces.
+        Samples that were not looked up yet are looked up together with those of the packs in `ahead()`, which come
+        next.
+        Raises DamagedError when the payload does not have the lengths that its metadata announces.
         """
         if self._payload is None or pack not in self._parts:
             self._payload = None
@@ -193,7 +195,7 @@ class WindowSource:
         return self.plan.sample_rows[self._span(pack)]
 
     def _rows_by_teacher(self) -> dict[str, NDArray[np.int64]]:
-        """Sample rows in the packs of each teacher; of an empty name where the objective needs none."""
+        """Return the sample rows in the packs of each teacher; the name is empty if the objective needs no teacher."""
         plan = self.plan
         sample_teachers = np.repeat(plan.pack_teachers, self._sizes)
         return {
@@ -202,7 +204,7 @@ class WindowSource:
         }
 
     def _locate(self, packs: Sequence[int], *, open_files: bool) -> None:
-        """Look up where hidden states of some packs lie, those of each teacher together."""
+        """Look up where the hidden states of these packs are stored, in one request per teacher."""
         rows: dict[str, list[NDArray[np.int64]]] = {}
         for pack in packs if self._hidden else ():
             rows.setdefault(self.teacher(pack), []).append(self._rows(pack))
@@ -210,7 +212,7 @@ class WindowSource:
             self._hidden[teacher].locate(np.concatenate(spans), open_files=open_files)
 
     def _read(self, packs: Sequence[int]) -> Payload:
-        """Everything these packs need, looked up in the order it is stored."""
+        """Look up the payload of these packs, in the order in which it is stored."""
         self._locate(packs, open_files=False)
         rows_by_signal = self._listed_signals((self.teacher(pack), self._rows(pack)) for pack in packs)
         signals = {key: (self._signals[key], np.unique(rows)) for key, rows in rows_by_signal.items()}
@@ -224,7 +226,8 @@ class WindowSource:
     def _listed_signals(
         self, parts: Iterable[tuple[str, NDArray[np.int64]]]
     ) -> dict[tuple[str, str], NDArray[np.int64]]:
-        """(teacher, kind) of each signal in lists → the samples that need it. parts: (teacher, its sample rows)."""
+        """Return the sample rows that need each listed signal, by (teacher, kind). parts: (teacher, its sample
+        rows)."""
         rows_by_signal: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         reference = [(self._spec.reference, "logprob")] if self._spec.reference else []
         for teacher, rows in parts:
@@ -254,16 +257,17 @@ class WindowSource:
             self._hidden[teacher].fill(self._rows(pack), out["hidden"].reshape(-1))
 
     def _count_version_spans(self, metadata: pa.Table) -> NDArray[np.int64]:
-        """Spans of one policy version of each sample; the payload tells where older writers did not count them."""
+        """Return the number of version spans of each sample; it is counted in the payload where older writers left it
+        out."""
         if "version_spans" in metadata.column_names and not metadata["version_spans"].null_count:
             return np.asarray(metadata["version_spans"].to_numpy().astype(np.int64))
         versions = self._store.read_tokens(self.plan.sample_rows, ["versions"], self.plan.snapshot)["versions"]
         return np.asarray(pc.list_value_length(versions).to_numpy().astype(np.int64))
 
     def _held(self, record: str) -> list[per_token.Field]:
-        """Fields of one record that packs carry: all of them where some sample of the window has it, else none.
+        """Return the fields of one record that packs carry: all if some sample of the window has the record, else none.
 
-        Raises MismatchError for more than one width.
+        Raises MismatchError if samples have different widths of a field.
         """
         some = [field for field in per_token.RECORDED if field.record == record]
         for field in some:
@@ -287,7 +291,7 @@ class WindowSource:
         return some
 
     def _of_samples(self, column: str) -> pa.ChunkedArray:
-        """A column of `samples`, for the samples of the window; nulls where the snapshot does not have it yet."""
+        """Return a column of `samples` for the samples of the window; nulls if the snapshot does not have it yet."""
         if not self._store.has_column("samples", column, self.plan.snapshot):
             return pa.chunked_array([pa.nulls(len(self.plan.sample_rows), SAMPLES.schema.field(column).type)])
         return self._store.take_samples(self.plan.sample_rows, [column], self.plan.snapshot)[column]
@@ -297,7 +301,7 @@ class WindowSource:
         table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=plan.snapshot)
         parts = list(self._store.scan_samples(["stage", "group_id"], plan.snapshot))
         rows = np.concatenate([rows for rows, _ in parts])
-        # A group is named after its prompt and iteration: two stages that ask one prompt have two groups.
+        # A group is named after its prompt and iteration, so two stages with the same prompt share names of groups.
         groups = pa.chunked_array(
             [pc.binary_join_element_wise(batch["stage"], batch["group_id"], "\0") for _, batch in parts]
         )
@@ -306,7 +310,8 @@ class WindowSource:
         )
 
     def _topk_widths(self) -> dict[str, int]:
-        """K of each teacher of the window. Raises MismatchError when its top-k is of more than one kind."""
+        """Return the k of each teacher of the window. Raises MismatchError if its stored top-k differ in k or
+        source."""
         widths = {}
         for teacher, rows in self._rows_by_teacher().items():
             forms = self._signals[teacher, "topk"].topk_forms(np.unique(rows))
@@ -324,17 +329,17 @@ class WindowSource:
 
 
 def _starts_in_packs(lengths: NDArray[np.int64], pack_starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[samples] token of its pack that each sample begins with."""
+    """Return for each sample the index in its pack of its first token: [samples]."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     return starts - np.repeat(starts[pack_starts[:-1]], np.diff(pack_starts))
 
 
 class _HiddenStates:
-    """Positions of one teacher's hidden states of a window's samples."""
+    """Reader of one teacher's hidden states for a window's samples."""
 
     def __init__(self, store: Store, snapshot: Snapshot, teacher: str, sample_rows: NDArray[np.int64]) -> None:
-        """Raises MismatchError unless all have one codec and width."""
+        """Read where the states of these samples are. Raises MismatchError unless all have one codec and width."""
         rows = np.unique(sample_rows)
         signal_rows = store.signal_rows(teacher, "hidden", rows, snapshot)
         sizes, counts = signal_rows["bytes"].to_numpy(), signal_rows["rows"].to_numpy()
@@ -351,7 +356,7 @@ class _HiddenStates:
         self._reader = store.hidden_reader(teacher, snapshot)
 
     def locate(self, rows: NDArray[np.int64], *, open_files: bool) -> None:
-        """Look up in one request where the states of these samples lie."""
+        """Look up in one request where the states of these samples are stored."""
         payload_rows = [self._places[row][0] for row in rows.tolist()]
         self._reader.locate(payload_rows)
         if open_files:

@@ -25,13 +25,13 @@ class LoadSpec(Load):
     reference: str = ""
     """Teacher whose log-probs are the reference policy's; empty for none."""
     rewards: bool = False
-    """Whether packs carry outcome rewards and group-relative advantages."""
+    """Packs carry outcome rewards and group-relative advantages."""
     recorded: tuple[str, ...] = ()
     """Records that packs carry where a sample of the window has them (fields.RECORDS: sampling_mask, experts)."""
     reward_std: bool = False
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
-    """Name of the verifier whose rewards are used; may be empty when only one rewarded these samples."""
+    """Name of the verifier whose rewards are used; may be empty if only one verifier rewarded these samples."""
     verify: bool = False
     """Check the stored checksum of every payload that is read."""
     poison: bool = False
@@ -41,10 +41,10 @@ class LoadSpec(Load):
     def for_stage(
         cls, stage: str, load: Load, objective: Objective, *, topk_source: str = "", verifier: str = "", where: str = ""
     ) -> LoadSpec:
-        """The spec for a stage: what its objective needs, under the job's [load] settings.
+        """Build the spec for a stage: the fields that its objective needs, under the job's [load] settings.
 
-        topk_source: the stage's `score.topk_source`. verifier: whose rewards are used, where there are several.
-        where: condition on the samples.
+        topk_source: the stage's `score.topk_source`. verifier: whose rewards are used, if there are several. where:
+        condition on the samples.
         """
         gradient = objective.policy_gradient
         return cls(

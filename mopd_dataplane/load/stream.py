@@ -6,7 +6,7 @@
             train_on(pack.tokens, pack.loss_mask, pack.teacher_logprobs)
     stream.close()
 
-The first rank of a node starts the loader unless one serves already (`mopd load serve`); the others find it.
+The first rank of a node starts the loader unless one is already running (`mopd load serve`); the others connect to it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ class BatchStream:
         window_deadline_s: float | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """Connect to the node's loader, starting it when this is the node's first rank and none serves yet.
+        """Connect to the node's loader, starting it if this is the node's first rank and none is running yet.
 
-        windows: those to read, in order; None reads all that are planned, waits for more, and ends where the plan log
-        is closed. rank, world_size: of data parallelism; by default torchrun's (RANK, WORLD_SIZE), else 0 of 1.
-        socket: of a loader started by hand; by default found from store and spec. pin: see LoaderClient.
-        window_deadline_s: longest wait for a window that is still being planned.
-        Raises what the loader refuses with, DeadlineError when none answers.
+        windows: numbers of the windows to read, in order; None reads all that are planned, waits for more, and ends
+        where the plan log is closed. rank, world_size: of data parallelism; by default torchrun's (RANK, WORLD_SIZE),
+        else 0 of 1. socket: path of the socket of a loader started by hand; by default derived from store and spec.
+        pin: see LoaderClient. window_deadline_s: longest wait for a window that is still being planned, in seconds.
+
+        Raises the loader's error when it refuses the connection, DeadlineError when no loader answers.
         """
         self._stage = spec.stage
         self._deadline_s = spec.deadline_s
@@ -80,7 +81,7 @@ class BatchStream:
             raise
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        """Batches from the current position on. Asking for the next one releases the last."""
+        """Yield batches from the current position on. Asking for the next one releases the last."""
         windows: Iterable[int] = count(self._window)
         if self._windows is not None:
             windows = [window for window in self._windows if window >= self._window]
@@ -103,15 +104,16 @@ class BatchStream:
         """Continue from a saved position. Raises InputError for a window that this stream does not read."""
         window, step = int(state["window"]), int(state["step"])
         if self._windows and window not in [*self._windows, self._windows[-1] + 1]:
-            raise InputError(f"the saved place is in window {window}, this stream walks {self._windows}")
+            raise InputError(f"the saved position is in window {window}, but this stream reads windows {self._windows}")
         self._window, self._step = window, step
 
     def stats(self) -> dict[str, Any]:
-        """Packs that the loader has ready for each rank, and the size of its ring; see LoaderClient.stats."""
+        """Return how many packs the loader has ready for each rank, and the size of its ring; see
+        LoaderClient.stats."""
         return self._client.stats()
 
     def close(self) -> None:
-        """Leave; everything still held is given back. The rank that started the loader waits for the others."""
+        """Disconnect and release all packs. The rank that started the loader waits for the other ranks to leave."""
         self._client.close()
         if self._loader is not None:
             self._loader.finish(self._deadline_s)
@@ -124,7 +126,7 @@ class BatchStream:
 
 
 def socket_of(store: str | Path, spec: LoadSpec) -> Path:
-    """Default path of the socket of the loader for a store and a spec on this node, in a folder of this user."""
+    """Return the default path of the loader's socket for a store and a spec on this node, in a folder of this user."""
     local = "://" not in str(store)
     where = str(Path(store).resolve()) if local else str(store)
     name = hashlib.blake2b(f"{where}\0{spec.model_dump_json()}".encode(), digest_size=8, person=b"mopd-sock")

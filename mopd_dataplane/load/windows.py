@@ -1,4 +1,4 @@
-"""The windows of a stage that are open, each opened once."""
+"""The open windows of a stage, each opened once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 PROBE_S = 0.2
-"""Pause between looks for a window that is not planned yet."""
+"""Pause between checks for a window that is not planned yet, in seconds."""
 POLL_INTERVAL_S = 0.01
-"""Pause between looks whether anything was planned, which in a folder are cheap."""
+"""Pause between checks if any plan was recorded, in seconds; on a local disk they are cheap."""
 
 Beat = Callable[[str], None]
-"""Called with the reason while a trainer waits; tells it, and raises when the trainer is gone."""
+"""Called with the reason while a trainer waits. Sends it to the trainer, and raises when the trainer is gone."""
 
 
 def window_plan(store: Store, spec: LoadSpec, window: int) -> PlanWindow | None:
@@ -48,11 +48,11 @@ class Windows:
         self._lock = threading.Lock()
 
     def opened(self, window: int) -> WindowSource | None:
-        """The window if it is open; reads nothing."""
+        """Return the window if it is open. Reads nothing."""
         return self._open.get(window)
 
     def find(self, window: int) -> WindowSource | None:
-        """The window, opened if it is planned; None while it is not."""
+        """Return the window, opening it if it is planned, or None while it is not planned."""
         with self._lock:
             if window not in self._open:
                 plan = window_plan(self._store, self._spec, window)
@@ -68,7 +68,7 @@ class Windows:
             return self._open[window]
 
     def wait_for(self, window: int, beat: Beat) -> WindowSource:
-        """The window, as soon as it is planned."""
+        """Wait until the window is planned, and return it."""
         while True:
             written = self._written()
             source = self.find(window)
@@ -80,11 +80,11 @@ class Windows:
                 time.sleep(POLL_INTERVAL_S)
 
     def forget_before(self, window: int) -> None:
-        """Let go of earlier windows; one that is asked for again is opened again."""
+        """Close earlier windows; one that is requested again is opened again."""
         with self._lock:
             for earlier in [number for number in self._open if number < window]:
                 del self._open[earlier]
 
     def _written(self) -> int:
-        """Changes whenever a plan is recorded in a folder; on an object store it is always 0."""
+        """Return a number that changes whenever a plan is recorded in a folder; on an object store it is always 0."""
         return 0 if self._store.root is None else self._store.path("plans/_versions").stat().st_mtime_ns

@@ -1,11 +1,11 @@
-"""Adapter folders: LoRA weights as peft stores them, and the base model that they belong on. Needs no torch, no peft.
+"""Adapter folders: LoRA weights as peft stores them, and the base model that they belong to. Needs no torch, no peft.
 
-    <folder>/adapter_config.json            peft's: rank, targets, and the base by name or place
+    <folder>/adapter_config.json            peft's: rank, targets, and the base by name or path
     <folder>/adapter_model.safetensors      peft's: the two factors of every target
-    <folder>/base.json                      this package's, beside adapters that it trained: the base's digest, and its
-                                            place as seen from the folder, so that a store can move
+    <folder>/base.json                      this package's, beside adapters that it trained: digest of the base, and its
+                                            path relative to the folder, so that a store can move
 
-A folder of another tool has no base.json: its base is then what adapter_config.json names.
+A folder written by another tool has no base.json: its base is then the one named in adapter_config.json.
 """
 
 import hashlib
@@ -37,29 +37,29 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class Base:
-    """The model that an adapter belongs on."""
+    """The model that an adapter belongs to."""
 
     location: str
     """Folder, or a name on the hub."""
     revision: str = ""
     digest: str = ""
-    """Digest of its weights; empty where nobody recorded it."""
+    """Digest of its weights; empty if it was not recorded."""
 
     def written(self) -> dict[str, str]:
-        """Keys and values of base.json."""
+        """Return the content of base.json."""
         return {"place": self.location, "revision": self.revision, "digest": self.digest}
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter rather than a whole model."""
+    """Check if a folder holds an adapter rather than a whole model."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """adapter_config.json of a folder whose adapter this package can use: LoRA, also rank-stabilised or with DoRA.
+    """Read adapter_config.json of a folder. The adapter must be plain LoRA, rank-stabilised LoRA or DoRA.
 
-    Raises InputError when it is not readable, MismatchError naming the key that is not supported, UnknownNameError when
-    there are no weights in safetensors.
+    Raises InputError when the file is not readable, MismatchError naming the key that is not supported,
+    UnknownNameError when there are no weights in safetensors.
     """
     file = Path(folder) / ADAPTER_CONFIG
     try:
@@ -88,7 +88,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def named_base(folder: str | Path) -> Base:
-    """The base that an adapter folder names; nothing is looked up."""
+    """Return the base that an adapter folder names, without checking that it exists."""
     recorded = Path(folder) / BASE
     if recorded.is_file():
         said = json.loads(recorded.read_text())
@@ -98,10 +98,10 @@ def named_base(folder: str | Path) -> Base:
 
 
 def base_folder(folder: str | Path) -> Path:
-    """Folder of the whole model that an adapter belongs on; one of the hub is downloaded unless the cache has it.
+    """Return the folder of the whole model that an adapter belongs to, downloading it from the hub if it is not cached.
 
-    A relative path is resolved from the adapter's folder first, then from the working directory; then the hub is asked.
-    Raises UnknownNameError when it is nowhere, MismatchError when it is an adapter itself.
+    A relative path is resolved from the adapter's folder first, then from the working directory; then the hub is tried.
+    Raises UnknownNameError when the base is not found, MismatchError when the base is an adapter itself.
     """
     base = named_base(folder)
     base_path = Path(folder) / base.location
@@ -120,23 +120,24 @@ def base_folder(folder: str | Path) -> Path:
 
 
 def weights_folder(folder: str | Path) -> Path:
-    """Folder with config, and tokenizer where it has none of its own: an adapter's base, any other folder itself."""
+    """Return the folder with the config (and perhaps the tokenizer) of a policy: an adapter's base, any other folder
+    itself."""
     return base_folder(folder) if is_adapter(folder) else Path(folder)
 
 
 def adapter_rank(folder: str | Path) -> int:
-    """Rank of an adapter's factors."""
+    """Return the rank of an adapter's factors."""
     return int(read_adapter_config(folder)["r"])
 
 
 def highest_rank(folder: str | Path) -> int:
-    """Rank of an adapter's largest factors, which a rank pattern may make larger than `r`."""
+    """Return the rank of an adapter's largest factors, which a rank pattern may make larger than `r`."""
     config = read_adapter_config(folder)
     return max(int(rank) for rank in (config["r"], *(config.get("rank_pattern") or {}).values()))
 
 
 def factor_modules(folder: str | Path) -> set[str]:
-    """Modules that an adapter has factors for, by their names in the base."""
+    """Return the modules that an adapter has factors for, by their names in the base."""
     from safetensors import safe_open
 
     with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="numpy") as stored:
@@ -145,17 +146,18 @@ def factor_modules(folder: str | Path) -> set[str]:
 
 
 def touches_head(folder: str | Path) -> bool:
-    """Whether an adapter may change the LM head: it has factors outside the numbered layers, where the head lies."""
+    """Check if an adapter may change the LM head: it has factors outside the numbered layers, where the head is."""
     return bool(outside_layers(folder))
 
 
 def outside_layers(folder: str | Path) -> list[str]:
-    """Modules outside the numbered layers that an adapter has factors for, sorted."""
+    """Return the modules outside the numbered layers that an adapter has factors for, sorted."""
     return sorted(name for name in factor_modules(folder) if not re.search(r"\.\d+\.", name))
 
 
 def settings_digest(folder: str | Path) -> str:
-    """sha256 over the settings on which an adapter's function depends; the path of its base is not one of them."""
+    """Return the sha256 of the settings that an adapter's function depends on; the path of its base is not one of
+    them."""
     config = read_adapter_config(folder)
     targets = config.get("target_modules")
     config["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
@@ -164,7 +166,7 @@ def settings_digest(folder: str | Path) -> str:
 
 
 def check_base(folder: str | Path, digest: str) -> None:
-    """Raise MismatchError unless a base with that digest is the one that an adapter was trained on."""
+    """Check that an adapter was trained on the base with this digest. Raises MismatchError if it was not."""
     expected_digest = named_base(folder).digest
     if expected_digest and expected_digest != digest:
         raise MismatchError(

@@ -1,8 +1,8 @@
 """LoRA adapters in a transformers model, through peft: added, switched, saved as a folder, merged.
 
-A linear map W of the base becomes W + s B A with A [r, in], B [out, r] and s = alpha / r (LoRA, arXiv 2106.09685);
-rank-stabilised adapters (arXiv 2312.03732) have s = alpha / sqrt(r), DoRA (arXiv 2402.09353) scales rows of the sum.
-A model may hold any number of adapters, of which one at most is active.
+A linear map W of the base becomes W + s B A with A [r, in], B [out, r] and s = alpha / r (LoRA, arXiv 2106.09685).
+Rank-stabilised adapters (arXiv 2312.03732) have s = alpha / sqrt(r); DoRA (arXiv 2402.09353) scales rows of the sum. A
+model may hold any number of adapters, of which at most one is active.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 TRAINED = "default"
 """Name of the adapter that is trained, inside its model."""
 _IN_TURN = ("policy", "policy2")
-"""Names of the adapter that samples, inside its model: one comes in beside the one that it replaces."""
+"""Names of the sampling adapter inside its model: the next one is loaded beside the one that it replaces."""
 _PREFIX = "base_model.model."
 """Prefix of peft for the names of an adapter's tensors."""
 _NAMES = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type")
-"""Keys of an adapter's config that say nothing of its factors."""
+"""Keys of an adapter's config that do not describe its factors."""
 
 
 def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
     """Freeze a model and add a new adapter that changes nothing yet (B = 0); its factors are float32 and trainable.
 
-    Raises MismatchError when a target is missing, or is what the kernels read as one matrix: the LM head; and when a
-    target is part of the experts that transformers keeps in one tensor.
+    Raises MismatchError when a target is missing, is the LM head (which the kernels read as one matrix), or is part of
+    the experts that transformers stores in one tensor.
     """
     from peft import LoraConfig
 
@@ -75,10 +75,11 @@ def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
 
 
 def _beside_experts(model: PreTrainedModel, config: LoraConfig) -> tuple[list[str], list[str]]:
-    """Modules that peft would adapt, and the parameters of fused experts that it would adapt in place of others.
+    """Return the modules that peft would adapt, and the parameters of fused experts that it would adapt instead of
+    others.
 
-    transformers keeps the experts of a layer in one tensor for many families; peft then turns the names of their
-    projections into `target_parameters`, of every module with such a name. Changes `config`.
+    transformers stores the experts of a layer in one tensor for many families. peft then turns the names of their
+    projections into `target_parameters`, for every module with such a name. Changes `config`.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -87,8 +88,10 @@ def _beside_experts(model: PreTrainedModel, config: LoraConfig) -> tuple[list[st
 
 
 def continued_adapter(model: PreTrainedModel, folder: Path, lora: Lora) -> None:
-    """Freeze a base and put in the adapter of a folder, to be trained on. Raises MismatchError when its rank is another
-    one than the job's, or when it does not fit the base."""
+    """Freeze a base and load the adapter of a folder into it, to continue its training.
+
+    Raises MismatchError when the adapter's rank differs from the job's, or when it does not fit the base.
+    """
     rank = int(read_adapter_config(folder)["r"])
     if rank != lora.r:
         raise MismatchError(
@@ -101,10 +104,10 @@ def continued_adapter(model: PreTrainedModel, folder: Path, lora: Lora) -> None:
 
 
 def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
-    """Put the adapter of a folder into its base under a name, in the base's dtype, and activate it.
+    """Load the adapter of a folder into its base under a name, in the base's dtype, and activate it.
 
-    Raises MismatchError when a target is missing in the base, or a factor has another shape than the base and the rank
-    in its config give it.
+    Raises MismatchError when a target is missing in the base, or when a factor does not have the shape that follows
+    from the base and the rank in its config.
     """
     make_room(model, folder, name)
     fill(model, name, read_factors(model, folder, name))
@@ -112,8 +115,9 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
 
 
 def shape_of(folder: str | Path) -> str:
-    """Equal for two adapters whose factors have the same places, shapes and scale, so that they fit the same room.
+    """Return a key that is equal for adapters whose factors have the same targets, shapes and scale.
 
+    Such adapters can be copied into the same allocated factors, see make_room.
     Raises InputError, MismatchError or UnknownNameError as `read_adapter_config` does.
     """
     config: dict[str, Any] = _peft_config(folder).to_dict()  # type: ignore[no-untyped-call]
@@ -123,7 +127,7 @@ def shape_of(folder: str | Path) -> str:
 
 
 def make_room(model: PreTrainedModel, folder: str | Path, name: str) -> None:
-    """Put an adapter of the shape that a folder's has into a base under a name, without the folder's factors.
+    """Allocate an adapter with the shape of a folder's adapter in a base under a name, without loading its factors.
 
     Raises MismatchError when a target is missing in the base or cannot be adapted.
     """
@@ -141,9 +145,10 @@ def make_room(model: PreTrainedModel, folder: str | Path, name: str) -> None:
 
 
 def read_factors(model: PreTrainedModel, folder: str | Path, name: str) -> dict[str, torch.Tensor]:
-    """Factors of a folder's adapter by their names in peft's files, in dtype and on device of the room `name`.
+    """Read the factors of a folder's adapter, by their names in peft's files, in dtype and on device of the adapter
+    `name`.
 
-    Raises MismatchError when one has another shape than the room.
+    Raises MismatchError when one has another shape than the allocated factor.
     """
     from safetensors.torch import load_file
 
@@ -163,7 +168,7 @@ def read_factors(model: PreTrainedModel, folder: str | Path, name: str) -> dict[
 
 
 def fill(model: PreTrainedModel, name: str, factors: Mapping[str, torch.Tensor]) -> None:
-    """Copy factors that `read_factors` gave into their room."""
+    """Copy factors from `read_factors` into the allocated adapter."""
     for key, tensor in _room(model, name).items():
         tensor.copy_(factors[key])
 
@@ -202,7 +207,7 @@ def activate(model: PreTrainedModel, name: str | None) -> None:
 
 
 def merge(model: PreTrainedModel) -> PreTrainedModel:
-    """A model whose active adapter is added to its weights, as a plain transformers model again."""
+    """Return a plain transformers model with the active adapter added to its weights."""
     for path, layer in [(path, module) for path, module in model.named_modules() if _is_adapted(module)]:
         layer.merge()
         parent, _, leaf = path.rpartition(".")
@@ -213,7 +218,7 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def head_delta(head: Any) -> torch.Tensor | None:
-    """[V, D] what the active adapter adds to an LM head; None when it does not change it."""
+    """Return [V, D], the change of an LM head by the active adapter, or None when it does not change the head."""
     if not _is_adapted(head) or head.disable_adapters:
         return None
     active = [name for name in head.active_adapters if name in head.lora_A]
@@ -226,8 +231,8 @@ def save_adapter(
 ) -> None:
     """Write the trained adapter as a policy folder, durably and once: a temporary folder, then one rename.
 
-    tensors: of the whole adapter, by their names in the model. start: the policy that the stage started from; an
-    adapter's base is that one's. base: the start itself, where it is a whole model.
+    tensors: the whole adapter, by names in the model. start: the policy that the stage started from; if it is an
+    adapter, the new one has its base. base: the start itself, if it is a whole model.
     """
     from safetensors.torch import save_file
 
@@ -238,7 +243,7 @@ def save_adapter(
             base, location=str((start / base.location).resolve()) if (start / base.location).is_dir() else base.location
         )
     name = base.location
-    if Path(name).is_relative_to(folder.parents[1]):  # both lie in one store, which may move
+    if Path(name).is_relative_to(folder.parents[1]):  # both are in one store, which may move
         base = replace(base, location=os.path.relpath(name, folder))
     said = {**config.to_dict(), "base_model_name_or_path": name, "revision": base.revision or None}
     said |= {"inference_mode": True, "target_modules": sorted(config.target_modules)}
@@ -255,12 +260,12 @@ def save_adapter(
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Parameters of the adapter that is trained, by their names in the model."""
+    """Return the parameters of the trained adapter, by their names in the model."""
     return {name: weight for name, weight in model.named_parameters() if f".{TRAINED}." in name and "lora_" in name}
 
 
 def _peft_config(folder: str | Path) -> LoraConfig:
-    """Config of a folder's adapter, for inference."""
+    """Return the config of a folder's adapter, for inference."""
     from peft import LoraConfig
 
     fields = LoraConfig.__dataclass_fields__
@@ -269,7 +274,8 @@ def _peft_config(folder: str | Path) -> LoraConfig:
 
 
 def _room(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter in a model, by their names in peft's files; writing to them writes to the model."""
+    """Return the tensors of an adapter in a model, by their names in peft's files; writing to them writes to the
+    model."""
     from peft.functional import get_peft_model_state_dict
 
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -277,9 +283,9 @@ def _room(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
 
 
 def _drop_base(model: PreTrainedModel, stored: dict[str, torch.Tensor], file: Path) -> None:
-    """Leave out the copies of the base's own weights that peft stores beside factors of the embedding or the head.
+    """Remove copies of the base's own weights that peft stores beside factors of the embedding or the head.
 
-    Raises MismatchError when such a copy is not what the base has.
+    Raises MismatchError when such a copy differs from the base.
     """
     import torch
 
@@ -304,12 +310,12 @@ def _inject(model: PreTrainedModel, config: LoraConfig, name: str, where: str) -
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, where: str) -> None:
-    """Raise MismatchError unless every target that is named is in the model. peft is content with one of them."""
+    """Check that every named target is in the model; peft accepts a single match. Raises MismatchError."""
     from torch.nn import Linear
 
     targets = config.target_modules
     if not isinstance(targets, set | list | tuple):
-        return  # a pattern, or `all-linear`: peft refuses one that nothing fits
+        return  # a pattern, or `all-linear`: peft refuses one that matches nothing
     modules = {name: part for name, part in model.named_modules() if name}
     for target in sorted(targets):
         if not any(name == target or name.endswith(f".{target}") for name in modules):
@@ -318,14 +324,14 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, where: str) -> No
 
 
 def _is_adapted(module: Any) -> bool:
-    """Whether a module is a layer of the base with adapters around it."""
+    """Check if a module is a layer of the base with adapters around it."""
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
 
 
 def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
-    """Input embedding and LM head."""
+    """Return the input embedding and the LM head."""
     return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
@@ -337,7 +343,7 @@ def _require_free_head(model: PreTrainedModel, where: str) -> None:
 
 
 def _set_trainable(model: PreTrainedModel) -> None:
-    """The adapter's factors can be trained, in float32."""
+    """Make the factors of the active adapter trainable, in float32."""
     for weight in trained_tensors(model).values():
         weight.requires_grad_(True)
         weight.data = weight.data.float()

@@ -1,6 +1,6 @@
-"""Facts about a model's architecture that its config only implies: how far it reads, and how its attention is computed.
+"""Facts about an architecture that its config only implies: its context length, and how its attention is computed.
 
-Both kinds of config are taken: a transformers config object, and the content of a `config.json`.
+Both kinds of config are accepted: a transformers config object, and the content of a `config.json`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ depends on the longest text of its batch or pack, not on its own text alone."""
 
 
 def context_length(config: Any) -> int:
-    """Number of tokens up to which a model's numbers depend on the text alone, prompt and answer together.
+    """Return the number of tokens, prompt and answer together, up to which a model's output depends on the text alone.
 
-    That is its context, or the original context of a rotary embedding whose frequencies depend on the length
+    This is its context, or the original context of a rotary embedding whose frequencies depend on the length
     (`dynamic`, `longrope`).
     """
     settings = _text_settings(config)
@@ -38,22 +38,23 @@ def context_length(config: Any) -> int:
 
 
 def has_length_dependent_rope(config: Any) -> bool:
-    """Whether `context_length` is the original context of a rotary embedding, and not all that the model reads."""
+    """Check if `context_length` is the original context of a rotary embedding, which is less than the model can
+    read."""
     types = (rope.get("rope_type") or rope.get("type") for rope in _ropes(_text_settings(config)))
     return any(kind in _LENGTH_DEPENDENT_ROPES for kind in types)
 
 
 def attention_implementation(config: Any) -> str | None:
-    """Attention that computes what the config asks for; None leaves the choice to transformers.
+    """Return the attention that computes what the config requires; None leaves the choice to transformers.
 
-    torch's fused attention has no softcap, and transformers drops the cap there without a word, so those models
-    (Gemma 2) take the plain one.
+    torch's fused attention has no softcap, and transformers drops the cap there without a warning, so models with one
+    (Gemma 2) get the plain attention.
     """
     return "eager" if _text_settings(config).get("attn_logit_softcapping") else None
 
 
 def text_decoder(model: PreTrainedModel) -> Any:
-    """The part of a causal LM that ends in the states its LM head reads. Raises MismatchError without one.
+    """Return the part of a causal LM whose output its LM head reads. Raises MismatchError without one.
 
     Some classes name no base model (Llama 4's text model), and `base_model` is then the whole model.
     """
@@ -64,13 +65,13 @@ def text_decoder(model: PreTrainedModel) -> Any:
 
 
 def _text_settings(config: Any) -> Mapping[str, Any]:
-    """Settings of the language model; a multimodal config has them in a part of its own."""
+    """Return the settings of the language model; a multimodal config has them in a part of its own."""
     settings: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     text = settings.get("text_config")
     return text if isinstance(text, Mapping) else settings
 
 
 def _ropes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Settings of each rotary embedding: one for all layers, or one for each type of layer."""
+    """Yield the settings of each rotary embedding: one for all layers, or one for each type of layer."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     yield from [part for part in rope.values() if isinstance(part, Mapping)] or [rope]

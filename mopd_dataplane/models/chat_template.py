@@ -1,7 +1,7 @@
 """Conversations as tokens, written by a tokenizer's chat template: where an answer begins, and the token that ends it.
 
-A policy learns the tokens it is given. Those of an answer are the ones by which the template writes that turn of the
-whole conversation: from where the generation prompt lets it begin, up to and with its terminator.
+The tokens of an answer are those that the template writes for that turn of the whole conversation: from the end of the
+generation prompt, or earlier if the answer replaces its last part, up to and with the turn's terminator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which servers and templates have the thought of a message; here it has the first."""
+"""Names that servers and templates use for the thought of a message; this package uses the first."""
 _QUESTION: dict[str, Any] = {"role": "user", "content": "?"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "!"}
 _MARK = "{answer}"
@@ -34,12 +34,12 @@ _TOOL: dict[str, Any] = {"role": "tool", "name": "f", "tool_call_id": "000000000
 
 
 class RewrittenTurnError(InputError):
-    """The template writes an earlier turn of the assistant in another way once more messages follow it."""
+    """The template writes an earlier turn of the assistant differently once more messages follow it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What a template is given besides the messages."""
+    """Inputs of a template besides the messages."""
 
     tools: Sequence[Any] = ()
     """Tools of the conversation, as JSON schemas."""
@@ -48,38 +48,38 @@ class ChatOptions:
 
 
 NO_OPTIONS = ChatOptions()
-"""Only the messages."""
+"""No tools and no variables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerTokens:
-    """The tokens of a prompt and of what answers it."""
+    """Token ids of a prompt and of its answer."""
 
     prompt_ids: list[int]
-    """[P]"""
+    """[P] token ids"""
     response_ids: list[int]
-    """[R]"""
+    """[R] token ids"""
     loss_mask: list[int]
     """[R] 1 on the assistant's tokens."""
     is_terminated: bool
-    """Whether the last token ends the answer; an answer that was cut off has no such token."""
+    """True if the last token ends the answer; an answer that was cut off has no such token."""
     skips_opening: bool = False
-    """Whether the first answer begins before the end of the generation prompt, which opens a thought that the answer
-    does not have."""
+    """True if the first answer begins before the end of the generation prompt, because the prompt opens a thought and
+    the answer has none."""
     has_hidden_thought: bool = False
-    """Whether a message has a thought that the template does not write."""
+    """True if a message has a thought that the template does not write."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the assistant: text[start:end] is what the policy writes."""
+    """A turn of the assistant: the policy writes text[start:end]."""
 
     text: str
-    """The conversation up to this turn."""
+    """The conversation up to and with this turn."""
     start: int
     end: int
     terminator: str
-    """Text of the token that ends it; empty where the template writes none."""
+    """Text of the token that ends the turn; empty if the template writes none."""
     skips_opening: bool = False
     """See AnswerTokens."""
 
@@ -92,11 +92,11 @@ def answer_tokens(
     options: ChatOptions = NO_OPTIONS,
     is_cut_off: bool = False,
 ) -> AnswerTokens:
-    """Tokens of a conversation, split into what was asked and what answers it.
+    """Encode a conversation, split into its prompt and the answer.
 
-    response: messages from the assistant's first on; the last is the assistant's. is_cut_off: the last answer reached a
-    limit, so it gets no terminator.
-    Raises RewrittenTurnError where the template writes an earlier turn in another way once more messages follow it,
+    response: the messages from the assistant's first on; the last is the assistant's. is_cut_off: the last answer
+    reached a limit, so it gets no terminator.
+    Raises RewrittenTurnError when the template writes an earlier turn differently once more messages follow it. Raises
     InputError for a template that fails, does not write `tools`, or does not write messages one after the other.
     """
     _check_tools(tokenizer, prompt, options)
@@ -130,7 +130,7 @@ def answer_tokens(
 
 
 def terminators(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the special tokens with which the chat template ends an answer, one with a tool call included.
+    """Return the ids of the special tokens that end an answer in the chat template, also one with a tool call.
 
     Empty for a tokenizer without a chat template, and for a template that ends answers with text.
     """
@@ -140,7 +140,7 @@ def terminators(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def reply_text(tokenizer: PreTrainedTokenizerBase, role: str, text: str) -> str:
-    """What the template writes behind an answer's terminator when a message replies, up to where the policy goes on.
+    """Return the text that follows an answer's terminator when a message replies, up to where the policy continues.
 
     Raises InputError for a template that does not append messages, or does not end an answer with a special token.
     """
@@ -162,7 +162,8 @@ def render_messages(
     options: ChatOptions = NO_OPTIONS,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Text of messages as the chat template writes them. Raises InputError where there is none, or it fails."""
+    """Return the text of messages as the chat template writes them. Raises InputError if there is no template or it
+    fails."""
     if not tokenizer.chat_template:
         raise InputError("the rows hold messages, and the tokenizer has no chat template; give one that has")
     try:
@@ -176,7 +177,7 @@ def render_messages(
             )
     except RenderLimitError:
         raise
-    except Exception as error:  # a template is a program of somebody else's, and raises whatever it likes
+    except Exception as error:  # a template is a foreign program and may raise anything
         raise InputError(
             f"the chat template fails on this conversation ({type(error).__name__}: {error!s:.200}); "
             "change the messages, or give a tokenizer whose template writes them"
@@ -185,12 +186,12 @@ def render_messages(
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, options: ChatOptions) -> _Turn:
-    """The assistant's message at a place, as the last of the conversation."""
+    """Return the assistant's message at `index`, rendered as the last of the conversation."""
     question = render_messages(tokenizer, messages[:index], options=options, add_generation_prompt=True)
     text = render_messages(tokenizer, messages[: index + 1], options=options)
     skips_opening = not text.startswith(question)
     if skips_opening:
-        # The template opens a thought here, which this answer does not have: it begins before that.
+        # The template opens a thought here, which this answer does not have, so the answer begins before it.
         shared = _whole_tokens(tokenizer, question, _shared_length(question, text))
         before = render_messages(tokenizer, messages[:index], options=options)
         if not text.startswith(before) or shared < len(before):
@@ -210,7 +211,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, op
 
 
 def _last_special(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> list[re.Match[str]]:
-    """The special tokens behind the last word of text[start:], the last first."""
+    """Return the special tokens after the last word of text[start:], the last first."""
     tail: list[re.Match[str]] = []
     behind = len(text)
     for end in reversed(list(_special_pattern(tokenizer).finditer(text, start))):
@@ -222,14 +223,14 @@ def _last_special(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> 
 
 
 def _usual_end(tokenizer: PreTrainedTokenizerBase, answer: Mapping[str, Any]) -> str:
-    """Text of the special token that ends an answer of this kind, with or without a tool call; empty for none."""
+    """Return the text of the special token that ends such an answer, with or without a tool call; empty for none."""
     template = tokenizer.chat_template
     return _usual_ends(tokenizer, template)[bool(answer.get("tool_calls"))] if isinstance(template, str) else ""
 
 
 @lru_cache(maxsize=16)
 def _usual_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
-    """The usual ends of an answer and of one with a tool call."""
+    """Return the usual ends of a plain answer and of one with a tool call."""
     plain = _end_in_form(tokenizer, _ANSWER, _QUESTION)
     return plain, _end_in_form(tokenizer, _CALL, _TOOL)
 
@@ -247,18 +248,18 @@ def _end_in_form(tokenizer: PreTrainedTokenizerBase, answer: dict[str, Any], fol
     if not tail:  # the model ends its turn with the token that begins the next (GLM)
         begins = _special_pattern(tokenizer).match(more, len(text)) if more.startswith(text) else None
         return begins.group() if begins else ""
-    # Phi writes an end of the whole text behind the end of the turn; only the latter stays when a message follows.
+    # Phi writes an end-of-text after the end of the turn; only the latter remains when a message follows.
     shared = _shared_length(text, more)
     return next((end for end in tail if end.end() <= shared), tail[0]).group()
 
 
 def _shared_length(text: str, other: str) -> int:
-    """Number of characters with which both texts begin."""
+    """Return the length of the common prefix of two texts."""
     return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
 
 
 def _cut_off(turn: _Turn, message: Mapping[str, Any]) -> _Turn:
-    """A turn without what its template writes behind the last words of the message."""
+    """Remove from a turn the text that its template writes after the message's last words."""
     written = turn.text[turn.start : turn.end]
     words = str(message.get("content") or "").strip()
     thought = str(message.get("reasoning_content") or "").strip()
@@ -269,7 +270,7 @@ def _cut_off(turn: _Turn, message: Mapping[str, Any]) -> _Turn:
 
 
 def _own_end(tokenizer: PreTrainedTokenizerBase, turn: _Turn, is_cut_off: bool) -> list[int]:
-    """The tokenizer's end, for an answer whose template writes none."""
+    """Return the tokenizer's end token for an answer whose template writes none."""
     end = tokenizer.eos_token_id
     return [end] if not turn.terminator and not is_cut_off and end is not None else []
 
@@ -279,9 +280,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _extended(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, start: int, end: int) -> list[int]:
-    """Ids of text[:start], continued to those of text[:end].
+    """Extend the ids of text[:start] to those of text[:end].
 
-    Where a token would reach over the border, which no policy can sample, the part behind it is encoded alone.
+    If a token would cross the border, which no policy can sample, the text after the border is encoded alone.
     """
     if start == end:
         return ids
@@ -299,7 +300,7 @@ def _extended(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, sta
 
 
 def _whole_tokens(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> int:
-    """Length of the longest part of text[:length] that ends with a token of the text."""
+    """Return the length of the longest prefix of text[:length] that ends with a whole token."""
     if not getattr(tokenizer, "is_fast", False):
         return length
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -307,7 +308,7 @@ def _whole_tokens(tokenizer: PreTrainedTokenizerBase, text: str, length: int) ->
 
 
 def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Pattern of a special token's text, the longest first."""
+    """Return a pattern that matches special tokens, the longest first."""
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     texts = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
@@ -318,13 +319,13 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
 
 
 def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its thought under every name that templates know."""
+    """Return a message with its thought under every name that templates use."""
     thought = message.get(THOUGHT_FIELDS[0])
     return dict(message) if thought is None else {**message, **dict.fromkeys(THOUGHT_FIELDS, thought)}
 
 
 def _without_end(message: dict[str, Any], ends: set[str]) -> dict[str, Any]:
-    """A message of the assistant whose text does not hold the terminator that the template will write."""
+    """Return an assistant's message without the terminator that the template will write itself."""
     if message["role"] != "assistant":
         return message
     content = str(message.get("content") or "")

@@ -7,7 +7,7 @@ from mopd_dataplane.errors import InputError
 
 
 def resolve_device(name: str) -> str:
-    """The torch device that a job file's `device` means: `auto` is the machine's accelerator where there is one.
+    """Return the torch device for `device` of a job file: `auto` is the machine's accelerator if it has one.
 
     Raises InputError when this machine, or this build of torch, has no such device.
     """
@@ -31,7 +31,7 @@ def resolve_device(name: str) -> str:
 
 
 def free_device_memory() -> None:
-    """Give memory that nothing refers to back to the device, so that other processes can have it."""
+    """Free the device memory that nothing refers to, so that other processes can use it."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -43,7 +43,7 @@ def free_device_memory() -> None:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that an accelerator has free."""
+    """Return the free bytes of an accelerator."""
     import torch
 
     free, _ = torch.get_device_module(device).mem_get_info(torch.device(device))

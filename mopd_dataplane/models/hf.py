@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
 from mopd_dataplane.base.files import file_digest, make_folder
+from mopd_dataplane.base.tensor_header import check_tensor_files
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -35,22 +36,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-"""Keys of config.json that say nothing about the shape of the weights."""
+"""Keys of config.json that do not describe the shape of the weights."""
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of every `from_pretrained`: no network, and no code of the folder."""
+"""Arguments of every `from_pretrained`: no network, and no code from the folder."""
 _TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
 _tokenizers: dict[tuple[tuple[str, str], ...], PreTrainedTokenizerBase] = {}
-"""Those that this process has opened, by the names and digests of their files: opening one takes up to a second."""
+"""Tokenizers of this process, by names and digests of their files: opening one takes up to a second."""
 
 
 def weights_digest(folder: str | Path) -> str:
-    """sha256 over the safetensors files and the config of a model folder, 64 hex digits; for an adapter, over its
-    factors, the settings that scale them, and its base's digest.
+    """Return the sha256 of a model folder, 64 hex digits, over its safetensors files and config.
 
-    A folder that this package wrote is checked, and its recorded sums are used; any other is read once per process.
-    Raises UnknownNameError without weights, DamagedError when a file is not as it was written.
+    For an adapter, it covers its factors, the settings that scale them, and its base's digest. A folder that this
+    package wrote is checked, and its recorded sums are used; any other folder is read once per process.
+    Raises UnknownNameError without weights, DamagedError when a file has changed since it was written.
     """
     root = Path(folder).resolve()
+    check_tensor_files(root)
     if is_adapter(root):
         return _adapter_digest(root)
     files = [*sorted(root.glob("*.safetensors")), root / "config.json"]
@@ -77,7 +79,7 @@ def _adapter_digest(root: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _read_digest(root: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Digest of a folder that has no record; files: (name, bytes, time) of each."""
+    """Compute the digest of a folder without a record. files: (name, bytes, time) of each."""
     return _digest_of([(name, file_digest(root / name)) for name, *_ in files])
 
 
@@ -86,16 +88,16 @@ def _digest_of(sums: list[tuple[str, str]]) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits over the vocabulary and the special tokens: what must agree between student and teacher."""
+    """Return 16 hex digits over the vocabulary and the special tokens, which must agree between student and teacher."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     text = json.dumps([vocabulary, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of a local model folder; uses no network.
+    """Load the tokenizer of a local model folder; uses no network.
 
-    Folders with the same files beside the weights, as the versions of a policy, share one object: do not change it.
+    Folders with the same files beside the weights, such as versions of one policy, share one object: do not change it.
     """
     _require_sound(folder)  # before seconds are spent on an import
     from transformers import AutoTokenizer
@@ -110,7 +112,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_folder(folder: str | Path) -> Path:
-    """Folder of a policy's tokenizer: its own, or that of the base of an adapter that has none."""
+    """Return the folder of a policy's tokenizer: the policy's own, or its base's for an adapter without one."""
     own = (Path(folder) / "tokenizer.json").is_file() or (Path(folder) / "tokenizer_config.json").is_file()
     return Path(folder) if own else weights_folder(folder)
 
@@ -119,14 +121,16 @@ def check_model_folder(folder: str | Path) -> None:
     """Check a model folder without reading its weights.
 
     Raises UnknownNameError when there is no config or no weights, InputError when the config is not one that
-    transformers reads without running code of the folder.
+    transformers reads without running code of the folder, DamagedError when a header of the weights does not fit them.
     """
     if is_adapter(folder):
         read_adapter_config(folder)
+        check_tensor_files(Path(folder))
         folder = base_folder(folder)
     _require_folder(folder)
     if not any(Path(folder).glob("*.safetensors")):
         raise UnknownNameError(f"no model weights (*.safetensors) in {folder}; pickled weights are refused")
+    check_tensor_files(Path(folder))
     from transformers import AutoConfig
 
     with _opening(folder, "config"):
@@ -135,7 +139,7 @@ def check_model_folder(folder: str | Path) -> None:
 
 @contextmanager
 def _opening(folder: str | Path, part: str) -> Iterator[None]:
-    """Whatever transformers raises over files that it cannot read becomes an InputError that names the folder."""
+    """Turn anything that transformers raises over unreadable files into an InputError that names the folder."""
     try:
         yield
     except MopdError:
@@ -153,8 +157,11 @@ def _opening(folder: str | Path, part: str) -> Iterator[None]:
 
 
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids with which an answer ends, ascending: end-of-sequence ids of a model folder's generation config (else its
-    config) and of its tokenizer, and the terminators of its chat template."""
+    """Return the ids that end an answer, ascending.
+
+    They are the end-of-sequence ids of a model folder's generation config (else its config) and of its tokenizer, and
+    the terminators of its chat template.
+    """
     weights = weights_folder(folder)
     files = (weights / name for name in ("generation_config.json", "config.json"))
     settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
@@ -168,14 +175,16 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def model_shape(folder: str | Path) -> dict[str, Any]:
-    """The config of a model folder without what may differ between two versions of one model; an adapter's base's."""
+    """Return the config of a model folder without the keys that may differ between versions of one model. For an
+    adapter, it is the base's."""
     _require_sound(folder)
     config = json.loads((weights_folder(folder) / "config.json").read_text())
     return {key: value for key, value in config.items() if key not in _BESIDE_SHAPE}
 
 
 def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """Causal LM of a local folder, safetensors only, in evaluation mode; an adapter acts in its base, not merged."""
+    """Load a causal LM from a local folder, safetensors only, in evaluation mode. An adapter is added to its base,
+    unmerged."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -184,10 +193,11 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     if is_adapter(folder):
         from mopd_dataplane.models.adapters import attach
 
-        weights_digest(folder)  # refuses another base than the one it was trained on
+        weights_digest(folder)  # checks that the base is the one that the adapter was trained on
         adapted = load_model(base_folder(folder), dtype=dtype, device=device)
         attach(adapted, folder, "policy")
         return adapted
+    check_tensor_files(Path(folder))
     with _opening(folder, "model"):
         config = AutoConfig.from_pretrained(str(folder), **LOCAL)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -203,7 +213,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
 
 
 def load_merged(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """load_model, with an adapter added to the weights of its base: a plain transformers model."""
+    """Load a model with an adapter merged into its base: a plain transformers model."""
     model = load_model(folder, dtype=dtype, device=device)
     if not is_adapter(folder):
         return model
@@ -250,7 +260,7 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """[V, D] weight of the LM head, with what the active adapter adds to it."""
+    """Return the LM head's weight [V, D], with the change by the active adapter."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     weight: torch.Tensor = head.weight
     if not hasattr(model, "peft_config"):
@@ -262,13 +272,13 @@ def head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 
 def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
-    """[V, D] weight of the input embedding; the same tensor as the head's in a tied model."""
+    """Return the input embedding's weight [V, D]; in a tied model it is the same tensor as the head's."""
     weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     return weight
 
 
 def lm_head(model: PreTrainedModel) -> Head:
-    """LM head of a model as the kernels take it: weight, bias, and what the architecture does to its logits."""
+    """Return the LM head for the kernels: weight, bias, and the architecture's changes to the logits."""
     from mopd_kernels.heads import Head
 
     bias = getattr(model.get_output_embeddings(), "bias", None)  # type: ignore[no-untyped-call]
@@ -280,7 +290,7 @@ def lm_head(model: PreTrainedModel) -> Head:
 
 
 def load_head(folder: str | Path, *, dtype: str, device: str = "cpu") -> Head:
-    """LM head of a model folder, without the model."""
+    """Load the LM head of a model folder, without the model."""
     from mopd_kernels.heads import Head
 
     head = lm_head(load_model(folder, dtype=dtype))
@@ -289,9 +299,9 @@ def load_head(folder: str | Path, *, dtype: str, device: str = "cpu") -> Head:
 
 
 def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
-    """The final norm of a model folder, between last layer and LM head, without the rest of the model.
+    """Load the final norm of a model folder, between last layer and LM head, without the rest of the model.
 
-    Raises MismatchError when the last thing the model does is not one of its own modules.
+    Raises MismatchError when the last operation of the model is not a module of its own.
     """
     import copy
 
@@ -318,9 +328,9 @@ def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
 
 
 def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """[B, T, D] states after the final norm: what the LM head reads. The head itself is not run.
+    """Compute the states [B, T, D] after the final norm, which the LM head reads. The head itself is not run.
 
-    Packed rows: give `position_ids` that restart at 0 in every sequence and no attention mask.
+    For packed rows, pass `position_ids` that restart at 0 in every sequence, and no attention mask.
     """
     output = text_decoder(model)(input_ids=input_ids, use_cache=False, **inputs)
     states: torch.Tensor = output.last_hidden_state
@@ -334,6 +344,7 @@ def _require_folder(folder: str | Path) -> None:
 
 
 def _require_sound(folder: str | Path) -> None:
-    """Raise UnknownNameError unless it is a model folder, DamagedError when a file is not as it was written."""
+    """Check a model folder. Raises UnknownNameError if it is none, DamagedError when a file has changed since it was
+    written."""
     _require_folder(folder)
     check_folder(folder)

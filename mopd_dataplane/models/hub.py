@@ -1,8 +1,8 @@
 """Models by their Hugging Face name: downloaded once to the hub's own cache, and read from that folder.
 
-A model may also lie behind a URL that fsspec opens, as `s3://bucket/model`, and is kept in the user's cache folder.
-A name is what huggingface.co calls a repository, as `Qwen/Qwen3-0.6B`; a path that exists is a folder and never a name.
-Only weights in safetensors, configs and tokenizers are fetched; code and pickles stay where they are.
+A model may also be at a URL that fsspec opens, such as `s3://bucket/model`; it is copied to the user's cache folder. A
+name is a repository of huggingface.co, such as `Qwen/Qwen3-0.6B`; a path that exists is a folder and never a name. Only
+weights in safetensors, configs and tokenizers are fetched, never code or pickles.
 """
 
 import os
@@ -19,7 +19,7 @@ _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether a model's place is a name of the hub.
+    """Check if the source of a model is a name on the hub.
 
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/models/mine"), is_hub_name("./models/mine")
     (True, False, False)
@@ -28,11 +28,12 @@ def is_hub_name(source: str) -> bool:
 
 
 def model_folder(source: str, revision: str = "", *, weights: bool = True) -> Path:
-    """Local folder of a model: its own path, or the copy of a URL or hub name, downloaded unless the cache has it.
+    """Return the local folder of a model: its path, or the copy of a URL or hub name, downloaded unless it is cached.
 
-    revision: branch, tag or commit; default the main branch. weights: without them, only config and tokenizer are
-    fetched. HF_HOME says where the cache lies; with HF_HUB_OFFLINE=1 the network is not asked. Raises InputError for a
-    folder with a revision and for http, UnknownNameError when the hub and the cache have no such model.
+    revision: branch, tag or commit; default the main branch. weights: if false, only config and tokenizer are fetched.
+    HF_HOME sets the path of the cache; with HF_HUB_OFFLINE=1 the network is not used.
+    Raises InputError for a folder with a revision and for http, UnknownNameError when neither hub nor cache has the
+    model.
     """
     if is_hub_name(source):
         return _snapshot(source, revision, (*_SMALL, "*.safetensors") if weights else _SMALL)
@@ -47,13 +48,13 @@ def model_folder(source: str, revision: str = "", *, weights: bool = True) -> Pa
 
 
 def commit_of(source: str, revision: str = "") -> str:
-    """The present commit of a hub name, 40 hex digits; empty for a folder. Raises what model_folder raises."""
+    """Return the current commit of a hub name, 40 hex digits; empty for a folder. Raises the errors of model_folder."""
     return model_folder(source, revision).name if is_hub_name(source) else ""
 
 
 @lru_cache(maxsize=256)
 def _url_copy(source: str) -> Path:
-    """A model of a URL, as it was when this process first asked."""
+    """Copy a model from a URL, once per process: later calls see the model as it was then."""
     return kept_copy(source, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mopd" / "models")
 
 

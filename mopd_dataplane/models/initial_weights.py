@@ -1,4 +1,4 @@
-"""The student's starting point: a model folder made once per job from a path, a config or a packaged GGUF file."""
+"""The student's initial model: a folder made once per job from a path, a config or a packaged GGUF file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 
 def make_student(student: Student, folder: Path, *, seed: int) -> Path:
-    """Folder of the student's initial policy; written to `folder` once unless the student names a path.
+    """Return the folder of the student's initial policy; written to `folder` once unless the student names a path.
 
-    Raises InputError when the config is not one transformers knows, ResourceError when a package has no GGUF file.
+    Raises InputError for a config that transformers does not know, ResourceError when a package has no GGUF file.
     """
     if student.path:
         return model_folder(student.path, student.revision)
@@ -53,7 +53,7 @@ def make_student(student: Student, folder: Path, *, seed: int) -> Path:
 
 
 def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """One token per printable ASCII character and newline; the beginning-of-sequence token in front of every text.
+    """Build a tokenizer with one token per printable ASCII character and newline; every text begins with a BOS token.
 
     whole: strings that are one token each wherever they appear, the longest first.
     """
@@ -74,14 +74,14 @@ def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
 
 
 def given_tokenizer(student: Student) -> PreTrainedTokenizerBase:
-    """The tokenizer of a student made from a config: `characters`, or the one in a folder."""
+    """Return the tokenizer of a student made from a config: `characters`, or the one in a folder."""
     if student.tokenizer in ("", "characters"):
         return character_tokenizer(student.tokens)
     return load_tokenizer(student.tokenizer)
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model without memory for its weights."""
+    """Build a model without memory for its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -103,7 +103,7 @@ def check_config(student: Student) -> None:
 
 
 def student_config(student: Student) -> PretrainedConfig:
-    """transformers config of a student made from one, filled up from a tokenizer that is made for it.
+    """Return the transformers config of a student made from one, completed from its tokenizer.
 
     Raises InputError when transformers does not know it or its sizes make no model, MismatchError when the tokenizer
     has more tokens.
@@ -118,7 +118,7 @@ def student_config(student: Student) -> PretrainedConfig:
         settings = {"vocab_size": len(tokenizer), **special, "eos_token_id": tokenizer.eos_token_id, **settings}
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # what a config class raises over a wrong value is any of many kinds
+    except Exception as error:  # a config class may raise anything for a wrong value
         raise InputError(f"student.config is not a transformers config: {error!s:.300}") from None
     _check_sizes(config.to_dict())
     if len(tokenizer) > (size := getattr(config, "vocab_size", len(tokenizer))):
@@ -144,7 +144,7 @@ def _check_sizes(config: dict[str, Any]) -> None:
 
 
 def _from_config(student: Student, folder: Path, seed: int) -> None:
-    """A randomly initialised model of the given transformers config."""
+    """Write a randomly initialised model of the student's transformers config."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -159,7 +159,7 @@ def _from_config(student: Student, folder: Path, seed: int) -> None:
 
 
 def _from_gguf(student: Student, folder: Path) -> None:
-    """A dequantised copy of the GGUF file a package ships: same config and tokenizer, plain safetensors weights."""
+    """Write a dequantised copy of the GGUF file in a package: same config and tokenizer, plain safetensors weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -181,7 +181,7 @@ def _from_gguf(student: Student, folder: Path) -> None:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Hide the bar of the GGUF conversion, which is tqdm's own and does not follow transformers' switch."""
+    """Hide the progress bar of the GGUF conversion, which is tqdm's own and ignores transformers' switch."""
     from transformers import modeling_gguf_pytorch_utils
 
     conversion: Any = modeling_gguf_pytorch_utils
@@ -194,7 +194,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _gguf_file(package: str, scratch: Path) -> Path:
-    """The .gguf file of an installed package, or of its wheel fetched without its dependencies."""
+    """Return the .gguf file of an installed package, or of its wheel, fetched without its dependencies."""
     try:
         files = [Path(str(f.locate())) for f in metadata.files(package.partition("==")[0]) or [] if f.suffix == ".gguf"]
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The types of a model's layers: which tokens each of them sees, and whether it keeps keys and values or a state."""
+"""Types of a model's layers: which tokens each type sees, and if it caches keys and values or a state."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from mopd_dataplane.errors import MismatchError
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 RECURRENT = ("linear_attention", "conv", "moe", "mlp")
-"""Layers without keys and values; those of `moe` and `mlp` keep nothing at all."""
+"""Layers without keys and values; `moe` and `mlp` layers cache nothing at all."""
 BOTH = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""Layers with a recurrent state beside attention, and the type of that attention."""
+"""Layers with a recurrent state and attention → the type of that attention."""
 
 
 class LayerTypes:
@@ -30,7 +30,7 @@ class LayerTypes:
         self.names, self._arguments = get_layer_types_and_kwargs(text)
         self._model_type = text.model_type
         self.windows: dict[str, int] = {}
-        """Tokens that an attention layer of each type sees, itself included; 0 is all of them."""
+        """Layer type → number of tokens that its attention sees, the token itself included; 0 means all."""
         for name, arguments in zip(self.names, self._arguments, strict=True):
             if name not in RECURRENT:
                 window = int(arguments.get("sliding_window") or 0)
@@ -48,21 +48,21 @@ class LayerTypes:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer has a state that depends on all that was read before."""
+        """True if some layer has a state that depends on all earlier tokens."""
         return any(name in BOTH or name in ("linear_attention", "conv") for name in self.names)
 
     @property
     def states_of_layers(self) -> list[int]:
-        """Number of states of each kind that a layer keeps, for layers that keep any."""
+        """Number of states of each kind that a layer has, for layers with any."""
         return [int(arguments.get("number_of_states") or 1) for arguments in self._arguments]
 
     @property
     def longest_window(self) -> int:
-        """Tokens that the widest window or chunk holds; 0 without any."""
+        """Number of tokens in the widest window or chunk; 0 without any."""
         return max(self.windows.values(), default=0)
 
     def prefill_cache(self) -> Cache:
-        """An empty cache for one prefill pass, whose layers keep everything that was read."""
+        """Return an empty cache for one prefill pass, whose layers store every token."""
         layers: list[Any] = []
         for name, states in zip(self.names, self.states_of_layers, strict=True):
             if name in RECURRENT:
@@ -72,9 +72,10 @@ class LayerTypes:
         return Cache(layers=layers)
 
     def masks(self, columns: Tensor, width: int) -> Any:
-        """Which of `width` columns the token at each of `columns` [N] sees: bool [N, 1, 1, width].
+        """Return the mask of `width` columns for the token at each of `columns` [N]: bool [N, 1, 1, width], true where
+        visible.
 
-        One mask where all layers agree, otherwise one for each type of layer, as transformers' models take it.
+        It is one mask if all layers agree, otherwise one for each type of layer, as transformers' models expect.
         """
         places = torch.arange(width, device=columns.device)
         seen = places <= columns[:, None]

@@ -1,4 +1,4 @@
-"""Bounds on the rendering of a chat template, which is a program of somebody else's: its time, and its memory."""
+"""Bounds on the time and memory of rendering a chat template, which is a foreign program."""
 
 import ctypes
 import resource
@@ -12,31 +12,31 @@ from pathlib import Path
 from mopd_dataplane.errors import InputError
 
 RENDER_S = 10.0
-"""Longest time that the rendering of one conversation may take."""
+"""Longest time of rendering one conversation, in seconds."""
 RENDER_BYTES = 1 << 30
-"""Most memory by which the process may grow while a rendering takes longer than a look."""
+"""Bytes by which the process may grow between the first two checks of a rendering and its end."""
 RENDER_CHARACTERS = 1 << 26
 """Most characters of a rendered conversation."""
 POLL_INTERVAL_S = 0.05
-"""A rendering that ends before it was looked at twice is never bounded, and costs nothing."""
+"""Pause between checks in seconds. A rendering that ends before its second check is not bounded, and costs nothing."""
 
 
 class RenderLimitError(InputError):
-    """A chat template takes too long, or too much memory."""
+    """A chat template takes too much time or memory."""
 
 
 @dataclass(slots=True)
 class _Rendering:
-    """A rendering under way in a thread."""
+    """A rendering that runs in a thread."""
 
     begin: float
     resident_bytes: int = 0
-    """Resident memory of the process at the first look."""
+    """Resident memory of the process at the first check."""
     is_stopped: bool = False
 
 
 class _Watcher:
-    """One thread that looks at every rendering, and raises RenderLimitError in the thread of one beyond its bounds."""
+    """One thread that checks every rendering, and raises RenderLimitError in the thread of one beyond its bounds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,12 +46,13 @@ class _Watcher:
     def begin(self, ident: int) -> None:
         with self._lock:
             self._renderings[ident] = _Rendering(time.monotonic())
-            if self._thread is None or not self._thread.is_alive():  # the thread of a parent is gone after a fork
+            if self._thread is None or not self._thread.is_alive():  # after a fork the parent's thread is gone
                 self._thread = threading.Thread(target=self._look, name="template limits", daemon=True)
                 self._thread.start()
 
     def end(self, ident: int) -> bool:
-        """Returns whether the rendering was stopped; an exception that has not arrived yet is taken back."""
+        """End a rendering, taking back an exception that has not arrived yet. Returns True if the rendering was
+        stopped."""
         with self._lock:
             rendering = self._renderings.pop(ident, None)
             if rendering is None or not rendering.is_stopped:
@@ -100,7 +101,7 @@ def bounded_rendering() -> Iterator[None]:
 
 
 def check_rendered(text: str) -> str:
-    """Return a rendered text. Raises RenderLimitError for one that no model reads."""
+    """Return a rendered text. Raises RenderLimitError when it is longer than RENDER_CHARACTERS."""
     if len(text) > RENDER_CHARACTERS:
         raise RenderLimitError(
             f"the chat template writes {len(text):,} characters for one conversation; at most {RENDER_CHARACTERS:,} "

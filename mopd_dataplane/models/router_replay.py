@@ -1,7 +1,7 @@
 """Router replay: the experts of each token are recorded while it is decoded, and used again in training.
 
-transformers' routers choose with one `topk` over their experts and weigh with the scores at the chosen places. That
-call is what is watched, or answered with recorded ids: scores, normalisation and gradients stay the router's own.
+transformers' routers choose with one `topk` over their experts, and weigh by the scores of the chosen ones. That call
+is observed, or answered with recorded ids: scores, normalisation and gradients stay the router's own.
 
 Axes: N tokens, E layers with experts, k experts a token.
 """
@@ -21,31 +21,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NONE = -1
-"""Stands for expert ids that were not recorded: there the router chooses."""
+"""Marks expert ids that were not recorded: there the router chooses."""
 
 
 class Routing:
-    """The routers of a model, in the order of its layers."""
+    """The routers of a model, in layer order."""
 
     def __init__(self, routers: Iterable[nn.Module]) -> None:
         self._routers = [_Router(module) for module in routers]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routing | None:
-        """Wrap a model's routers; None when it has none whose top-k can be observed."""
+        """Wrap a model's routers. Returns None when it has none whose top-k can be observed."""
         routers = [
             m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter") and hasattr(m, "weight")
         ]
         return cls(routers) if routers else None
 
     def chosen(self) -> Tensor:
-        """[N, E * k] int16 expert ids of the newest forward pass. Raises MismatchError when a router did not choose."""
+        """Return the expert ids of the newest forward pass: [N, E * k] int16. Raises MismatchError when a router chose
+        none."""
         return torch.cat([router.chosen() for router in self._routers], dim=1).to(torch.int16)
 
     def replay(self, ids: Tensor | None) -> None:
-        """Follow ids [N, E * k] in the forward passes from now on, NONE where the router chooses; None ends it.
+        """Use ids [N, E * k] in the forward passes from now on; None ends it. Where an id is NONE, the router chooses.
 
-        They are kept for the recomputation of checkpointed layers. Raises MismatchError for another E * k.
+        The ids also serve the recomputation of checkpointed layers. Raises MismatchError for another E * k.
         """
         widths = [router.width for router in self._routers]
         if ids is not None and ids.shape[1] != sum(widths):
@@ -59,7 +60,7 @@ class Routing:
 
 
 class _Router(TorchFunctionMode):
-    """One router: as a mode, inside its forward pass, it answers every topk over [N, experts]."""
+    """One router: as a mode inside its forward pass, it answers every topk over [N, experts]."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class _Router(TorchFunctionMode):
         module.forward = self._watch
 
     def chosen(self) -> Tensor:
-        """[N, k] ids of the newest pass."""
+        """Return the ids of the newest pass: [N, k]."""
         if self._ids is None:
             raise MismatchError(
                 f"{self._name} does not choose its experts with one topk, so they cannot be recorded; take "
@@ -85,7 +86,7 @@ class _Router(TorchFunctionMode):
         with self:
             said = self._forward(*args, **kwargs)
         if self.replayed is not None:
-            self.chosen()  # a router that was not asked has not followed
+            self.chosen()  # raises if the router never called topk
         return said
 
     def __torch_function__(

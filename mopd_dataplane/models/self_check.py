@@ -1,8 +1,8 @@
-"""Self-check: what the sampler, a teacher or the trainer computes, beside transformers' plain pass of the same text.
+"""Self-check: compares the sampler, a teacher or the trainer with transformers' plain pass over the same text.
 
 The plain pass reads one sequence alone, with plain attention, without a cache, and lets the model compute its own
-logits. Whatever this package does otherwise (slots, masks, fused attention, an LM head of its own) must give the same
-numbers; a model for which it does not is refused before anything is sampled or scored with it.
+logits. Everything that this package does differently (slots, masks, fused attention, its own LM head) must give the
+same numbers; a model that fails is refused before anything is sampled or scored with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ BANDS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 below 1e-5 and deep ones below 1e-4; a bfloat16 logit of 16 to 32 is rounded by up to 0.06. A lost window, softcap or
 sink moves it by 0.3 nat and more."""
 LARGEST_BAND = max(BANDS.values())
-"""Band of a dtype that has none of its own."""
+"""Band of a dtype without one of its own."""
 _LIKELIEST = 32
-"""Tokens of each position that are compared; log-probs of improbable tokens are mostly rounding."""
+"""Number of tokens compared at each position, the likeliest ones; log-probs of improbable tokens are mostly
+rounding."""
 _SHORT = 24
-"""Tokens of the text by which a scorer or trainer is checked."""
+"""Length of the text that checks a scorer or trainer, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class SelfCheck:
 
 
 def band_of(dtype: torch.dtype | str) -> float:
-    """Largest mean difference of log-probs, in nat, that is allowed in a dtype or in the dtype of that name."""
+    """Return the largest mean difference of log-probs, in nat, that is allowed in a dtype, given itself or by name."""
     return BANDS.get(getattr(torch, dtype) if isinstance(dtype, str) else dtype, LARGEST_BAND)
 
 
 def check_text(model: PreTrainedModel, length: int) -> Tensor:
-    """Token ids [length] that look like no pattern, the same ones every time."""
+    """Return token ids [length] without an obvious pattern, the same ones every time."""
     vocabulary = len(embedding_weight(model))
     return (torch.arange(length, device=model.device) * 7919 + 11) % vocabulary
 
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """[T, V] float32 logits of one sequence [T] by the model's own forward pass with plain attention."""
+    """Compute the logits of one sequence [T] by the model's own forward pass with plain attention: [T, V] float32."""
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     try:
@@ -75,8 +76,8 @@ def plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTrainedModel) -> SelfCheck:
     """Compare logits [T, V] with those of the plain pass.
 
-    Raises MismatchError when it is above the band of the model's dtype. A model whose own logits are not finite is not
-    judged: sampling, scoring and training report that with the sample that meets it.
+    Raises MismatchError when the difference is above the band of the model's dtype. A model whose own logits are not
+    finite is not judged: sampling, scoring and training report that with the sample in which it happens.
     """
     name, dtype = f"{type(model).__name__} ({model.config.model_type})", str(model.dtype).removeprefix("torch.")
     band = band_of(model.dtype)
@@ -85,7 +86,7 @@ def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTra
     likeliest = plain.topk(min(_LIKELIEST, plain.shape[1])).indices
     gaps = (ours.float().log_softmax(-1) - plain.log_softmax(-1)).gather(1, likeliest).abs().mean(1)
     gap = float(gaps.mean())
-    if not gap <= band:  # a gap that is not a number is none either
+    if not gap <= band:  # also true for a gap of NaN
         first = int((~(gaps <= band)).nonzero()[0]) if (~(gaps <= band)).any() else 0
         raise MismatchError(
             f"{part} does not compute what {name} computes by itself: "
@@ -98,7 +99,7 @@ def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTra
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
-    """Check states and LM head as scorer and trainer take them, and that no token sees a later one.
+    """Check that states and LM head, as scorer and trainer use them, are right, and that no token sees a later one.
 
     Raises MismatchError, see require_same_logits; also when the model's own code fails.
     """
@@ -124,7 +125,7 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, head: Head) -> Tensor:
-    """[T, V] float32 logits of one sequence [T] from states and LM head."""
+    """Compute the logits of one sequence [T] from states and LM head: [T, V] float32."""
     logits = hidden_states(model, ids[None])[0].float() @ head.weight.detach().float().T
     if head.bias is not None:
         logits = logits + head.bias.detach().float()
@@ -133,7 +134,8 @@ def _logits(model: PreTrainedModel, ids: Tensor, head: Head) -> Tensor:
 
 
 def _require_causal(logits: Tensor, beside: Tensor, passed: SelfCheck, *, part: str) -> None:
-    """Raise MismatchError unless two texts that differ in their last token alone have the same logits before it."""
+    """Check that two texts that differ only in their last token have the same logits before it. Raises
+    MismatchError."""
     likeliest = logits.topk(min(_LIKELIEST, logits.shape[1])).indices
     gap = float((logits.log_softmax(-1) - beside.log_softmax(-1)).gather(1, likeliest).abs().mean())
     if not gap <= passed.band:

@@ -1,4 +1,4 @@
-"""What a model at a server is known by, as its weights cannot be read: its name there, and log-probs of fixed texts."""
+"""Identity of a model at a server, whose weights cannot be read: its name there, and log-probs of fixed texts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FINGERPRINT_TEXTS = (
     "If 3 x + 7 = 22, then 3 x = 15, so x = 5. Check: 3 * 5 + 7 = 22.",
     "def area(width, height): return width * height  # in square metres",
 )
-"""Texts whose log-probs tell one model from another. They are compared with stored ones, so they never change."""
+"""Texts whose log-probs distinguish models. They are compared with stored ones, so they never change."""
 _DIGITS = 6
-"""Decimals of a log-prob that are kept; float32 has no more."""
+"""Decimals to which log-probs are rounded; float32 has no more."""
 
 
 class ServerIdentity(NamedTuple):
-    """What a model at a server is known by."""
+    """Identity of a model at a server."""
 
     name: str
     root: str
@@ -39,7 +39,7 @@ class ServerIdentity(NamedTuple):
 
 
 def identity_of(server: VllmServer, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> ServerIdentity:
-    """Ask a server for the log-probs of FINGERPRINT_TEXTS under the model `name`. Raises EngineError."""
+    """Request the log-probs of FINGERPRINT_TEXTS from a server under the model `name`. Raises EngineError."""
     texts = [encoded(tokenizer, text) for text in FINGERPRINT_TEXTS]
 
     def own(index: int, answer: Answer) -> list[float]:
@@ -52,5 +52,5 @@ def identity_of(server: VllmServer, name: str, tokenizer: PreTrainedTokenizerBas
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text without special tokens."""
+    """Encode a text without special tokens."""
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]

@@ -1,8 +1,8 @@
 """Tiny random models with another model's architecture and tokenizer, for a rehearsal on a CPU.
 
-The vocabulary keeps its size, so that everything as wide as the vocabulary stays so; all other sizes shrink. Where a
-model's files are not here, its family stands for them: what is common knowledge of it, with the vocabulary size of its
-`config.json`, which may be larger than the tokenizer's.
+The vocabulary keeps its size, so that everything as wide as the vocabulary stays so; all other sizes shrink. If a
+model's files are not on this machine, its family is used instead: the published facts about it, with the vocabulary
+size of its `config.json`, which may be larger than the tokenizer's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SIZES = {
 """Largest values of a tiny model's config; vLLM on a CPU computes heads of 32 or more."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 _CONTEXT = 131_072
-"""Context of a stand-in, which is not to be what stops a rehearsal; its model's own is not known."""
+"""Context of a stand-in: long enough never to stop a rehearsal, since the model's own is unknown."""
 _LEFT_OUT = ("quantization_config", "rope_scaling", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Keys of a config that small random weights cannot follow, or have no use for."""
+"""Keys of a config that do not apply to small random weights."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Family:
     """Name of the architecture in transformers."""
     vocab_size: int
     eos: str
-    """End of an answer."""
+    """Token that ends an answer."""
     pad: str
     base_eos: str = ""
-    """End of a text for the family's base models; empty where they end as the others do."""
+    """Token that ends a text in the family's base models; empty if it is the same as `eos`."""
     bos: str = ""
-    """Put before every text; empty for none."""
+    """Token before every text; empty for none."""
     turn: str = ""
-    """A message of a chat, with {role} and {content}; empty for a model without a chat template."""
+    """Format of a chat message, with {role} and {content}; empty for a model without a chat template."""
     answer: str = ""
     """Text before the model's own turn."""
 
@@ -64,7 +64,7 @@ class Family:
 
     @property
     def chat_template(self) -> str:
-        """The turn as a Jinja template; empty when there is none."""
+        """The turn as a Jinja template; empty if the family has none."""
         if not self.turn:
             return ""
         turn = self.turn.replace("{role}", "{{ message['role'] }}").replace("{content}", "{{ message['content'] }}")
@@ -95,13 +95,13 @@ FAMILIES = {
     "mistral": Family("mistral", 32_768, bos="<s>", eos="</s>", pad="</s>", turn="[INST] {content}[/INST]"),
     "gpt2": Family("gpt2", 50_257, eos="<|endoftext|>", pad="<|endoftext|>"),
 }  # fmt: skip
-"""By a part of the models' names, in small letters and without punctuation."""
+"""Families by a part of the models' names, in small letters and without punctuation."""
 USUAL = "qwen3"
 """The family assumed for a model whose name suggests none."""
 
 
 def family_of(source: str) -> str:
-    """The family that a model's name suggests; empty when it suggests none.
+    """Return the family that a model's name suggests; empty when it suggests none.
 
     >>> family_of("meta-llama/Llama-3.2-1B"), family_of("models/Qwen2.5-7B-Instruct"), family_of("models/student")
     ('llama3', 'qwen2', '')
@@ -111,12 +111,12 @@ def family_of(source: str) -> str:
 
 
 def stand_in(source: str) -> Family:
-    """The family that a model's name suggests, with the end token of its base models where it is one.
+    """Return the family that a model's name suggests, with the end token of its base models for a base model.
 
     Raises KeyError when the name suggests none.
 
-    >>> stand_in("models/Qwen3-8B-Base").eos, stand_in("models/Qwen3-8B").eos
-    ('<|endoftext|>', '<|im_end|>')
+        >>> stand_in("models/Qwen3-8B-Base").eos, stand_in("models/Qwen3-8B").eos
+        ('<|endoftext|>', '<|im_end|>')
     """
     family, name = FAMILIES[family_of(source)], PurePosixPath(source).name.lower()
     is_base = (family_of(source).startswith("qwen2") and "instruct" not in name) or name.endswith("base")
@@ -124,7 +124,7 @@ def stand_in(source: str) -> Family:
 
 
 def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model of the same type, small enough for a CPU.
+    """Shrink a config to a model of the same type that is small enough for a CPU.
 
     >>> tiny_config({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256})
     {'model_type': 'llama', 'hidden_size': 64, 'num_hidden_layers': 2, 'vocab_size': 128256}
@@ -139,23 +139,23 @@ def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
             value = min(value, SIZES[name])
         elif name == "num_key_value_heads" and isinstance(value, int):
             value = 1 if grouped else min(value, SIZES["num_attention_heads"])
-        elif isinstance(value, list) and layers and len(value) == layers:  # something of every layer
+        elif isinstance(value, list) and layers and len(value) == layers:  # a list with one value per layer
             value = [value[0], value[-1]][: SIZES["num_hidden_layers"]] if layers > 1 else value
         small[name] = value
     return small
 
 
 def shrunk(source: Path, folder: Path, *, seed: int, dtype: str) -> str:
-    """Write a tiny model with the config and the tokenizer of a model's folder; returns its model type.
+    """Write a tiny model with the config and the tokenizer of a model's folder. Returns its model type.
 
-    Raises UnknownNameError or InputError when they are missing or make no model.
+    Raises UnknownNameError when they are missing, InputError when they make no model.
     """
     from transformers import AutoConfig
 
     load_tokenizer(source)
     try:
         config = AutoConfig.from_pretrained(str(source), **LOCAL).to_dict()
-    except Exception as error:  # whatever transformers raises over a file of somebody else's
+    except Exception as error:  # transformers may raise anything over a foreign file
         raise InputError(f"no config that transformers reads in {source}: {error!s:.200}") from None
     generation_config = source / "generation_config.json"
 
@@ -170,7 +170,7 @@ def shrunk(source: Path, folder: Path, *, seed: int, dtype: str) -> str:
 def from_config(
     settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path, *, seed: int, dtype: str
 ) -> str:
-    """Write a tiny model of a transformers config with `model_type`; returns that. Raises InputError."""
+    """Write a tiny model of a transformers config with `model_type`. Returns the model type. Raises InputError."""
     from transformers import AutoConfig
 
     settings = dict(settings)
@@ -184,17 +184,19 @@ def from_config(
 
 
 def of_family(family: Family, folder: Path, *, seed: int, dtype: str) -> str:
-    """Write a tiny model of a family: its model type, vocabulary size, special tokens and chat template; one token for
-    each byte of other text. Returns the model type."""
+    """Write a tiny model of a family: its model type, vocabulary size, special tokens and chat template.
+
+    Its tokenizer has one token for each byte of other text. Returns the model type.
+    """
     tokenizer = byte_tokenizer(family)
     settings: dict[str, Any] = {"model_type": family.model_type, "vocab_size": family.vocab_size}
-    if family.model_type != "gpt2":  # whose positions are weights
+    if family.model_type != "gpt2":  # gpt2's positions are weights
         settings["max_position_embeddings"] = _CONTEXT
     return from_config(settings, tokenizer, folder, seed=seed, dtype=dtype)
 
 
 def byte_tokenizer(family: Family) -> PreTrainedTokenizerBase:
-    """A token for every byte, and the family's special tokens and chat template."""
+    """Build a tokenizer with a token for every byte, and the family's special tokens and chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -215,7 +217,7 @@ def byte_tokenizer(family: Family) -> PreTrainedTokenizerBase:
 
 
 def _write(config: dict[str, Any], folder: Path, finish: Callable[[Path], object], *, seed: int, dtype: str) -> str:
-    """Write the tiny model of a whole config, and what lies beside its weights; returns its model type."""
+    """Write the tiny model of a complete config, and the files beside its weights. Returns its model type."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -226,7 +228,7 @@ def _write(config: dict[str, Any], folder: Path, finish: Callable[[Path], object
         small = AutoConfig.for_model(model_type, **settings)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype), trust_remote_code=False)
-    except Exception as error:  # a config class raises whatever it likes over sizes that do not go together
+    except Exception as error:  # a config class may raise anything over inconsistent sizes
         raise InputError(f"a {model_type} cannot be made small: {type(error).__name__}: {error!s:.200}") from None
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, safe_serialization=True)

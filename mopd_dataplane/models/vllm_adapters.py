@@ -1,10 +1,10 @@
-"""LoRA adapters in a vLLM that was started here: the base is in memory once, each adapter is a LoRA request on it.
+"""LoRA adapters in a vLLM started by this process: the base is in memory once, each adapter is a LoRA request on it.
 
-vLLM's prefix cache tells adapters apart by the name and the place that a request gives. The name here is the digest of
-the adapter's weights, so no two that differ share a cached prefix.
+vLLM's prefix cache tells adapters apart by name and path of a request. The name here is the digest of the adapter's
+weights, so different adapters never share a cached prefix.
 
-vLLM reads factors of modules that it cannot adapt, and leaves them out without a word; so every adapter is followed to
-the modules that it reaches (see vllm_worker.py), and one that is left out in part is refused.
+vLLM silently ignores factors of modules that it cannot adapt. So each adapter is checked for the modules that it
+reaches (see vllm_worker.py), and refused if vLLM ignores some of its factors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORKER = "mopd_dataplane.models.vllm_worker.AdapterWorker"
 
 
 def check_for_vllm(folder: Path) -> None:
-    """Raise MismatchError for an adapter that vLLM does not compute as peft does."""
+    """Check that vLLM computes an adapter as peft does. Raises MismatchError if not."""
     config = read_adapter_config(folder)
     where = folder / ADAPTER_CONFIG
     if config.get("use_dora"):
@@ -47,7 +47,7 @@ def check_for_vllm(folder: Path) -> None:
 
 
 def check_for_scoring(folder: Path, *, url: str, reads: str) -> None:
-    """Raise MismatchError for an adapter that cannot score in vLLM by what is read there (`score.reads`)."""
+    """Check that an adapter can score in vLLM with what is read there (`score.reads`). Raises MismatchError if not."""
     check_for_vllm(folder)
     if reads != "prompt_logprobs":
         return
@@ -69,10 +69,12 @@ def _otherwise() -> str:
 
 
 def room_for(base: Path, adapters: Sequence[Path], trained: Lora | None = None, *, dtype: str) -> dict[str, Any]:
-    """EngineArgs of a vLLM that takes these adapters on a base, one at a time, and those that a stage trains.
+    """Return the EngineArgs of a vLLM that takes these adapters on a base, one at a time, and those that a stage
+    trains.
 
-    The LM head is left out unless an adapter reaches it: vLLM would hold factors for the whole vocabulary, and its
-    prompt_logprobs end the engine where the head may be adapted. Raises MismatchError for what vLLM cannot compute.
+    The LM head is excluded unless an adapter changes it: vLLM would allocate factors for the whole vocabulary, and its
+    prompt_logprobs end the engine when the head may be adapted.
+    Raises MismatchError for an adapter that vLLM cannot compute.
     """
     for folder in adapters:
         check_for_vllm(folder)
@@ -94,7 +96,7 @@ def room_for(base: Path, adapters: Sequence[Path], trained: Lora | None = None, 
 
 
 def _check_dtype(dtype: str) -> None:
-    """Raise MismatchError where vLLM's kernels for adapters do not take it: its Triton ones want 16 bits."""
+    """Check that vLLM's kernels for adapters take a dtype: its Triton ones need 16 bits. Raises MismatchError."""
     from vllm.platforms import current_platform
 
     if dtype == "float32" and not current_platform.is_cpu():
@@ -105,7 +107,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _layer_modules(base: Path) -> set[str]:
-    """Ends of the names of the matrices in a model's numbered layers."""
+    """Return the last parts of the names of the matrices in a model's numbered layers."""
     names = set()
     for file in base.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as stored:
@@ -117,7 +119,7 @@ def _layer_modules(base: Path) -> set[str]:
 
 
 class VllmAdapters:
-    """The adapters that a running engine has been given.
+    """The adapters that were loaded into a running engine.
 
     apart: modules whose factors the caller applies itself.
     """
@@ -129,9 +131,9 @@ class VllmAdapters:
         self._named = 0
 
     def request(self, folder: Path, digest: str) -> Any:
-        """The LoRA request for an adapter of that digest, given to vLLM unless it has it.
+        """Return the LoRA request for the adapter with this digest, loading it into vLLM if it is not there.
 
-        Raises MismatchError when vLLM would leave out some of its factors, EngineError.
+        Raises MismatchError when vLLM would ignore some of its factors, EngineError when loading fails.
         """
         if digest not in self._given:
             from vllm.lora.request import LoRARequest
@@ -160,7 +162,7 @@ class VllmAdapters:
         return self._given[digest]
 
     def keep_only(self, digest: str) -> None:
-        """Have vLLM forget every other adapter."""
+        """Unload every adapter from vLLM but the one with this digest."""
         for other in [other for other in self._given if other != digest]:
             self._remove(self._given.pop(other))
 

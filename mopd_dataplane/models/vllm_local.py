@@ -1,4 +1,4 @@
-"""vLLM on this machine: whether it is installed, and starting an engine whose core is a process of its own."""
+"""vLLM on this machine: checks that it is installed, and starts an engine whose core is a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mopd_dataplane.errors import EngineError, InputError
 from mopd_dataplane.models.hf import model_shape, quiet_transformers
 
 _CPU_CACHE_BYTES = 4 << 30
-"""Most memory that keys and values get on a CPU unless the job says otherwise."""
+"""Upper bound of the cache of keys and values on a CPU, in bytes, unless the job sets another."""
 
 
 def require_vllm() -> None:
@@ -29,7 +29,7 @@ def require_vllm() -> None:
 
 
 def start(folder: Path, arguments: Mapping[str, Any], *, threads: int) -> Any:
-    """A running vllm.LLMEngine whose core is a process of its own. Raises InputError, EngineError."""
+    """Start a vllm.LLMEngine whose core is a separate process. Raises InputError, EngineError."""
     quiet_transformers()
     with _environment(threads), _deaf_to_interrupts():
         from vllm.engine.arg_utils import EngineArgs
@@ -52,16 +52,16 @@ def start(folder: Path, arguments: Mapping[str, Any], *, threads: int) -> Any:
 
 
 def can_sleep() -> bool:
-    """Whether this build of vLLM can leave the device without ending: its CUDA and ROCm builds."""
+    """Check if this build of vLLM can free the device without ending: its CUDA and ROCm builds can."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_sleep_mode_available())
 
 
 def _report_death(core: Any) -> None:
-    """Wake the caller that waits for an answer of vLLM's process once that process is gone.
+    """Wake the caller that waits for an answer of vLLM's process once that process has died.
 
-    vLLM's synchronous client notices the death and leaves its waiting caller asleep.
+    vLLM's synchronous client notices the death but does not wake the waiting caller.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -73,12 +73,12 @@ def _report_death(core: Any) -> None:
 
 
 def is_dead(engine: Any) -> bool:
-    """Whether a started engine's process is gone."""
+    """Check if the process of a started engine has died."""
     return not all(process.is_alive() for process in engine.engine_core.resources.engine_manager.processes)
 
 
 def _cache_bytes(folder: Path, arguments: Mapping[str, Any]) -> int:
-    """Keys and values of every slot at full length, within reason."""
+    """Return the bytes of keys and values of every slot at full length, up to _CPU_CACHE_BYTES on a CPU."""
     shape = model_shape(folder)
     heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
     width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
@@ -88,11 +88,11 @@ def _cache_bytes(folder: Path, arguments: Mapping[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """Sets environment variables for the start of vLLM. Values that the user has set take precedence."""
+    """Set environment variables for the start of vLLM. Values that the user has set take precedence."""
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers are alone on stdout
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for answers alone
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
@@ -109,12 +109,12 @@ def _environment(threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that are started inside never see Ctrl-C, which a terminal sends to them too.
+    """Start processes inside the block that never receive Ctrl-C, which a terminal sends to them too.
 
-    vLLM's would end in the middle of a step, with a traceback; they are ended when this process has stopped sampling. A
-    blocked signal stays blocked in children, whatever handlers they set.
+    vLLM's processes would end in the middle of a step, with a traceback; this process ends them once it has stopped
+    sampling. A blocked signal stays blocked in children, whatever handlers they set.
     """
-    resource_tracker.ensure_running()  # would lift the block when it starts
+    resource_tracker.ensure_running()  # its start would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,6 +1,6 @@
-"""What a vLLM server may answer: the form of each reply, and the range of the log-probs in it.
+"""Replies of a vLLM server: the form of each reply, and the range of the log-probs in it.
 
-Only the fields that are read are named; a server may send more.
+Only the fields that are read are declared; a server may send more.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Annotated
 from pydantic import BaseModel, Field, StrictFloat
 
 LOWEST = -9999.0
-"""vLLM's server writes this for a log-prob of minus infinity, which JSON cannot express."""
+"""Value that vLLM's server writes for a log-prob of minus infinity, which JSON cannot express."""
 ROUNDING = 1e-3
 """Largest log-prob above 0 that is the rounding of a probability of 1; it is read as 0."""
 _MASS = 1.01
-"""Largest sum of the probabilities of different tokens at one position; 1 and the rounding of bfloat16."""
+"""Largest sum of the probabilities of different tokens at one position: 1, with the rounding of bfloat16."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -47,7 +47,7 @@ class CacheReset(BaseModel):
 
 
 class ServerConfig(BaseModel):
-    """The part of vLLM's own configuration that is read."""
+    """The keys of vLLM's own configuration that are read."""
 
     lora_config: object = None
 
@@ -71,7 +71,7 @@ class TokenLogprobs(BaseModel):
 
 
 class Completion(BaseModel):
-    """One choice of a completion that says its token ids."""
+    """One choice of a completion, with its token ids."""
 
     token_ids: list[TokenId] | None
     logprobs: TokenLogprobs | None = None
@@ -84,7 +84,7 @@ class Completions(BaseModel):
 
 
 class ErrorText(BaseModel):
-    """What went wrong, as a stream reports it."""
+    """The message of an error in a stream."""
 
     message: str
 
@@ -97,7 +97,7 @@ class Event(BaseModel):
 
 
 class RankedLogprob(BaseModel):
-    """A token's log-prob at one position, and its place among all tokens there."""
+    """A token's log-prob at one position, and its rank among all tokens there."""
 
     logprob: StrictFloat
     rank: Annotated[int, Field(ge=1)]
@@ -116,7 +116,7 @@ class ReadTexts(BaseModel):
 
 
 def checked_logprob(value: float | None, token: int) -> float:
-    """A log-prob that a model can have. Raises ValueError for every other value."""
+    """Return a log-prob that a model can have, with rounding removed. Raises ValueError for any other value."""
     if value is None or not math.isfinite(value):
         raise ValueError(f"token {token} has log-prob {value}; allowed are finite numbers from above {LOWEST:g} to 0")
     if value > ROUNDING:

@@ -1,4 +1,4 @@
-"""A running vLLM server by its URL: what it serves, which weights it has, and plain requests.
+"""A running vLLM server by its URL: the model that it serves, its weights, and plain requests.
 
 The API key comes from the environment variable VLLM_API_KEY and is sent in the request header only.
 """
@@ -32,15 +32,15 @@ from mopd_dataplane.models.vllm_replies import (
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _AT_ONCE = 8
-"""Requests that one server is sent at a time."""
+"""Number of requests sent to one server at a time."""
 _ENTRY_BYTES = 1024
-"""Most bytes that one log-prob takes in an answer, with its token's text."""
+"""Upper bound of the bytes of one log-prob in an answer, with its token's text."""
 _ADAPTER = "mopd-"
-"""What the names of adapters begin with that a run has loaded into a server."""
+"""Prefix of the names of adapters that a run has loaded into a server."""
 _MISSING = "No adapter found"
-"""In what a server says of a folder that it does not see."""
+"""Text in a server's reply when it does not see a folder."""
 _UNKNOWN = (None, "", "default")
-"""Weight versions that say nothing: no development endpoints, none, and what a server has before anybody names one."""
+"""Weight versions that identify nothing: no development endpoints, no version, and the default before one is set."""
 
 Form = TypeVar("Form", bound=BaseModel)
 Value = TypeVar("Value")
@@ -55,7 +55,7 @@ class VllmServer:
     def __init__(self, url: str) -> None:
         self.url = check_root(url)
         self.root = self.url.removesuffix("/v1")
-        """URL of what lies beside the API root."""
+        """URL of the endpoints beside the API root."""
         self.headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
         self._client = HttpClient(headers=self.headers, most=_AT_ONCE)
         try:
@@ -71,15 +71,17 @@ class VllmServer:
         """Path or name from which the server loaded the model."""
         self.context_length = served[0].max_model_len or 0
         self.names_weights = False
-        """Whether the server had a name for its weights when it was last asked."""
+        """True if the server had a name for its weights at the last request."""
 
     def completion(self, body: Mapping[str, Any], form: type[Form], purpose: str) -> tuple[Form, Answer]:
-        """Answer to one request for a completion that is not streamed. Raises EngineError, DeadlineError."""
+        """Send one request for a completion that is not streamed. Returns its parsed answer. Raises EngineError,
+        DeadlineError."""
         answer = self._client.request(Call(url=f"{self.url}/completions", body=body, purpose=purpose))
         return answer.read(form), answer
 
     def reading(self, name: str, ids: list[int], k: int) -> Call:
-        """Request for the log-probs of a text under a model of the server, with its k likeliest tokens everywhere."""
+        """Build the request for the log-probs of a text under a model of the server, with the k likeliest tokens
+        everywhere."""
         body = {
             "model": name,
             "prompt": ids,
@@ -94,21 +96,22 @@ class VllmServer:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids that the server's tokenizer gives a text, without special tokens. Raises EngineError."""
+        """Return the ids of a text by the server's tokenizer, without special tokens. Raises EngineError."""
         body = {"model": self.name, "prompt": text, "add_special_tokens": False}
         call = Call(url=f"{self.root}/tokenize", body=body, purpose="ids of a text", deadline_s=STATUS_S)
         return self._client.request(call).read(Tokenized).tokens
 
     def gather(self, calls: Sequence[Call], read: Callable[[int, Answer], Value]) -> list[Value]:
-        """What `read` makes of the answer to each request, see HttpClient.gather."""
+        """Send all requests and return `read` of each answer, see HttpClient.gather."""
         return self._client.gather(calls, read)
 
     def serve(self, folder: Path, digest: str, *, reload: bool) -> None:
         """Make sure that the server has the weights of a policy folder.
 
         It has them if its weight version is the policy's digest, or if it was started with that folder and no version
-        was set afterwards; a server without development endpoints has no version and keeps what it was started with.
-        Otherwise, with `reload`, it is told to load them. Raises MismatchError.
+        was set afterwards; a server without development endpoints has no version and serves the weights it was started
+        with. Otherwise it is told to load them if `reload` is true.
+        Raises MismatchError when the server has other weights.
         """
         version = self._weight_version()
         self.names_weights = version not in _UNKNOWN
@@ -128,10 +131,10 @@ class VllmServer:
         self._reload(folder, digest)
 
     def take(self, folder: Path, digest: str, *, reload: bool) -> str:
-        """Make sure that the server has a policy or a teacher; the name under which requests ask for it.
+        """Make sure that the server has a policy or a teacher. Returns the model name to use in requests.
 
-        A whole model is what the server serves, see serve(). An adapter is loaded beside its base, which must be what
-        the server serves, under a name made of its digest. Raises MismatchError, EngineError.
+        A whole model must be what the server serves, see serve(). An adapter is loaded beside its base, which must be
+        what the server serves, under a name made of its digest. Raises MismatchError, EngineError.
         """
         if not is_adapter(folder):
             self.serve(folder, digest, reload=reload)
@@ -142,19 +145,19 @@ class VllmServer:
         name = f"{_ADAPTER}{digest[:32]}"
         if self._has(name):
             return name
-        # A request that was cut off and sent again is refused although the first one loaded the adapter.
+        # The repetition of an interrupted request is refused if the first one loaded the adapter.
         if (said := self._refused_adapter(name, folder.resolve())) and not self._has(name):
             raise MismatchError(f"{self.url} does not take adapter {folder}: {_next_step(said)} (it says: {said})")
         return name
 
     def require_adapters(self) -> None:
-        """Raise MismatchError unless the server can be given adapters while it runs."""
+        """Check that adapters can be loaded into the running server. Raises MismatchError if not."""
         said = self._refused_adapter(f"{_ADAPTER}probe", Path("/nowhere"))
         if _MISSING not in said:
             raise MismatchError(f"{self.url} takes no adapters while it runs: {_next_step(said)} (it says: {said})")
 
     def forget(self, name: str) -> None:
-        """Have the server forget an adapter; one that it does not know is none of our concern."""
+        """Unload an adapter from the server; no error if the server does not have it."""
         self._client.request(Call(url=f"{self.url}/unload_lora_adapter", body={"lora_name": name}, deadline_s=STATUS_S))
 
     def _served(self) -> ServedModels:
@@ -163,23 +166,25 @@ class VllmServer:
         )
 
     def _has(self, name: str) -> bool:
-        """Whether the server has a model or an adapter of this name."""
+        """Check if the server has a model or an adapter of this name."""
         return name in {model.id for model in self._served().data}
 
     def _refused_adapter(self, name: str, folder: Path) -> str:
-        """Load an adapter; what the server says against it, empty when it has it."""
+        """Load an adapter. Returns the server's reason for refusing it, or an empty string on success."""
         body = {"lora_name": name, "lora_path": str(folder)}
         answer = self._client.request(Call(url=f"{self.url}/load_lora_adapter", body=body, purpose=f"adapter {folder}"))
         return "" if answer.is_success else redacted(answer.content.decode(errors="replace"))[:500]
 
     def _weight_version(self) -> str | None:
-        """Name of the server's weights; None when it has no development endpoints."""
+        """Return the name of the server's weights, or None when it has no development endpoints."""
         answer = self._client.request(Call(method="GET", url=f"{self.root}/weight_info", deadline_s=STATUS_S))
         return answer.read(WeightInfo).weight_version if answer.is_success else None
 
     def _reload(self, folder: Path, digest: str) -> None:
-        """Load new weights in place, drop cached prefixes of the old ones, and set the version last, so that it implies
-        both."""
+        """Load new weights without a restart, drop cached prefixes of the old ones, and set the version.
+
+        The version is set last, so that it implies both.
+        """
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
         if self._adapts():
             raise MismatchError(
@@ -193,11 +198,11 @@ class VllmServer:
         self._develop("update_weight_version", {"new_version": digest})
 
     def _develop(self, path: str, body: Mapping[str, Any] | None, deadline_s: float = STATUS_S) -> Answer:
-        """Answer of a development endpoint. Raises EngineError when it is no success."""
+        """Return the answer of a development endpoint. Raises EngineError when the request fails."""
         return self._client.request(Call(url=f"{self.root}/{path}", body=body, deadline_s=deadline_s)).require_success()
 
     def _adapts(self) -> bool:
-        """Whether the server was started ready for adapters; it has development endpoints."""
+        """Check if the server was started with support for adapters; it has development endpoints."""
         call = Call(method="GET", url=f"{self.root}/server_info?config_format=json", deadline_s=STATUS_S)
         return bool(self._client.request(call).read(ServerInfo).vllm_config.lora_config)
 
@@ -206,7 +211,7 @@ class VllmServer:
 
 
 def read_prompt_logprobs(answer: Answer, ids: list[int], k: int, vocab_size: int) -> list[dict[int, tuple[int, float]]]:
-    """{token: (rank, log-prob)} of every position but the first of a text, from the answer to `reading`.
+    """Read the answer to `reading`: {token: (rank, log-prob)} for every position of the text but the first.
 
     Raises EngineError unless every token of the text and the k likeliest are there, with log-probs that a model can
     have.
@@ -243,7 +248,7 @@ def _read_row(
 
 
 def _next_step(said: str) -> str:
-    """Change to make at a server that refuses an adapter, by its message."""
+    """Return the change to make at a server that refuses an adapter, by its message."""
     if _MISSING in said:
         return "it does not see that folder; share the disk, under the same path"
     if "max_lora_rank" in said:

@@ -1,4 +1,4 @@
-"""Runs inside vLLM, as its `worker_extension_cls`: what became of an adapter that vLLM was given."""
+"""Runs inside vLLM, as its `worker_extension_cls`: reports which parts of an adapter vLLM uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class AdapterWorker:
     model_runner: Any
 
     def unreached(self, adapter: int) -> list[str]:
-        """Modules that an adapter has factors for, and that are none of those which this worker adapts."""
+        """Return the modules that an adapter has factors for but that this worker does not adapt."""
         manager = self.model_runner.lora_manager._adapter_manager
         adapter_weights = manager.get_adapter(adapter)
         reached = {id(manager._get_lora_layer_weights(adapter_weights, name)) for name in manager.modules}

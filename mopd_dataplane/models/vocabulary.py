@@ -1,8 +1,8 @@
-"""Compares two vocabularies by what their ids stand for: which teachers may judge which student's tokens.
+"""Compares two vocabularies by the texts of their ids: decides which teachers may score which student's tokens.
 
-What must agree are the texts of ordinary tokens. A base model and an instruct model of one family name other tokens as
-ends and padding, one of them may have more added tokens, and a family of its own may relabel the special ones; all of
-that is reported with what follows from it, and refused nowhere.
+The texts of ordinary tokens must agree. A base model and an instruct model of one family use different tokens as ends
+and padding, one of them may have more added tokens, and another family may rename the special ones. All of that is
+reported with its consequences, and refused nowhere.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _EXAMPLES = 3
-"""Tokens that a message shows."""
+"""Number of tokens that a message shows."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids of a tokenizer and what they stand for."""
+    """Ids of a tokenizer and their texts."""
 
     texts: dict[int, str]
     """Text of each id as its model writes it: pieces of bytes or characters, and added tokens as they are."""
     added: frozenset[int]
     """Ids of added tokens, special ones and whole words, which the splitting algorithm does not make."""
     special: frozenset[int]
-    """Those of them that the tokenizer calls special."""
+    """Ids in `added` that the tokenizer marks as special."""
     end: int | None
-    """Id of the tokenizer's end of sequence."""
+    """Id of the tokenizer's end-of-sequence token."""
     roles: dict[str, int | None]
     """Ids of `bos`, `eos` and `pad`."""
     splitting: str
@@ -62,10 +62,10 @@ def _splitting(tokenizer: PreTrainedTokenizerBase) -> str:
 def compare_vocabularies(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, ends_mapped: bool = False
 ) -> tuple[str, ...]:
-    """Differences between the tokenizers of a student and of the teacher `name` that do not keep it from judging the
-    student's tokens, each as a sentence with what follows. ends_mapped: whether teachers.NAME.end is "map".
+    """Compare the tokenizers of a student and of the teacher `name`. Returns harmless differences, as sentences.
 
-    Raises MismatchError when an ordinary token of one stands for another text in the other.
+    Each sentence says what follows from the difference. ends_mapped: teachers.NAME.end is "map".
+    Raises MismatchError when an ordinary token of one has another text in the other.
     """
     ours, theirs = vocabulary_of(student), vocabulary_of(teacher)
     other = [index for index, text in ours.texts.items() if theirs.texts.get(index, text) != text]
@@ -146,13 +146,13 @@ def _differences(
 
 
 def unknown_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Tokens of the student, by id, that the teacher's tokenizer does not have."""
+    """Return the student's tokens that the teacher's tokenizer does not have, by id."""
     ours, theirs = vocabulary_of(student), vocabulary_of(teacher)
     return {index: text for index, text in ours.texts.items() if index not in theirs.texts}
 
 
 def _is_marker(vocabulary: Vocabulary, index: int) -> bool:
-    """Whether an id is an added token that marks structure, such as `<|im_end|>`, and not a word of the text."""
+    """Check if an id is an added token that marks structure, such as `<|im_end|>`, and not a word of the text."""
     text = vocabulary.texts[index]
     bracketed = (text[:1], text[-1:]) in (("<", ">"), ("[", "]"))
     return index in vocabulary.special or (index in vocabulary.added and bracketed)

@@ -13,6 +13,7 @@ from mopd_dataplane.query.change_marks import change_rows
 from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
+from mopd_dataplane.query.signal_health import SIGNAL_HEALTH, SIGNAL_PROBES
 from mopd_dataplane.query.statistics import recover, share, standard_error
 from mopd_dataplane.store.format.dataset_format import sql_name
 
@@ -136,6 +137,8 @@ class Measures:
         from events where kind = 'quantisation' group by teacher order by teacher""")
     self_checks: Rows = _answer(SELF_CHECKS)
     sampler_gaps: Rows = _answer(SAMPLER_GAPS)
+    signal_health: Rows = _answer(SIGNAL_HEALTH)
+    signal_probes: Rows = _answer(SIGNAL_PROBES)
     job: dict[str, Any]
     """Settings of the job, empty where none made the store."""
     changes: Rows

@@ -154,7 +154,7 @@ def test_a_condition_that_cannot_be_met_is_refused(store, where, error, message)
 def test_a_window_that_the_stream_does_not_walk_is_refused(store, served):
     with (
         stream_of(store, served, windows=[1]) as stream,
-        pytest.raises(InputError, match=r"window 0, this stream walks \[1\]"),
+        pytest.raises(InputError, match=r"window 0, but this stream reads windows \[1\]"),
     ):
         stream.load_state_dict({"window": 0, "step": 0})
 
