@@ -1,4 +1,4 @@
-"""Row 21 of the fault list: sequences of operations and faults on whole stores, each step checked against a model."""
+"""Row 22 of the fault list: sequences of operations and faults on whole stores, each step checked against a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def simulated_stores(count: int, seed: int) -> Tally:
 
 ROWS = [
     Row(
-        21, "whole stores: sequences of operations and faults", "the invariants of docs/durability.md after each step",
+        22, "whole stores: sequences of operations and faults", "the invariants of docs/durability.md after each step",
         simulated_stores, (200, 200, 10_000),
     ),
 ]  # fmt: skip

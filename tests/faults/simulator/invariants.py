@@ -51,7 +51,7 @@ def check_deletions(model: Model, reader: Reader) -> None:
 
 
 def check_rows(model: Model, rows: dict[str, list[tuple[Key, Value]]]) -> None:
-    """I1 to I3, I5 and I8: rows of every table."""
+    """I1 to I5 and I8: rows of every table."""
     for table, pairs in rows.items():
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if twice:
@@ -62,7 +62,8 @@ def check_rows(model: Model, rows: dict[str, list[tuple[Key, Value]]]) -> None:
             if not allowed:
                 raise Violation(f"I3: {table} has {key}, which no writer that is alive has committed")
             if value not in allowed:
-                raise Violation(f"I3: {table} {key} is {value}, committed was {allowed}")
+                number = "I4" if table in ("samples", "scores") else "I3"
+                raise Violation(f"{number}: {table} {key} is {value}, committed was {allowed}")
             uid, prompt = about(table, key)
             if model.named(uid, prompt, finished=True) and not model.is_straggler(uid, prompt):
                 raise Violation(f"I8: {table} has {key}, which was deleted")
