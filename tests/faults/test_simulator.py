@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,3 +100,11 @@ def test_a_call_goes_on_where_an_earlier_one_was_interrupted(tmp_path: Path) -> 
     assert done.stdout.startswith("3 of 3 seeds run, 0 failed")
     lines = notes.read_text().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == [0, 1, 2]
+
+
+def test_the_page_names_the_invariants_that_the_simulator_checks() -> None:
+    page = (SCRIPT.parents[2] / "docs" / "durability.md").read_text()
+    listed = re.findall(r"^\| (I\d+) \|", page, re.MULTILINE)
+    source = "".join(file.read_text() for file in (SCRIPT.parent / "simulator").glob("*.py"))
+    assert listed == [f"I{number}" for number in range(1, len(listed) + 1)]
+    assert set(re.findall(r'"(I\d+)[:"]', source)) == set(listed)

@@ -26,6 +26,10 @@ ACTIVE = 0.55
 """Share of the operations that a seed uses: sequences of few kinds reach states that mixtures of all do not."""
 
 
+OFTEN = 6
+"""Factor for one operation of each seed, which so meets itself."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What befalls an operation: killed or suspended at its `after`-th pause, or its `after`-th call of the disk."""
@@ -55,7 +59,8 @@ def sequence(seed: int) -> list[Step]:
     draw = random.Random(seed)
     operations = [name for name in WEIGHTS if name in ALWAYS or draw.random() < ACTIVE]
     faults = [kind for kind in FAULTS if draw.random() < ACTIVE]
-    weights = [WEIGHTS[name] for name in operations]
+    often = draw.choice(operations)
+    weights = [WEIGHTS[name] * (OFTEN if name == often else 1) for name in operations]
     steps = []
     for _ in range(draw.randint(LENGTH - 3, LENGTH + 3)):
         [operation] = draw.choices(operations, weights)
