@@ -34,7 +34,7 @@ def publish_file(target: Path, content: bytes) -> None:
     Raises InputError when something else than a file has the name, DeadlineError when another process never ends.
     """
     check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
         file.truncate()
@@ -51,7 +51,7 @@ def create_file(target: Path, content: bytes) -> bool:
     Processes that do so at the same time take turns, so one of them makes the file. Raises what publish_file does.
     """
     check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
         if target.exists():
@@ -133,6 +133,14 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
+def make_durable_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder and those above it that are missing; their names survive a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    for path in missing:
+        fsync(path.parent)
+
+
 def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
     """Make a folder once and durably; one that is there is left alone.
 
@@ -182,14 +190,14 @@ def publish_folder(staging: Path, target: Path) -> None:
     """Sync every file of a folder, rename it into place and sync the directory."""
     for file in [*staging.rglob("*"), staging]:
         fsync(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging.rename(target)
     fsync(target.parent)
 
 
 def duplicate_file(file: Path, target: Path) -> None:
     """A durable copy of a file that shares nothing with it: damage of one is not damage of the other."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.copied")
     shutil.copyfile(file, staging)
     fsync(staging)

@@ -75,7 +75,7 @@ class Table:
         self._newest = 0
         """The newest version that this process has seen, in a folder."""
         self._torn: dict[int, Path] = {}
-        """Manifests by version that a power cut left above the newest acknowledged one; readers pass them over."""
+        """Manifests by version, from the first that a power cut tore on: never acknowledged; readers pass them over."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -154,7 +154,7 @@ class Table:
                 set_aside(path)
             warnings.warn(
                 f"{self.uri}: version {version} was being committed when the machine stopped, and was never "
-                f"acknowledged; its torn manifest is set aside as {path.stem}.torn, nothing acknowledged is lost",
+                f"acknowledged; its manifest is set aside as {path.stem}.torn, nothing acknowledged is lost",
                 stacklevel=2,
             )
         self._torn = {}
@@ -285,10 +285,11 @@ class Table:
         may then have dropped this one, so nothing is left to do. Raises LostFileError for a file that is gone
         otherwise.
         """
-        if self.barrier is None or self._acknowledged.newest() < dataset.version:
+        acknowledged = self._acknowledged.newest()
+        if self.barrier is None or acknowledged < dataset.version:
             try:
                 if self.barrier is not None:
-                    self.barrier.sync_version(dataset)
+                    self.barrier.sync_version(dataset, since=acknowledged)
                 self._acknowledged.record(dataset.version)
             except LostFileError:
                 if self._acknowledged.newest() < dataset.version:
