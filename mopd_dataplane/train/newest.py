@@ -1,4 +1,4 @@
-"""The name of a stage's newest checkpoint. Needs no torch, because copying a store must not need it."""
+"""Name of a stage's newest checkpoint. Needs no torch, because copying a store must not need it."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ NAME = re.compile(r"step-\d{8,}")
 LATEST = "latest"
 """File that names the newest complete checkpoint."""
 KEEP = 2
-"""Checkpoints of a stage that are kept, beside the trainer and in a store on an object store."""
+"""Number of checkpoints of a stage that stay, beside the trainer and in a store on an object store."""
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
+    """Return the name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
 
-    A bare name is taken too, so that a person can point at another checkpoint.
+    The file may also hold a bare name without a checksum, so that a person can select another checkpoint.
     """
     pointer = folder / LATEST
     if not pointer.is_file():
@@ -32,5 +32,5 @@ def newest_checkpoint(folder: Path) -> str:
 
 
 def name_newest(folder: Path, name: str) -> None:
-    """Point at a complete checkpoint, durably."""
+    """Point `latest` at a complete checkpoint, durably."""
     publish_file(folder / LATEST, seal({"checkpoint": name}))
