@@ -8,5 +8,5 @@ flusher.py       group commit: one thread syncs for all callers
 filesystem.py    acknowledgement levels, and which of them a file system supports
 ownership.py     one writer per log
 recovery.py      rebuilds the ledger from the log of a dead process
-ledger.py        the state that replaying records gives, in a live and in a recovered process
+ledger.py        the state from replayed records, the same in a live and in a recovered process
 """
