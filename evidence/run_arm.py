@@ -39,7 +39,7 @@ from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.steps.evaluate import answer
-from mopd_dataplane.run.steps.reward import Verifiers
+from mopd_dataplane.run.steps.verifiers import Verifiers
 from mopd_dataplane.score.reward import Unscorable
 
 DISTANCE_PROMPTS = 100

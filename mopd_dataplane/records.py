@@ -181,7 +181,9 @@ class Signal:
     logprob_std: float | None = None
     """Kind logprob: standard deviation of the teacher's log-probs over loss tokens."""
     teacher_entropy: NDArray[np.float32] | None = None
-    """Kind logprob, where statistics are kept: [M] entropy of the teacher's distribution; it goes to `token_stats`."""
+    """Kind logprob: [M] entropy of the teacher's distribution; None of a teacher that gives log-probs only."""
+    is_first_choice: NDArray[np.bool_] | None = None
+    """Kind logprob, where it was computed: [M] whether the teacher's likeliest token is the one written."""
 
 
 PER_TOKEN_STATS = (

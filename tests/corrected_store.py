@@ -34,7 +34,7 @@ class Scored:
         for iteration in range(ITERATIONS):
             # only p3 is asked in every iteration
             for i in [3, *(4 + PROMPTS * iteration + n for n in range(PROMPTS))]:
-                self.samples.append(_sample(f"p{i}", iteration, noise))
+                self.samples.append(bare_sample(f"p{i}", iteration, noise))
         self.rows = [int(row) for row in self.store.commit_samples(self.samples).rows]
         self.predicted: dict[str, list[np.ndarray]] = {}
         """For each teacher and sample, [M, V] log-probs at the trained tokens."""
@@ -95,15 +95,16 @@ class Scored:
         return result
 
 
-def _sample(prompt: str, iteration: int, noise: np.random.Generator) -> Sample:
-    mask = np.ones(LENGTH, np.uint8)
+def bare_sample(prompt: str, iteration: int, noise: np.random.Generator, *, length: int = LENGTH) -> Sample:
+    """A sample of random tokens, which nobody has scored or rewarded."""
+    mask = np.ones(length, np.uint8)
     mask[2] = 0  # a token of a tool
     return Sample(
         uid=sample_uid(0, "student", prompt, 0, iteration), prompt_id=prompt, group_id=f"{prompt}#{iteration}",
         group_index=0, iteration=iteration, domain="d", stage="student", writer="w", writer_seq=0, policy="student",
         temperature=1.0, top_p=1.0, top_k=0, prompt_len=2,
-        tokens=noise.integers(0, VOCABULARY, 2 + LENGTH).astype(np.int32),
-        logprobs=(-noise.exponential(0.5, LENGTH)).astype(np.float32) * mask, loss_mask=mask,
+        tokens=noise.integers(0, VOCABULARY, 2 + length).astype(np.int32),
+        logprobs=(-noise.exponential(0.5, length)).astype(np.float32) * mask, loss_mask=mask,
         version_starts=np.zeros(1, np.int32), versions=np.array([iteration], np.int32), finish_reason="stop",
         tokenizer="t",
     )  # fmt: skip

@@ -11,6 +11,7 @@ content, or does not exist.
 import hashlib
 import os
 import posixpath
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mopd_dataplane.base.files import publish_file, publish_folder
+from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError, UnknownNameError
 
 PathOrUrl = str | Path
@@ -228,6 +230,10 @@ def check_new(location: PathOrUrl) -> None:
         _check_writable(location)
     if exists(location):
         raise InputError(f"{location} exists; give a new place")
+    if not is_url(location):
+        above = next(folder for folder in local_path(location).absolute().parents if folder.exists())
+        if not above.is_dir():
+            raise InputError(f"{location} cannot be written: {above} is a file, not a folder; give a new place")
 
 
 @contextmanager
@@ -236,9 +242,8 @@ def scratch_beside(location: PathOrUrl) -> Iterator[Path]:
     parent = None if is_url(location) else local_path(location).parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    prefix = "mopd-" if parent is None else f".{local_path(location).name}."
-    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as scratch:
-        yield Path(scratch)
+    with scratch_folder(parent) as scratch:
+        yield scratch
 
 
 def publish_new(staging: Path, location: PathOrUrl) -> None:
@@ -307,13 +312,16 @@ def _reached(location: PathOrUrl) -> Iterator[tuple[Any, str]]:
         if not is_named:
             raise
         raise InputError(
-            f"{url}: nothing here opens {url.partition('://')[0]}:// ({error!s:.120}); "
+            f"{url}: nothing here opens {url.partition('://')[0]}:// ({error!s:.120}); give a path, or a URL that "
+            "begins with hf://, s3://, gs://, az:// or https://; other protocols need a package: "
             "pip install 'mopd-dataplane[files]', or what the message names"
         ) from None
     except PermissionError:
         raise InputError(f"{url}: access is refused; see docs/storage.md for where credentials come from") from None
     except TimeoutError:
         raise DeadlineError(f"{url}: no answer in time; run the same command again") from None
+    except (ConnectionError, socket.gaierror) as error:
+        raise DeadlineError(f"{url}: no server answers ({error.strerror}); check the name, or run again") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _CLIENTS:
             raise
@@ -326,7 +334,8 @@ def _reached(location: PathOrUrl) -> Iterator[tuple[Any, str]]:
         raise ResourceError(f"{url}: its server fails ({what}); run the same command again") from None
 
 
-_CLIENTS = ("aiohttp", "obstore", "_obstore", "botocore", "aiobotocore", "gcsfs", "adlfs", "huggingface_hub", "httpx")
+_CLIENTS = ("aiohttp", "obstore", "_obstore", "botocore", "aiobotocore", "gcsfs", "adlfs", "huggingface_hub", "httpx",
+            "ftplib", "paramiko")  # fmt: skip
 """Top-level modules whose exceptions come from a server or its client."""
 
 

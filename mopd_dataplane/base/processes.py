@@ -66,10 +66,14 @@ def exit_error(what: str, code: int) -> MopdError:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Create a private folder for the block, after removing those that killed processes left."""
-    _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A private folder for as long as the block; those that killed processes left behind are removed first.
+
+    parent: the folder to make it in, under a hidden name; by default that for temporary files.
+    """
+    prefix = _SCRATCH if parent is None else f".{_SCRATCH}"
+    _sweep(parent or Path(tempfile.gettempdir()), prefix)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as name:
         lock_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try_lock(lock_fd)
@@ -78,9 +82,9 @@ def scratch_folder() -> Iterator[Path]:
             os.close(lock_fd)
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: Path, prefix: str) -> None:
     """Remove scratch folders of this user that no living process holds."""
-    for left in folder.glob(f"{_SCRATCH}*"):
+    for left in folder.glob(f"{prefix}*"):
         try:
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

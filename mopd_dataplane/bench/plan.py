@@ -7,6 +7,7 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import pyarrow as pa
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.bench.calls import apart, seconds
 from mopd_dataplane.bench.opened import opened_files
-from mopd_dataplane.bench.synthetic import lengths_of
+from mopd_dataplane.bench.synthetic import bench_teacher, lengths_of
 from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
+from mopd_dataplane.run.conditions import with_conditions
 from mopd_dataplane.run.stage_rows import scan_stage
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.arrow_rows import token_rows
+from mopd_dataplane.store.rollouts.conditions import check_kind, empty_rollouts
+from mopd_dataplane.tables import TABLES
 
 CAP = 32_768
 PACKS_PER_STEP = 512
@@ -37,21 +41,33 @@ FIGURES = ("samples", "seconds", "density", "straggler_ratio", "peak_rss_bytes",
 """Names of the figures that scripts read; the others explain them."""
 
 
-def measure(samples: int, *, strict: bool = False, window: int = 0, folder: Path | None = None) -> dict[str, Any]:
+def measure(
+    samples: int, *, strict: bool = False, window: int = 0, where: str = "", folder: Path | None = None
+) -> dict[str, Any]:
     """Plan a store of `samples` samples (lognormal lengths, mean 4.3 k tokens) for 64 ranks and 10 teachers.
 
     strict: draw each batch before packing instead of packing first. window: samples planned at once; 0 takes all.
-    folder: where the store is made, and removed again. Returns FIGURES first, then the parts they are made of.
+    where: condition of `plan.where`; the store then has a reward and a divergence of every sample too. folder: where
+    the store is made, and removed again. Returns FIGURES first, then the parts they are made of. Raises QueryError.
     """
+    if where:
+        check_kind(where, empty_rollouts(TEACHERS), {}, "--where")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-plan-") as scratch:
-        apart(make_metadata, scratch, samples, timeout_s=TIMEOUT_S)
-        result: dict[str, Any] = apart(measure_here, scratch, samples, window or samples, strict, timeout_s=TIMEOUT_S)
+        apart(make_metadata, scratch, samples, bool(where), timeout_s=TIMEOUT_S)
+        result: dict[str, Any] = apart(
+            measure_here, scratch, samples, window or samples, strict, where, timeout_s=TIMEOUT_S
+        )
     return result
 
 
-def make_metadata(folder: str, samples: int) -> None:
-    """Make a store whose `samples` table has that many rows, in about the order in which they were admitted."""
+def make_metadata(folder: str, samples: int, judged: bool = False) -> None:
+    """Make a store whose `samples` table has that many rows, in about the order in which they were admitted.
+
+    judged: every sample has a reward, 0 or 1, and the divergence of its teacher.
+    """
     store = Store.create(folder)
+    for name in TEACHERS:
+        store.add_teacher(bench_teacher(name, 8))
     lengths = lengths_of(samples, longest=CAP)
     admitted = np.argsort(np.arange(samples) + np.random.default_rng(1).integers(0, DISORDER, samples), kind="stable")
 
@@ -67,19 +83,44 @@ def make_metadata(folder: str, samples: int) -> None:
             "loss_tokens": tokens - tokens // 4,
         }
 
-    filled_samples(store, samples, columns)
+    def judge(rows: slice, uids: pa.Array) -> None:
+        noise, count = np.random.default_rng((2, rows.start)), len(uids)
+        identity = {"uid": uids, "sample_row": np.arange(rows.start, rows.stop)}
+        rewards = noise.integers(0, 2, count).astype(np.float32)
+        store.table_handle("rewards").append(_filled("rewards", count, {**identity, "reward": rewards}))
+        teachers = pa.array(TEACHERS).take(pa.array(admitted[rows] % len(TEACHERS)))
+        divergences = noise.exponential(0.5, count).astype(np.float32)
+        scores = {**identity, "teacher": teachers, "mean_reverse_kl": divergences}
+        store.table_handle("scores").append(_filled("scores", count, scores))
+
+    filled_samples(store, samples, columns, before=judge if judged else None)
     store.table_handle("tokens").append(token_rows([bench_sample(0, 1)]))
 
 
-def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str, Any]:
+def _filled(table: str, count: int, values: Mapping[str, Any]) -> pa.Table:
+    """Rows of a table with these columns; the others are null, or empty where they may not be."""
+    columns = []
+    for field in TABLES[table].schema:
+        if field.name in values:
+            columns.append(pa.array(values[field.name]).cast(field.type))
+        elif field.nullable:
+            columns.append(pa.nulls(count, field.type))
+        else:
+            empty = "" if pa.types.is_string(field.type) else 0
+            columns.append(pa.repeat(pa.scalar(empty).cast(field.type), count))
+    return pa.table(columns, schema=TABLES[table].schema)
+
+
+def measure_here(uri: str, samples: int, window: int, strict: bool, where: str = "") -> dict[str, Any]:
     """Figures of planning in this process, which is confined to one core."""
     folder = Path(uri)
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     settings = sections.Plan(
         pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict,
         drop_last=window >= 100_000,  # a few samples do not fill one batch
+        where=where,
     )  # fmt: skip
-    read_s = plan_s = 0.0
+    read_s = choose_s = plan_s = 0.0
     planned: list[dict[str, float]] = []
     with opened_files(folder / "tokens" / "data") as payload, freed_memory_kept():
         wall, cpu, kernel = time.perf_counter(), time.process_time(), os.times().system
@@ -89,6 +130,9 @@ def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str,
             started = time.perf_counter()
             columns = _columns(store, snapshot, first, window)
             read_s += time.perf_counter() - started
+            started = time.perf_counter()
+            columns = with_conditions(store, settings, columns, snapshot, {})
+            choose_s += time.perf_counter() - started
             started = time.perf_counter()
             plan = build_window(
                 columns, settings, seed=0, stage="bench", window=number, snapshot=snapshot, teachers=list(TEACHERS),
@@ -111,7 +155,9 @@ def measure_here(uri: str, samples: int, window: int, strict: bool) -> dict[str,
         "cpu_seconds": cpu,
         "of which in the kernel, CPU s": kernel,
         "of which reading metadata, s": read_s,
+        "of which conditions, s": choose_s,
         "of which planning, s": plan_s,
+        "planned samples": int(sum(stats["samples"] for stats in planned)),
         "windows": len(planned),
         "steps": steps,
         "packs": packs,

@@ -23,17 +23,19 @@ def plan(
     samples: Annotated[int, Option("--samples", min=1000, help="Samples to plan.")] = 1_000_000,
     strict: Annotated[bool, Option("--strict", help="Draw each batch before packing it.")] = False,
     window: Annotated[int, Option("--window", min=0, help="Samples planned together; 0 takes all.")] = 0,
+    where: Annotated[str, Option("--where", metavar="SQL", help="Plan the samples that meet a condition.")] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
     """From the metadata of a store on disk to a finished plan: select, shuffle, pack, balance, teacher order.
 
     Seconds, density, straggler ratio, peak memory and payload bytes read, in a process of its own on one core, beside
-    the machine's limits. The store is made first, which is not timed. With --window, memory stays bounded.
+    the machine's limits. The store is made first, which is not timed. With --window, memory stays bounded. With
+    --where, every sample also has a reward and a divergence, and the condition is part of the time.
     """
     from mopd_dataplane.bench.plan import FIGURES, measure
 
-    figures = measure(samples, strict=strict, window=window, folder=folder)
+    figures = measure(samples, strict=strict, window=window, where=where, folder=folder)
     print_json({name: figures[name] for name in FIGURES}) if as_json else print_facts(figures)
 
 

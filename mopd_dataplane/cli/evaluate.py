@@ -30,6 +30,7 @@ TEACHER_HEAD = {
     "discrimination": "right > wrong",
     "calibration_error": "calib. error",
     "gradient_agreement": "push",
+    "failed": "failed checks",
 }
 """Fields of a comparison of teachers that are shown, and what stands above each."""
 
@@ -38,6 +39,9 @@ def teachers(
     of: OneStage,
     samples: Annotated[int, Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
     topk: Annotated[int, Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
+    where: Annotated[
+        str, Option("--where", metavar="SQL", help="Only answers that meet this condition, as reward > 0.")
+    ] = "",
     *,
     overrides: Given,
 ) -> None:
@@ -52,18 +56,22 @@ def teachers(
 
     from mopd_dataplane.run.steps.compare_teachers import compare_teachers
 
-    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
+    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, where=where, console=stderr())
     if overrides.as_json:
         print_json(rows)
         return
     for domain, scored in groupby(rows, key=lambda row: row["domain"]):
         print_title(domain)
         print_fitting(list(TEACHER_HEAD.values()), [[_shown(row[name]) for name in TEACHER_HEAD] for row in scored])
+    for text in (text for row in rows for text in row["failed"].values()):
+        note(text)
     note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
 
 
 def _shown(value: Any) -> Any:
-    """Two decimals: what is measured on a few hundred answers has no more."""
+    """Two decimals: what is measured on a few hundred answers has no more. Failed checks by their names."""
+    if isinstance(value, dict):
+        return ", ".join(value) or "none"
     return round(value, 2) if isinstance(value, float) else value
 
 

@@ -250,7 +250,8 @@ def reward(
     """Verify answers: compute one outcome reward for each sample that has none.
 
     An answer for which the reward function returns None, or takes longer than domains.NAME.reward_timeout_s, cannot be
-    scored: it is recorded as such and left out of its group.
+    scored: it is recorded as such and left out of its group. With --missing, held-out answers without a reward are
+    scored again too.
     """
     one_stage("reward_stage", of, overrides, missing=missing)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich.text import Text
 from typer import Argument, Option, Typer
 
 from mopd_dataplane.cli.answers import PANEL, TokenizerFolder
-from mopd_dataplane.cli.output import note, print_facts, print_json
+from mopd_dataplane.cli.output import note, print_facts, print_json, stderr
 from mopd_dataplane.cli.register import register
-from mopd_dataplane.errors import InputError
+from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -20,12 +24,28 @@ if TYPE_CHECKING:
 EXPORTED = 200
 """Samples of an export, unless the command line says how many."""
 NEWEST = "-created_at"
+WAIT_S = 0.5
+"""Pause between two looks for a store that does not exist yet."""
 
 
 def view(
-    stores: Annotated[list[str], Argument(metavar="STORE…", help="Folders or URIs of stores.")],
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 0,
-    follow: Annotated[bool, Option("--follow", help="Follow a running job, with its unfinished samples.")] = False,
+    stores: Annotated[
+        list[str], Argument(metavar="STORE…", help="Folders or URIs of stores, or a folder that has several.")
+    ],
+    port: Annotated[
+        int | None,
+        Option("--port", min=0, max=65535, help="Port on this machine, 0 for a free one; default: the store's own."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "--token-file", metavar="FILE", help="Take the token from FILE, so that bookmarks open after a restart."
+        ),
+    ] = None,
+    no_open: Annotated[bool, Option("--no-open", help="Open no browser, only print the address.")] = False,
+    follow: Annotated[
+        bool, Option("--follow", help="Follow a running job, with its unfinished samples; wait for a missing store.")
+    ] = False,
     export: Annotated[
         Path | None,
         Option(
@@ -52,11 +72,12 @@ def view(
 ) -> None:
     """Open rollouts in a browser: every sample, every token, every teacher.
 
-    A server on this machine's loopback interface prints an address with a token; requests without it are refused. The
-    first page shows what each teacher corrects in the student's answers, version by version; with --export FILE.html it
-    becomes one file to send around. The others filter a table of samples by histograms or SQL, show all teachers over
-    one text, the answers to a prompt side by side, the history of a sample, and the curves and times of the run. The
-    server writes nothing but labels. Ctrl-C ends it.
+    A server on this machine's loopback interface prints an address with a token; requests without it are refused. A
+    store has the same port at every start; a second line is the command for another machine. Of several stores, or a
+    folder of them, a table shows how far each is. The first page of a store shows what each teacher corrects in the
+    student's answers, version by version; with --export FILE.html it becomes one file to send around. The others filter
+    a table of samples by histograms or SQL, show all teachers over one text, the answers to a prompt side by side, the
+    history of a sample, and the curves and times of the run. The server writes nothing but labels. Ctrl-C ends it.
     """
     if export is None and (where or order or sample or limit is not None or as_json):
         raise InputError(
@@ -65,18 +86,14 @@ def view(
     if export is not None and follow:
         raise InputError("an export shows a store as it is; --follow is of the page that a server shows")
 
+    if export is None:
+        with suppress(KeyboardInterrupt):  # this is how it ends
+            _serve(stores, port, token_file, tokenizer, follow=follow, opens=not no_open)
+        return
+
     from mopd_dataplane import open_store
 
     opened = [open_store(uri) for uri in stores]
-    if export is None:
-        from mopd_dataplane.view.server import serve
-
-        with suppress(KeyboardInterrupt):  # this is how it ends
-            serve(
-                opened, port=port, tokenizer=tokenizer, follow=follow,
-                announce=lambda address: print(address, flush=True),
-            )  # fmt: skip
-        return
     if len(opened) != 1:
         raise InputError(f"an export is of one store, {len(opened)} were given")
     done = _export(opened[0], export, tokenizer, sample=sample, where=where, order=order, limit=limit)
@@ -85,6 +102,60 @@ def view(
     else:
         print_facts(vars(done))
         note(f"open {done.path} in a browser")
+
+
+def _serve(
+    names: list[str], port: int | None, token_file: Path | None, tokenizer: Path | None, *, follow: bool, opens: bool
+) -> None:
+    """Answer for these stores and folders of stores until Ctrl-C."""
+    from mopd_dataplane.view.addresses import has_browser, new_token, open_browser, token_in, tunnel
+    from mopd_dataplane.view.server import Answering, serve
+
+    def announce(server: Answering) -> None:
+        print(server.address, flush=True)
+        stderr().print(Text(f"from another machine: {tunnel(server.port)}", style="dim"), soft_wrap=True)
+        if opens and sys.stdout.isatty() and has_browser(os.environ):
+            open_browser(server.opening)
+
+    token = token_in(token_file) if token_file is not None else new_token()
+    stores = [store for name in names for store in _stores_at(name, follow=follow)]
+    serve(stores, port=port, token=token, tokenizer=tokenizer, follow=follow, announce=announce)
+
+
+def _stores_at(name: str, *, follow: bool) -> list[Store]:
+    """The store of this name, or those in the folder, the newest first. follow: wait for one that does not exist yet.
+
+    Raises UnknownNameError where there is none.
+    """
+    from mopd_dataplane import open_store
+
+    is_announced = False
+    while True:
+        try:
+            return [open_store(name)]
+        except UnknownNameError:
+            if stores := _stores_in(Path(name)):
+                return stores
+            if not follow:
+                raise
+        if not is_announced:
+            note(f"there is no store at {name} yet: waiting for one; Ctrl-C ends")
+            is_announced = True
+        time.sleep(WAIT_S)
+
+
+def _stores_in(folder: Path) -> list[Store]:
+    """The stores right inside a folder, the newest first; one that cannot be opened is named and left out."""
+    from mopd_dataplane import open_store
+    from mopd_dataplane.store.location import MARK
+
+    stores = []
+    for mark in sorted(folder.glob(f"*/{MARK}"), key=lambda mark: -mark.stat().st_mtime):
+        try:
+            stores.append(open_store(str(mark.parent)))
+        except MopdError as error:
+            note(f"left out: {error}")
+    return stores
 
 
 def _export(

@@ -32,18 +32,21 @@ class TrainsFromStore:
     def __init__(
         self, *arguments: Any, store: str | Path | Store, stage: str, objective: Objective | Mapping[str, Any],
         windows: Sequence[int] | None = None, temperature: float = 1.0, max_new_tokens: int = 1, verifier: str = "",
-        pass_tokens: int = 0, **others: Any,
+        pass_tokens: int = 0, where: str = "", **others: Any,
     ) -> None:  # fmt: skip
         """store: with planned windows of `stage`; windows: those to train on, by default all. objective: as a job file
         declares it. temperature, max_new_tokens: of the sampler, where the objective reads them. verifier: whose
-        rewards. pass_tokens: most tokens of one forward pass; 0 takes whole packs. The rest goes to the trainer.
+        rewards. pass_tokens: most tokens of one forward pass; 0 takes whole packs. where: condition on the planned
+        samples, in SQL over the table of rollouts; those that do not meet it are left out. The rest goes to the
+        trainer.
 
-        Raises InputError for an objective or a window that does not exist, and for settings that would make the loss
+        Raises QueryError for a condition that cannot be answered, and InputError for one that leaves no sample of a
+        window, for an objective or a window that does not exist, and for settings that would make the loss
         another: gradient accumulation, several processes, float16.
         """
         opened = store if isinstance(store, Store) else Store.open(store)
         declared = parsed_objective(objective)
-        spec = LoadSpec.for_stage(stage, Load(), declared, verifier=verifier)
+        spec = LoadSpec.for_stage(stage, Load(), declared, verifier=verifier, where=where)
         self._steps = PlannedSteps(opened, spec, windows)
         self._store_loss = StoreLoss(
             opened, declared, temperature=temperature, max_new_tokens=max_new_tokens, pass_tokens=pass_tokens

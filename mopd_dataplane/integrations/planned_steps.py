@@ -8,6 +8,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.load.client import LoadedBatch
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.stream import BatchStream
+from mopd_dataplane.load.windows import window_plan
 from mopd_dataplane.store.dataset import Store
 
 
@@ -19,7 +20,7 @@ class PlannedSteps(IterableDataset[dict[str, LoadedBatch]]):
 
     def __init__(self, store: Store, spec: LoadSpec, windows: Sequence[int] | None = None) -> None:
         """windows: those to read; None reads all that are planned at this time. Raises InputError when there are
-        none."""
+        none, and what window_plan raises."""
         planned = store.plans(spec.stage)
         chosen = list(planned if windows is None else windows)
         if not chosen or not set(chosen) <= set(planned):
@@ -28,7 +29,7 @@ class PlannedSteps(IterableDataset[dict[str, LoadedBatch]]):
                 "them first: mopd plan JOB"
             )
         self._uri, self._spec, self._windows = store.uri, spec, chosen
-        self._steps = sum(len(plan.step_starts) - 1 for window in chosen if (plan := store.plan(spec.stage, window)))
+        self._steps = sum(len(plan.step_starts) - 1 for window in chosen if (plan := window_plan(store, spec, window)))
         self._stream: BatchStream | None = None
 
     def __len__(self) -> int:

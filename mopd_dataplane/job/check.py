@@ -36,6 +36,7 @@ def check_references(job: Job, where: str) -> None:
                 f'{at}.concurrent: data = "{stage.data}" has no rollout to run beside; set data = "rollout", or false'
             )
         _check_retention(job, stage, where)
+        _check_replay(job, stage, at)
         _check_scale(job, stage, at)
         _check_choices(stage, at)
         _check_lora(stage, at)
@@ -99,6 +100,19 @@ def _check_retention(job: Job, stage: Stage, where: str) -> None:
         )
 
 
+def _check_replay(job: Job, stage: Stage, at: str) -> None:
+    """Refuse a retention that frees the hidden states of samples that may be replayed."""
+    replay, retain = stage.plan.replay, job.retain
+    if replay is None or stage.data != "rollout" or "hidden" not in job.objective(stage).signals:
+        return
+    if retain.hidden_passes or 0 < retain.hidden_versions <= replay.iterations:
+        raise JobFileError(
+            f"{at}.plan.replay: samples of {replay.iterations} iterations before may be trained on again, and retain "
+            f"frees hidden states earlier (hidden_passes = {retain.hidden_passes}, hidden_versions = "
+            f"{retain.hidden_versions}); set hidden_passes = 0 and hidden_versions to 0 or above {replay.iterations}"
+        )
+
+
 def _check_scale(job: Job, stage: Stage, at: str) -> None:
     term = job.objective(stage).policy_gradient
     if job.scale.context_parallel > 1 and term is not None and term.correction == "mis":
@@ -116,16 +130,16 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
 def _check_choices(stage: Stage, at: str) -> None:
     plan = stage.plan
     choices = {"where": plan.where, "groups": plan.groups != "all", "limit": plan.limit, "weight": plan.weight,
-               "order": plan.order}  # fmt: skip
+               "order": plan.order, "replay": plan.replay}  # fmt: skip
     for key in (key for key, value in choices.items() if value and stage.concurrent):
         raise JobFileError(
             f"{at}.plan.{key}: a concurrent stage plans samples in the order in which they were begun, before the "
             f"others of their domain are there to compare them with; set concurrent = false, or leave {key} out"
         )
-    if plan.weight and not plan.limit:
+    if plan.weight and not (plan.limit or plan.replay):
         raise JobFileError(
             f"{at}.plan.weight = {plan.weight!r:.200} says how likely a sample is drawn, but not how many are; set "
-            "plan.limit to that number"
+            "plan.limit to that number, or plan.replay"
         )
     if plan.order and not plan.strict_batches:
         raise JobFileError(
@@ -178,6 +192,7 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
             'not from what the student keeps; take "sampling_mask" out of rollout.record, or set teacher_mix = 0'
         )
+    _check_until(job, stage, at)
     kind, recorded_kinds = engine_kind(job.engine.kind), set(rollout.record)
     if not recorded_kinds <= set(kind.records):
         raise JobFileError(
@@ -221,6 +236,41 @@ def _check_reads(job: Job, stage: Stage, at: str) -> None:
             f'{at}.score.reads = "extract_hidden_states" is for teachers that vLLM runs on this machine, but teacher '
             f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
         )
+
+
+def _check_until(job: Job, stage: Stage, at: str) -> None:
+    """Refuse `rollout.until` where rewards cannot end the sampling, or no further prompts are left."""
+    rollout, until = stage.rollout, stage.rollout.until
+    if until is None:
+        return
+    total = sum(job.domains[name].train for name in job.domains_of(stage))
+    counted = all(job.domains[name].source != "store" for name in job.domains_of(stage))
+    count = rollout.prompts_per_iteration
+    if stage.concurrent:
+        problem = "a concurrent stage samples before rewards are known; set concurrent = false, or leave until out"
+    elif stage.discriminator:
+        problem = "a discriminator rewards an iteration after all of it is sampled; leave one of the two out"
+    elif not job.objective(stage).needs_rewards:
+        problem = (
+            f"objective {stage.objective!r} trains on no rewards; give its policy_gradient a reward_coef, or leave "
+            "until out"
+        )
+    elif rollout.group_size == 1:
+        problem = "rollout.group_size = 1, and the rewards of a group of one never differ; set it to 2 or more"
+    elif stage.plan.groups != "spread":
+        problem = (
+            f"plan.groups = {stage.plan.groups!r} also trains on groups whose rewards are all equal; set plan.groups = "
+            '"spread"'
+        )
+    elif not count or (counted and count * until.at_most > total):
+        problem = (
+            f"at_most = {until.at_most} times rollout.prompts_per_iteration = {count or total} are more than the "
+            f"{total} training prompts of the stage's domains; lower prompts_per_iteration or at_most, or raise "
+            "domains.*.train"
+        )
+    else:
+        return
+    raise JobFileError(f"{at}.rollout.until: {problem}")
 
 
 def _check_discriminator(job: Job, stage: Stage, earlier: list[str], at: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from mopd_dataplane.job.further_samples import Replay, Until
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.section import ChangeClass, Fixed, Free, FromHere, Section
 from mopd_dataplane.job.values import (
@@ -230,6 +231,8 @@ class Rollout(Section):
     """Samples of each prompt and iteration; a group advantage compares them."""
     prompts_per_iteration: int = Field(default=0, ge=0)
     """0 takes every training prompt of the stage's domains once per iteration."""
+    until: Until | None = None
+    """Further prompts for iterations with too few groups whose rewards differ."""
     weight_change: Literal["pin", "span"] = "pin"
     """Which policy finishes a sample that a weight change interrupts."""
     teacher_mix: float = Field(default=0.0, ge=0, lt=1)
@@ -251,6 +254,11 @@ class Rollout(Section):
                 f"found {self.top_k} (beside top_p it may be wide: 1000 rarely cuts more than top_p does)"
             )
         return self
+
+    @property
+    def most_rounds(self) -> int:
+        """Most rounds of sampling in an iteration, each of `prompts_per_iteration` prompts."""
+        return self.until.at_most if self.until else 1
 
 
 class Score(Section):
@@ -282,6 +290,12 @@ class Score(Section):
     stats: Free[Literal["off", "sampled", "full"]] = "sampled"
     """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
     eight, or of all. Not of a teacher that gives log-probs only."""
+    on_unhealthy: Free[Literal["refuse", "warn"]] = "warn"
+    """What follows when a teacher's signal fails a check of docs/signal_health.md: stop before training on it, or warn
+    once."""
+    probe: Free[int] = Field(default=16, ge=0)
+    """Reference answers of each domain that teachers and the stage's start read before the first step, for these
+    checks; 0 for no probe."""
     device: Free[Device] = "auto"
     """Device on which `hf` runs teachers, and on which signals from vLLM's states, a discriminator and the reverse KL
     of an evaluation are computed."""
@@ -328,45 +342,13 @@ class Plan(Section):
     """Expression, 0 or more, in proportion to which the samples of `limit` are drawn; default: all alike."""
     order: str = ""
     """Expression by which samples are trained on, small values first; default: in random order."""
+    replay: Replay | None = None
+    """Older samples that are trained on once more, in a stage that rolls out."""
     max_staleness: int = Field(default=0, ge=0)
-    """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
+    """Largest allowed age in policy versions, in a concurrent stage and of replayed samples; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"
     """Concurrent stages: `wait` holds training back while samples in flight would become older than max_staleness,
     `drop` leaves out those that did."""
-
-
-class Scale(Section):
-    """Processes that share the work. No sample, plan or loss depends on them, and they may change at any restart."""
-
-    change = ChangeClass.FREE
-    ranks: int = Field(default=1, ge=1)
-    """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share a pack, each with a part of its tokens, for packs too long for one; divides the ranks of a node.
-    The others are data parallel."""
-    rank_deadline_s: float = Field(default=600.0, gt=0)
-    """Longest wait of one rank for another."""
-    engines: int = Field(default=1, ge=1)
-    """Engine replicas that roll out under `--ray`; those the cluster has no room for join as soon as it has."""
-    engine_cpus: float = Field(default=1.0, ge=0)
-    """Processor cores that each engine replica reserves in the Ray cluster."""
-    engine_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that each engine replica reserves in the Ray cluster."""
-    teacher_cpus: float = Field(default=1.0, ge=0)
-    """Processor cores that each teacher reserves in the Ray cluster while it scores."""
-    teacher_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that each teacher reserves in the Ray cluster while it scores."""
-
-    @property
-    def data_parallel(self) -> int:
-        """Groups of ranks that each read packs of their own."""
-        return self.ranks // self.context_parallel
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> Scale:
-        if self.ranks % self.context_parallel:
-            raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
-        return self
 
 
 class Discriminator(Section):

@@ -16,6 +16,8 @@ class LoadSpec(Load):
 
     stage: str
     """Stage whose plan windows are served."""
+    where: str = ""
+    """Condition on their samples, in SQL over the table of rollouts; those that do not meet it are left out."""
     signals: tuple[Annotated[str, Field(pattern=f"^{PLUGIN_KIND.pattern}$")], ...] = ()
     """Kinds of signals of each pack's own teacher: logprob, topk, hidden, or another package's."""
     topk_source: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
@@ -37,15 +39,17 @@ class LoadSpec(Load):
 
     @classmethod
     def for_stage(
-        cls, stage: str, load: Load, objective: Objective, *, topk_source: str = "", verifier: str = ""
+        cls, stage: str, load: Load, objective: Objective, *, topk_source: str = "", verifier: str = "", where: str = ""
     ) -> LoadSpec:
         """Build the spec for a stage: the fields that its objective needs, under the job's [load] settings.
 
-        topk_source: the stage's `score.topk_source`. verifier: whose rewards are used, if there are several.
+        topk_source: the stage's `score.topk_source`. verifier: whose rewards are used, if there are several. where:
+        condition on the samples.
         """
         gradient = objective.policy_gradient
         return cls(
             stage=stage,
+            where=where,
             signals=objective.signals,
             topk_source=topk_source if "topk" in objective.signals else "",
             reference=gradient.reference if gradient else "",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.plan.restrict import restrict
+from mopd_dataplane.records import PlanWindow
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -20,6 +22,20 @@ POLL_INTERVAL_S = 0.01
 
 Beat = Callable[[str], None]
 """Called with the reason while a trainer waits. Sends it to the trainer, and raises when the trainer is gone."""
+
+
+def window_plan(store: Store, spec: LoadSpec, window: int) -> PlanWindow | None:
+    """The recorded plan of a window, with the samples alone that meet the spec's condition; None while there is none.
+
+    Raises QueryError for a condition that cannot be answered, InputError for one that leaves no sample.
+    """
+    plan = store.plan(spec.stage, window)
+    if plan is None or not spec.where or not len(plan.sample_rows):
+        return plan
+    from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
+
+    rows = Conditions(store, plan.snapshot, job_questions(store)).rows(spec.where, "where")
+    return restrict(plan, rows, spec.where)
 
 
 class Windows:
@@ -39,11 +55,12 @@ class Windows:
         """Return the window, opening it if it is planned, or None while it is not planned."""
         with self._lock:
             if window not in self._open:
-                plan = self._store.plan(self._spec.stage, window)
+                plan = window_plan(self._store, self._spec, window)
                 if plan is None:
                     return None
                 source = WindowSource(self._store, plan, self._spec)
-                if (before := self._open.get(window - 1)) is not None:
+                before = self._open.get(window - 1)
+                if before is not None and not self._spec.where:  # a condition may have left out steps of it
                     source.first_step = before.first_step + before.steps
                 else:
                     source.first_step = self._store.steps_before(self._spec.stage, window)

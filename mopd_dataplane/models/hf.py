@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
 from mopd_dataplane.base.files import file_digest, make_folder
+from mopd_dataplane.base.tensor_header import check_tensor_files
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -51,6 +52,7 @@ def weights_digest(folder: str | Path) -> str:
     Raises UnknownNameError without weights, DamagedError when a file has changed since it was written.
     """
     root = Path(folder).resolve()
+    check_tensor_files(root)
     if is_adapter(root):
         return _adapter_digest(root)
     files = [*sorted(root.glob("*.safetensors")), root / "config.json"]
@@ -119,14 +121,16 @@ def check_model_folder(folder: str | Path) -> None:
     """Check a model folder without reading its weights.
 
     Raises UnknownNameError when there is no config or no weights, InputError when the config is not one that
-    transformers reads without running code of the folder.
+    transformers reads without running code of the folder, DamagedError when a header of the weights does not fit them.
     """
     if is_adapter(folder):
         read_adapter_config(folder)
+        check_tensor_files(Path(folder))
         folder = base_folder(folder)
     _require_folder(folder)
     if not any(Path(folder).glob("*.safetensors")):
         raise UnknownNameError(f"no model weights (*.safetensors) in {folder}; pickled weights are refused")
+    check_tensor_files(Path(folder))
     from transformers import AutoConfig
 
     with _opening(folder, "config"):
@@ -193,6 +197,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
         adapted = load_model(base_folder(folder), dtype=dtype, device=device)
         attach(adapted, folder, "policy")
         return adapted
+    check_tensor_files(Path(folder))
     with _opening(folder, "model"):
         config = AutoConfig.from_pretrained(str(folder), **LOCAL)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

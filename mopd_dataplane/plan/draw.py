@@ -37,6 +37,21 @@ def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -
     """
     if not settings.limit:
         return Drawn(columns=columns)
+    drawn = take(columns, settings, group_size, key)
+    if not len(drawn.columns):
+        usable = (len(columns) - len(drawn.dropped.get("weight", ()))) // group_size
+        raise InputError(
+            f"plan.limit = {settings.limit} takes none of {usable:,} samples or groups of a weight above 0 (of "
+            f"{len(columns) // group_size:,}): raise plan.limit, or give some sample a weight above 0"
+        )
+    return drawn
+
+
+def take(columns: Columns, settings: sections.Plan, group_size: int, key: int) -> Drawn:
+    """Take samples as `draw` does; none where no group fits the limit or no weight is above 0.
+
+    Raises InputError for a negative or infinite weight.
+    """
     units = Units.of(columns, group_size)
     if settings.weight:
         weights = units.means(_checked(columns))
@@ -51,11 +66,6 @@ def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -
     usable = int(np.count_nonzero(weights > 0))
     fits = int(np.searchsorted(np.cumsum(units.sizes()[in_turn]), settings.limit, side="right"))
     taken, weightless = in_turn[: min(fits, usable)], in_turn[usable:]
-    if not len(taken):
-        raise InputError(
-            f"plan.limit = {settings.limit} takes none of {usable:,} samples or groups of a weight above 0 (of "
-            f"{len(in_turn):,}): raise plan.limit, or give some sample a weight above 0"
-        )
     positions = np.sort(units.samples(np.sort(taken))[0])
     left = {"weight": weightless, "limit": in_turn[len(taken) : usable]}
     rows = {reason: np.sort(columns.sample_rows[units.samples(part)[0]]) for reason, part in left.items() if len(part)}
@@ -72,9 +82,13 @@ def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -
 
 def importance_of(rows: Ints, sample_rows: Ints, importance: Floats) -> list[float]:
     """Return the weights of samples in the order of `rows`, to be recorded. sample_rows: the row of each weight."""
-    by_row = np.argsort(sample_rows)
-    chosen = importance[by_row[np.searchsorted(sample_rows[by_row], rows)]]
-    return [float(f"{value:.9g}") for value in chosen.tolist()]
+    return [float(f"{value:.9g}") for value in aligned(rows, sample_rows, importance).tolist()]
+
+
+def aligned(rows: Ints, value_rows: Ints, values: Floats) -> Floats:
+    """[n] the value of each of `rows`. value_rows: the row that each value belongs to."""
+    by_row = np.argsort(value_rows)
+    return values[by_row[np.searchsorted(value_rows[by_row], rows)]]
 
 
 def _checked(columns: Columns) -> Floats:

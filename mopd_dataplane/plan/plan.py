@@ -19,11 +19,12 @@ from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.draw import draw, importance_of
-from mopd_dataplane.plan.select import select
+from mopd_dataplane.plan.replay import fresh_limit, join_older
+from mopd_dataplane.plan.select import first_groups, select
 from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, philox_key, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 
-CHOICES = ("where", "groups", "limit", "weight", "order")
+CHOICES = ("where", "groups", "limit", "weight", "order", "replay")
 """Keys of [plan] that choose samples."""
 WEIGHT_BITS = 24
 """Bits of a pack's work relative to the heaviest pack, by which packs of a step and teacher are ordered."""
@@ -40,6 +41,8 @@ class Training:
     """Passes over the samples of the window, each in a fresh order."""
     group_size: int = 1
     """Above 1 the samples of a group stay in one step."""
+    most_groups: int = 0
+    """Groups that are trained on, the first in the order of admission; 0 takes all."""
     policy_version: int | None = None
     """Policy version that will train, for the staleness bound."""
     first_step: int = 0
@@ -67,14 +70,27 @@ def build_window(
 ) -> PlanWindow:
     """Plan one window: every selected sample once per epoch, in a fresh order each epoch.
 
-    teachers: names that columns.teachers indexes. mixed: the samples were chosen in the proportions of the mixture, so
-    all of them are planned. questions: the named conditions that the settings use, which are part of the digest.
-    Raises InputError when no sample is selected, or when these samples cannot meet the settings.
+    columns: of the window's samples, and with `plan.replay` of older ones, which `columns.replayed` marks.
+    teachers: names that columns.teachers indexes. mixed: the samples were chosen in the proportions of the mixture; all
+    of them are planned. questions: the named conditions that the settings use, which are part of the digest.
+    Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
     _check(settings, teachers, columns, training.group_size)
-    chosen, dropped = select(columns, settings, group_size=training.group_size, policy_version=training.policy_version)
-    drawn = draw(chosen, settings, training.group_size, philox_key(seed, "draw", stage, window))
-    chosen, dropped = drawn.columns, dropped | drawn.dropped
+    own = columns.take(~columns.replayed) if settings.replay else columns
+    chosen, dropped = select(own, settings, group_size=training.group_size, policy_version=training.policy_version)
+    if training.most_groups:
+        chosen, surplus = first_groups(chosen, training.most_groups)
+        dropped |= surplus
+    limited = fresh_limit(settings) if columns.replayed.any() else settings
+    drawn = draw(chosen, limited, training.group_size, philox_key(seed, "draw", stage, window))
+    dropped |= drawn.dropped
+    replayed: dict[str, int] = {}
+    if settings.replay:
+        drawn, replayed = join_older(
+            columns, drawn, settings, settings.replay, group_size=training.group_size,
+            policy_version=training.policy_version, key=philox_key(seed, "replay", stage, window),
+        )  # fmt: skip
+    chosen = drawn.columns
     units = Units.of(chosen, training.group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
     left_out = {"mixture": 0, "last_batch": 0}
@@ -117,7 +133,7 @@ def build_window(
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
     counts = {reason: len(rows) for reason, rows in dropped.items()} | left_out
-    plan.stats |= {f"dropped_{reason}": count for reason, count in counts.items() if count}
+    plan.stats |= {f"dropped_{reason}": count for reason, count in counts.items() if count} | replayed
     plan.digest = plan_digest(plan)
     return plan
 
@@ -133,6 +149,8 @@ def recorded_settings(settings: sections.Plan, training: Training, steps: int) -
         "group_size": training.group_size,
         "policy_version": training.policy_version if settings.max_staleness else None,
     }
+    if training.most_groups:
+        recorded["most_groups"] = training.most_groups
     if training.changes:
         recorded["changes"] = dict(training.changes)
     named = {f"mixture/{name}": weight for name, weight in settings.mixture.items()}

@@ -28,6 +28,21 @@ def select(
     that will train; with `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when no sample remains.
     """
+    keep, dropped = usable(columns, settings, group_size=group_size, policy_version=policy_version)
+    if not keep.any():
+        counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
+        steps = "".join(f"; {step}" for reason, step in _NEXT_STEPS.items() if reason in dropped)
+        if columns.failed.any():
+            steps += "; look at what a condition leaves with mopd query, and loosen plan.where"
+        raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}{steps}")
+    return columns.take(keep) if dropped else columns, dropped
+
+
+def usable(
+    columns: Columns, settings: sections.Plan, *, group_size: int, policy_version: int | None
+) -> tuple[Mask, dict[str, Ints]]:
+    """Apply every filter as `select` does, also where nothing is left: ([n] whether a sample is selected, rows of the
+    others by reason)."""
     keep = np.ones(len(columns), dtype=bool)
     unsettled = {"missing_signal": ~columns.has_signals, "missing_reward": ~columns.has_reward}
     dropped = leave_out(
@@ -35,12 +50,14 @@ def select(
     )
     if group_size > 1:
         dropped |= leave_out({"broken_group": ~whole_groups(columns, keep, group_size)}, columns, keep)
-    if not keep.any():
-        counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
-        steps = "".join(f"; {step}" for reason, step in _NEXT_STEPS.items() if reason in dropped)
-        if columns.failed.any():
-            steps += "; look at what a condition leaves with mopd query, and loosen plan.where"
-        raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}{steps}")
+    return keep, dropped
+
+
+def first_groups(columns: Columns, most: int) -> tuple[Columns, dict[str, Ints]]:
+    """Take the first `most` groups in the order of admission: (their samples, rows of the others by reason)."""
+    _, firsts, codes = np.unique(columns.groups, return_index=True, return_inverse=True)
+    keep = firsts[codes] < np.append(np.sort(firsts), len(columns))[min(most, len(firsts))]
+    dropped = leave_out({"until": ~keep}, columns, np.ones(len(columns), dtype=bool))
     return columns.take(keep) if dropped else columns, dropped
 
 

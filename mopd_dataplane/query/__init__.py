@@ -13,6 +13,7 @@ sections.py       its sections
 run_sections.py   its sections on how the run went and what it was made with
 measures.py       its numbers, one SQL statement each
 exactness.py      self-checks of the models, and trainer against sampler
+signal_health.py  health of teachers' signals, and the checks that fail
 run_curves.py     curves over iterations and steps, which the viewer draws too
 change_marks.py   changes of the job in the middle of a run, as rows and as lines in the curves
 spent.py          answers, tokens and seconds that a policy version cost

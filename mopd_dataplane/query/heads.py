@@ -5,8 +5,6 @@ Reads the head in numpy, block by block, so that no torch is loaded and memory s
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ import numpy as np
 from mopd_kernels.layout import codec_named
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.tensor_header import TensorEntry, read_tensor_header
 from mopd_dataplane.errors import DamagedError, UnknownNameError
 from mopd_dataplane.store.format.dataset_format import FREED
 
@@ -116,14 +115,14 @@ def head_logits(path: Path, states: NDArray[np.float32]) -> NDArray[np.float32]:
     Raises DamagedError when the file is not a head of this width.
     """
     try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        about, weight = header.get("__metadata__", {}), header["weight"]
-        rows, width = weight["shape"]
-        matrix = _tensor(path, 8 + size, weight).reshape(rows, width)
-        bias = _tensor(path, 8 + size, header["bias"]) if "bias" in header else None
-    except (OSError, ValueError, KeyError, struct.error) as error:
+        header = read_tensor_header(path)
+        about, weight = header.metadata, header.tensors["weight"]
+        rows, width = weight.shape
+        matrix = _tensor(path, weight).reshape(rows, width)
+        bias = _tensor(path, header.tensors["bias"]) if "bias" in header.tensors else None
+    except DamagedError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
         raise DamagedError(f"head file {path}: {error!r}; score again to rewrite it") from None
     if width != states.shape[-1]:
         raise DamagedError(f"head file {path} is {width} wide, the stored states are {states.shape[-1]}")
@@ -137,10 +136,9 @@ def head_logits(path: Path, states: NDArray[np.float32]) -> NDArray[np.float32]:
     return (np.tanh(logits / softcap) * softcap).astype(np.float32) if softcap else logits
 
 
-def _tensor(path: Path, start: int, entry: dict[str, Any]) -> NDArray[Any]:
-    begin, end = entry["data_offsets"]
-    kind = np.dtype(_DTYPES[entry["dtype"]])
-    return np.memmap(path, kind, "r", offset=start + begin, shape=((end - begin) // kind.itemsize,))
+def _tensor(path: Path, entry: TensorEntry) -> NDArray[Any]:
+    kind = np.dtype(_DTYPES[entry.dtype])
+    return np.memmap(path, kind, "r", offset=entry.start, shape=((entry.end - entry.start) // kind.itemsize,))
 
 
 def _floats(values: NDArray[Any]) -> NDArray[np.float32]:

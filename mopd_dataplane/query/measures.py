@@ -13,6 +13,7 @@ from mopd_dataplane.query.change_marks import change_rows
 from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
+from mopd_dataplane.query.signal_health import SIGNAL_HEALTH, SIGNAL_PROBES
 from mopd_dataplane.query.statistics import recover, share, standard_error
 from mopd_dataplane.store.format.dataset_format import sql_name
 
@@ -86,10 +87,19 @@ class Measures:
         group by stage, domain, reason order by stage, domain, reason""")
     """Sampled answers without a reward because none could be given."""
     unscorable_evals: Rows = _answer("""
-        select policy, policy_version, domain, count(*) as answers from evals
-        where coalesce(isnan(reward), true) and correct is null and finish_reason <> 'benchmark'
+        with failed as (
+            select policy, policy_version, prompt_id, domain from evals
+            where coalesce(isnan(reward), true) and correct is null and finish_reason <> 'benchmark'
+            union
+            select json_extract_string(detail, '$.row.policy'), (detail->>'$.row.policy_version')::int,
+                   json_extract_string(detail, '$.row.prompt_id'), json_extract_string(detail, '$.row.domain')
+            from events where kind = 'unscorable_eval'
+              and (json_extract_string(detail, '$.row.policy'), (detail->>'$.row.policy_version')::int,
+                   json_extract_string(detail, '$.row.prompt_id'))
+                  not in (select (policy, policy_version, prompt_id) from evals))
+        select policy, policy_version, domain, count(*) as answers from failed
         group by policy, policy_version, domain order by policy, policy_version, domain""")
-    """Held-out answers without a reward because none could be given."""
+    """Held-out answers without a reward because none could be given: by their events, in older stores by their rows."""
     steps: Rows = _answer(step_curves(CURVE_POINTS))
     curves: Rows = _answer(rollout_curves(f"({SAMPLED})"))
     """Means of rollouts by (stage, domain, iteration), half widths of their 95 % intervals as `<name>_ci`."""
@@ -127,6 +137,8 @@ class Measures:
         from events where kind = 'quantisation' group by teacher order by teacher""")
     self_checks: Rows = _answer(SELF_CHECKS)
     sampler_gaps: Rows = _answer(SAMPLER_GAPS)
+    signal_health: Rows = _answer(SIGNAL_HEALTH)
+    signal_probes: Rows = _answer(SIGNAL_PROBES)
     job: dict[str, Any]
     """Settings of the job, empty where none made the store."""
     changes: Rows

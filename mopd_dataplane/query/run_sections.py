@@ -9,6 +9,7 @@ from mopd_dataplane.query.exactness import nat, part_name, verdict, worst_gaps
 from mopd_dataplane.query.measures import Measures, Rows
 from mopd_dataplane.query.plots import Line, grouped
 from mopd_dataplane.query.sections import Cell, Grid, Parts, Plots, Section, build_sections, curves, lines_of
+from mopd_dataplane.query.signal_health import HEAD, health_cells, health_verdict, newest_health, probe_cells
 from mopd_dataplane.query.text import count, percent
 
 STEP_CURVES = (
@@ -97,6 +98,35 @@ def exactness(measures: Measures) -> Section:
     return Section(text=verdict(checks, gaps), grids=grids)
 
 
+def signal_health(measures: Measures) -> Section:
+    """Health of every teacher's signal in its last scored iteration, the probes before the first step, and failed
+    checks."""
+    health, probes = newest_health(measures.signal_health), measures.signal_probes
+    if not health:
+        return Section()
+    words = HEAD.index("samples") + 1
+    grids = [
+        Grid(
+            head=["stage", *HEAD],
+            rows=_cells([[row["stage"], *health_cells(row)] for row in health]),
+            words=words,
+            caption="Last scored iteration. Means over trained tokens in nat, perplexity and end as teacher / student; "
+            "agrees: share of tokens that are the teacher's first choice; broken: uniform, constant or zero.",
+        )
+    ]
+    if probes:
+        grids.append(
+            Grid(
+                head=["stage", "reader", "domain", "tokens", "reference answers", "entropy", "own text"],
+                rows=_cells([[row["stage"], *probe_cells(row)] for row in probes]),
+                words=3,
+                caption="Before the first step: mean log-prob in nat of reference answers and of the reader's own "
+                "greedy text.",
+            )
+        )
+    return Section(text=health_verdict(measures.signal_health), grids=grids)
+
+
 def _bounded(row: dict[str, Any], name: str) -> list[str]:
     return [nat(row[name]), f"{row['band']:g}"]
 
@@ -137,6 +167,7 @@ PARTS: Parts = (
     ("rollouts", "Rollouts over iterations", rollouts, "No stage has sampled twice."),
     ("training", "Training", training, "No training step is recorded."),
     ("changes", "Changes of the job", changes, "The job is the one that the run began with."),
+    ("signals", "Health of the signals", signal_health, "No signal has been measured."),
     ("exactness", "Exactness", exactness, "No self-check is recorded."),
     ("made-with", "Made with", made_with, "The store does not say what it was made with."),
     ("settings", "Settings of the job", settings, "No job made this store."),

@@ -1,6 +1,6 @@
 """Applies the conditions of `[plan]` to the samples of a window, and checks them before a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import QueryError
+from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.records import PlanWindow, Snapshot
@@ -19,23 +20,24 @@ SUBJECT = "plan.where"
 HISTOGRAMS = ("response_len", "reward", "kl")
 """Columns that an explained plan shows before and after its conditions."""
 BARS = 8
+SPREAD = "group_spread > 0"
+"""Condition on samples of groups whose rewards differ."""
 NO_SPREAD = "no_spread"
 """Reason of a group whose rewards are all equal."""
 
 
 def with_conditions(
-    store: Store, job: Job, stage: Stage, columns: Columns, snapshot: Snapshot, first_step: int
+    store: Store, plan: sections.Plan, columns: Columns, snapshot: Snapshot, names: Mapping[str, str]
 ) -> Columns:
     """The samples of a window, each with the first condition that it does not meet, its weight and its order.
 
-    first_step: optimizer step of the stage at which the window begins, `step` in an expression. Raises QueryError.
+    names: of `plan_names`. Raises QueryError.
     """
-    plan = stage.plan
-    if not any(expressions_of(stage)) and plan.groups == "all":
+    if not any(expressions_of(plan)) and plan.groups == "all":
         return columns
-    rollouts = Conditions(store, snapshot, plan_names(job, first_step))
+    rollouts = Conditions(store, snapshot, names)
     positions = np.searchsorted(rollouts.sample_rows, columns.sample_rows)
-    if reasons := conditions_of(stage):
+    if reasons := conditions_of(plan):
         failed = np.zeros(len(columns), np.int16)
         for number, mask in enumerate(rollouts.masks([*reasons.values()], SUBJECT), start=1):
             failed[(failed == 0) & ~mask[positions]] = number
@@ -47,11 +49,11 @@ def with_conditions(
     return columns
 
 
-def conditions_of(stage: Stage) -> dict[str, str]:
+def conditions_of(plan: sections.Plan) -> dict[str, str]:
     """Reason for which a sample is left out -> the condition that it does not meet, in the order they are applied."""
-    texts = conjuncts(stage.plan.where, SUBJECT) if stage.plan.where else []
+    texts = conjuncts(plan.where, SUBJECT) if plan.where else []
     reasons = {f"where {text}": text for text in texts}
-    return reasons | ({NO_SPREAD: "group_spread > 0"} if stage.plan.groups == "spread" else {})
+    return reasons | ({NO_SPREAD: SPREAD} if plan.groups == "spread" else {})
 
 
 def explain_conditions(
@@ -59,13 +61,15 @@ def explain_conditions(
 ) -> dict[str, Any]:
     """What each condition takes of the samples in `rows`, and the histograms of columns before and after.
 
+    rows: of the window's own samples; older ones that are replayed are in no count.
+
     `conditions`: for each reason the samples that do not meet it `alone`, and `in_order` those that the plan counts
     under it. `histograms`: for each column, bar -> [samples before, samples that are trained on].
     """
-    reasons = conditions_of(stage)
+    reasons = conditions_of(stage.plan)
     rollouts = Conditions(store, plan.snapshot, plan_names(job, first_step))
     before = np.searchsorted(rollouts.sample_rows, rows)
-    after = np.searchsorted(rollouts.sample_rows, np.unique(plan.sample_rows))
+    after = np.searchsorted(rollouts.sample_rows, np.intersect1d(plan.sample_rows, rows))
     masks = zip(reasons, rollouts.masks([*reasons.values()], SUBJECT), strict=True)
     lost = {
         reason: {"alone": int((~mask[before]).sum()), "in_order": int(plan.stats.get(f"dropped_{reason}", 0))}
@@ -91,26 +95,29 @@ def _histogram(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[
 def questions_of(job: Job, stage: Stage) -> dict[str, str]:
     """The named conditions that a stage's plan uses."""
     used: dict[str, str] = {}
-    for _, text in expressions_of(stage):
+    for _, text in expressions_of(stage.plan):
         used |= used_names(text, job.questions, SUBJECT)
     return used
 
 
-def expressions_of(stage: Stage) -> Iterator[tuple[str, str]]:
+def expressions_of(plan: sections.Plan) -> Iterator[tuple[str, str]]:
     """(key, expression) of every expression in a stage's [plan]."""
     for key in ("where", "weight", "order"):
-        if text := getattr(stage.plan, key):
+        if text := getattr(plan, key):
             yield key, text
 
 
 def plan_names(job: Job, first_step: int) -> dict[str, str]:
-    """What the expressions of a plan may name beside columns: the job's questions, and the step of the window."""
+    """What the expressions of a plan may name beside columns: the job's questions, and `step`.
+
+    first_step: optimizer step of the stage at which the window begins.
+    """
     return {**job.questions, STEP: str(first_step)}
 
 
 def condition_problems(job: Job) -> Iterator[tuple[str, str]]:
     """(key of the job file, problem) for every question and every expression of a plan that cannot be answered."""
-    stages = [stage for stage in job.stages if any(expressions_of(stage))]
+    stages = [stage for stage in job.stages if any(expressions_of(stage.plan))]
     if not stages and not job.questions:
         return
     rollouts = empty_rollouts(sorted(job.teachers))
@@ -125,7 +132,7 @@ def condition_problems(job: Job) -> Iterator[tuple[str, str]]:
         except QueryError as error:
             yield key, str(error).removeprefix(f"{key}: ")
     for stage in stages:
-        for key, text in expressions_of(stage):
+        for key, text in expressions_of(stage.plan):
             subject = f"plan.{key}"
             try:
                 check_timeless(expand(text, job.questions, subject), subject)

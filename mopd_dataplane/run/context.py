@@ -91,10 +91,12 @@ class Run:
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return self._decoder.plain_texts([ids])[0]
 
-    def record_time(self, stage: Stage, iteration: int | None, action: str, seconds: float, **detail: str) -> None:
-        """Record how long a step of a stage took."""
+    def record_time(
+        self, stage: Stage, iteration: int | None, action: str, seconds: float, *, part: int = 1, **detail: str
+    ) -> None:
+        """Record how long a step of a stage took, or part of one that is done in several, counted from 1."""
         ordinal = -1 if iteration is None else iteration
-        name = f"time/{stage.name}/{ordinal}/{action}"
+        name = f"time/{stage.name}/{ordinal}/{action}" + (f"/{part}" if part > 1 else "")
         self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
 
     def at(self, stage: Stage, window: int) -> tuple[Run, Stage]:

@@ -108,7 +108,8 @@ def _volume(job: Job, stage: Stage, prompts: Sequence[Prompt], store: Store | No
     rollout, domains = stage.rollout, job.domains_of(stage)
     if stage.data == "rollout":
         every = sum(job.domains[name].train for name in domains)
-        samples = (rollout.prompts_per_iteration or every) * rollout.group_size * stage.iterations
+        most = (rollout.prompts_per_iteration or every) * rollout.most_rounds
+        samples = most * rollout.group_size * stage.iterations
         prompt, response = samples * rollout.max_prompt_tokens, samples * rollout.max_new_tokens
         return _Volume(samples, prompt, response, _windows(stage, samples, prompt + response))
     if stage.data == "stored":

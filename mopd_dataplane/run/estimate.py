@@ -175,11 +175,11 @@ def _scoring(job: Job, stage: Stage, domain: str) -> list[str]:
 
 
 def _samples(job: Job, stage: Stage) -> int:
-    """Samples of one iteration."""
+    """Samples of one iteration, the most where further prompts may follow."""
     every = sum(job.domains[name].train for name in job.domains_of(stage))
     if stage.data != "rollout":
         return min(stage.examples or every, every)
-    return (stage.rollout.prompts_per_iteration or every) * stage.rollout.group_size
+    return (stage.rollout.prompts_per_iteration or every) * stage.rollout.most_rounds * stage.rollout.group_size
 
 
 def _most_tokens(job: Job, stage: Stage) -> int:
@@ -190,9 +190,8 @@ def _most_tokens(job: Job, stage: Stage) -> int:
 
 def _tokens(result: Estimate, job: Job, stage: Stage) -> None:
     if stage.data == "rollout":
-        result.tokens[stage.name] = (
-            f"{stage.iterations:,} x {_samples(job, stage):,} samples, at most {_most_tokens(job, stage):,} tokens"
-        )
+        samples = f"{'up to ' if stage.rollout.until else ''}{_samples(job, stage):,} samples"
+        result.tokens[stage.name] = f"{stage.iterations:,} x {samples}, at most {_most_tokens(job, stage):,} tokens"
     else:
         result.tokens[stage.name] = f"{_samples(job, stage):,} stored answers"
 

@@ -21,6 +21,13 @@ def record_self_check(store: Store, stage: str, part: str, passed: SelfCheck, *,
     store.add_event(name, stage, "self_check", -1, passed.gap, detail)
 
 
+def has_self_check(store: Store, stage: str, part: str) -> bool:
+    """Whether a stage's sampler or trainer has passed a self-check."""
+    rule = f"kind = 'self_check' AND stage = '{stage}'"
+    details = store.table("events", ["detail"], filter=rule)["detail"].to_pylist()
+    return any(json.loads(detail)["part"] == part for detail in details)
+
+
 def record_trainers_self_check(store: Store, stage: str, folder: Path) -> None:
     """Record the self-check that a stage's trainer has left beside its checkpoints, if it has."""
     file = folder / SELF_CHECK

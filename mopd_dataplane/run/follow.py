@@ -106,6 +106,11 @@ def rollout_follow(run: Run, stage: Stage) -> int:
             f"stage {stage.name!r} has a discriminator, which learns between rollout and training; run it without "
             "--follow"
         )
+    if stage.rollout.until:
+        raise InputError(
+            f"stage {stage.name!r} has rollout.until, which samples further prompts once rewards are there; run it "
+            "without --follow"
+        )
     for iteration in range(stage.iterations):
         _hold_back(run, stage)
         with run.progress.iteration(iteration + 1, stage.iterations):

@@ -17,12 +17,15 @@ from mopd_dataplane.records import Prompt
 Slot = TypeVar("Slot", Prompt, Prompt | None)
 
 
-def iteration_prompts(prompts: Sequence[Slot], *, count: int, iteration: int, seed: int, stage: str) -> list[Slot]:
+def iteration_prompts(
+    prompts: Sequence[Slot], *, count: int, iteration: int, seed: int, stage: str, rounds: int = 1
+) -> list[Slot]:
     """Prompts of one iteration, in admission order: consecutive slices of seeded permutations, one for each epoch.
 
     Every prompt comes once an epoch, and never twice in one iteration: a sample's uid is its prompt, its place in the
     group and its iteration. count 0 takes every prompt, in a new order each iteration. None in place of a deleted
-    prompt is drawn like a prompt, so that a deletion changes nothing about the others.
+    prompt is drawn like a prompt, so that a deletion changes nothing about the others. rounds above 1 append as many
+    times `count` others as are left, in a random order of the iteration's own: more rounds never change those before.
 
     Raises PromptError when there are fewer than `count`.
     """
@@ -39,7 +42,12 @@ def iteration_prompts(prompts: Sequence[Slot], *, count: int, iteration: int, se
     first, last = start // total, (start + count - 1) // total
     orders = _epoch_orders(total, count, last, seed, stage)[first:]
     begin = start - first * total
-    return [prompts[i] for i in np.concatenate(orders)[begin : begin + count].tolist()]
+    chosen = np.concatenate(orders)[begin : begin + count]
+    if rounds > 1:
+        order = permutation(total, philox_key(seed, "further prompts", stage, iteration))
+        others = order[~np.isin(order, chosen)]
+        chosen = np.concatenate((chosen, others[: (rounds - 1) * count]))
+    return [prompts[i] for i in chosen.tolist()]
 
 
 def _epoch_orders(total: int, count: int, last: int, seed: int, stage: str) -> list[NDArray[np.int64]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.base.tensor_header import read_tensor_header
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.adapter_files import weights_folder
@@ -68,7 +68,8 @@ def folder_size(source: str, revision: str) -> Size:
     """Sizes of the model in a folder or on the hub."""
     try:
         folder = model_folder(source, revision)
-        parameters = sum(map(_parameters, weights_folder(folder).glob("*.safetensors")))
+        headers = map(read_tensor_header, weights_folder(folder).glob("*.safetensors"))
+        parameters = sum(math.prod(entry.shape) for header in headers for entry in header.tensors.values())
         return _size(model_shape(folder), parameters, _tokenizer_bytes(tokenizer_folder(folder)))
     except (MopdError, OSError, ValueError, LookupError) as error:
         return f"{source} cannot be read ({error!s:.120})"
@@ -76,13 +77,6 @@ def folder_size(source: str, revision: str) -> Size:
 
 def _tokenizer_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".json", ".jinja", ".model"))
-
-
-def _parameters(file: Path) -> int:
-    """Numbers in a safetensors file, from its header."""
-    with file.open("rb") as stored:
-        header = json.loads(stored.read(int.from_bytes(stored.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def _size(config: dict[str, Any], parameters: int, other_files: int) -> ModelSize:

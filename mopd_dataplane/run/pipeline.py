@@ -31,6 +31,7 @@ from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
 from mopd_dataplane.run.steps.plan import lost_windows, plan_window, recorded_windows, trainable_plan
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, store_reference
+from mopd_dataplane.run.steps.rounds import rollout_until
 from mopd_dataplane.run.steps.score import score
 from mopd_dataplane.run.steps.train import Training
 from mopd_dataplane.train.node_agent import node_rank
@@ -140,6 +141,8 @@ def produce(run: Run, stage: Stage, window: int) -> None:
     elif stage.data == "stored":
         if run.job.objective(stage).needs_rewards:
             reward(run, stage)
+    elif stage.rollout.until:
+        rollout_until(run, stage, stage.rollout.until, window)
     else:
         rollout(run, stage, window)
         reward(run, stage, iteration=window)
@@ -150,7 +153,8 @@ def produce(run: Run, stage: Stage, window: int) -> None:
 def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Produce the samples of the stage's next window, or with `follow` of all its windows.
 
-    Returns {"stage", "samples": how many the store has of the stage}; without `follow` also "window" and, where
+    With `rollout.until` answers are rewarded too, since their rewards say whether further prompts follow. Returns
+    {"stage", "samples": how many the store has of the stage}; without `follow` also "window" and, where
     policies sampled, "rollouts", a RolloutReport of each. Raises MopdError; the same call then continues.
     """
     run = open_run(job, Progress(console))
@@ -163,8 +167,10 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
         produce(run, stage, window)
         return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
     with closing(run.engines):
-        reports = [asdict(report) for report in rollout(run, stage, window)]
-    return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": reports}
+        until = stage.rollout.until
+        reports = rollout_until(run, stage, until, window) if until else rollout(run, stage, window)
+    rollouts = [asdict(report) for report in reports]
+    return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": rollouts}
 
 
 def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:

@@ -107,10 +107,14 @@ def _uses(job: Job, stage: Stage, prompts: Sequence[Prompt]) -> Iterator[_Use]:
     count = stage.rollout.prompts_per_iteration or len(own)
     if not 0 < count <= len(own):  # the run names a stage without enough prompts
         return
+    seen: set[str] = set()
     for iteration in range(min(stage.iterations, -(-len(own) // count))):
-        for prompt in iteration_prompts(own, count=count, iteration=iteration, seed=job.seed, stage=stage.name):
+        for prompt in iteration_prompts(
+            own, count=count, iteration=iteration, seed=job.seed, stage=stage.name, rounds=stage.rollout.most_rounds
+        ):
             sampler = sampler_of(job, stage, prompt, iteration)
-            if sampler.policy != "reference":
+            if sampler.policy != "reference" and prompt.prompt_id not in seen:
+                seen.add(prompt.prompt_id)
                 yield _Use(prompt, sampler)
 
 

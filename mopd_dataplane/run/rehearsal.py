@@ -280,6 +280,7 @@ def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
     if plan["mixture"]:
         plan["mixture"] = dict.fromkeys(plan["mixture"], 1.0)
         small.replaced[f"stages.{name}.plan.mixture"] = f"{PROMPTS} prompts a domain leave no other: equal shares"
+    _choices(small, name, rollout, plan)
     if train["track"] != "none":
         small.never_run["train.track"] = train["track"]
         train["track"] = "none"
@@ -292,6 +293,23 @@ def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
     small.rehearsed[f"stages.{name}"] = (
         f"{stage['objective']}, {stage['iterations']} iterations of {new} tokens an answer"
     )
+
+
+def _choices(small: Rehearsal, name: str, rollout: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Loosen what chooses samples by how good they are: answers of random models would leave none."""
+    key = f"stages.{name}.plan"
+    if plan["where"]:
+        plan["where"] = f"({plan['where']}) or true"
+        small.replaced[f"{key}.where"] = "computed, but leaves no sample out: answers of random models may all fail it"
+    if plan["groups"] != "all":
+        plan["groups"] = "all"
+        small.replaced[f"{key}.groups"] = "all groups: answers of random models rarely get different rewards"
+    if plan["weight"]:
+        plan["weight"] = f"coalesce(({plan['weight']}) * 0, 0) + 1"
+        small.replaced[f"{key}.weight"] = "computed, but all samples alike: weights of random answers may all be 0"
+    if rollout["until"]:
+        rollout["until"] = None
+        small.replaced[f"stages.{name}.rollout.until"] = f"{PROMPTS} prompts a domain leave no further ones: one round"
 
 
 def _surroundings(small: Rehearsal, raw_job: dict[str, Any]) -> None:

@@ -20,21 +20,26 @@ CHUNK = 512
 def scan_stage(
     store: Store,
     stage: str,
-    iteration: int | None,
+    iteration: int | range | None,
     columns: Sequence[str],
     snapshot: Snapshot | None = None,
     *,
     first: int = 0,
     limit: int | None = None,
 ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
-    """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, or of all).
+    """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, of a range of
+    them, or of all).
 
     Metadata is scanned whole, or from row `first` on as many as `limit`.
     """
     read = [*dict.fromkeys([*columns, "stage", "iteration"])]
     for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
         mask = pc.equal(batch["stage"], stage)
-        if iteration is not None:
+        if isinstance(iteration, range):
+            iterations = batch["iteration"]
+            inside_range = pc.and_(pc.greater_equal(iterations, iteration.start), pc.less(iterations, iteration.stop))
+            mask = pc.and_(mask, inside_range)
+        elif iteration is not None:
             mask = pc.and_(mask, pc.equal(batch["iteration"], iteration))
         inside = mask.true_count
         columns_batch = batch.select(list(columns))
@@ -57,6 +62,10 @@ def stage_samples(
 
 UNSCORABLE = "unscorable"
 """Kind of the events of answers that a reward could not score."""
+
+
+UNSCORABLE_EVAL = "unscorable_eval"
+"""Kind of the events of held-out answers that a reward could not score; the detail holds the answer."""
 
 
 UNREADABLE = "unreadable"

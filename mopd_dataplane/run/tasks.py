@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Prompt
     from mopd_dataplane.rollout.rollout_report import RolloutReport
     from mopd_dataplane.run.iteration import Sampler
+    from mopd_dataplane.score.health import Health
 
 Rows = NDArray[np.int64]
 
@@ -48,6 +49,15 @@ class ScoreTask:
     """Rows of `samples`."""
 
 
+class HealthKey(NamedTuple):
+    """The samples over which the health of a signal is measured."""
+
+    teacher: str
+    domain: str
+    iteration: int
+    policy_version: int
+
+
 @dataclass(frozen=True)
 class ScoredTask:
     """Result of a task."""
@@ -56,6 +66,8 @@ class ScoredTask:
     signals: int
     """That are new in the store."""
     loss_tokens: int
+    health: dict[HealthKey, Health] = field(default_factory=dict)
+    """Figures of its log-prob signals."""
 
 
 class Fleet(Protocol):

@@ -1,10 +1,12 @@
 """A whole store of format 1 copied into one of format 2: its tables, and everything that lies beside them.
 
-The source is never changed. After a kill the same call continues; the target opens as a store when it is complete.
+The source is never changed. After a kill the same call continues: what the target has of the tables is compared with
+the source, and what lies beside them is made again. The target opens as a store when it is complete.
 """
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,10 +25,12 @@ from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import write_mark
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.copy_target import one_writer
-from mopd_dataplane.store.maintain.upgrade import PROGRESS, link_file, open_source, upgrade_tables
+from mopd_dataplane.store.maintain.upgrade import PROGRESS, link_file, old_snapshots, open_source, upgrade_tables
 from mopd_dataplane.store.maintain.verify import verify
 
 _WEIGHTS = ("policies", "discriminators")
+_FOLDERS = (*_WEIGHTS, "heads", "checkpoints", "wal")
+"""Folders beside the tables."""
 _CHECKPOINT_FORMAT = 3
 _LEFT = ("mopd_digest.json",)
 """Files of format 1 that format 2 has no use for."""
@@ -53,6 +57,8 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
 def _upgrade(old: Path, location: StoreLocation, root: Path) -> Iterator[str]:
     versions = _begin(old, location, root)
     yield from upgrade_tables(old, location, versions)
+    for folder in _FOLDERS:  # of a killed call: files of these names may be others in the source by now
+        shutil.rmtree(root / folder, ignore_errors=True)
     for name, work in _FILES.items():
         work(old, root)
         fault_point(f"upgrade.{name}")
@@ -83,18 +89,18 @@ def _begin(old: Path, location: StoreLocation, root: Path) -> dict[str, int]:
     if (root / MARK).exists():
         raise InputError(f"{root} is a store already; give another folder")
     begun = location.read_json(PROGRESS)
-    now = open_source(old)
+    now, pins = open_source(old), old_snapshots(old)
     identity = json.loads((old / MARK).read_text()).get("uuid", "")
     if begun is None:
         if root.exists() and any(root.iterdir()):
             raise InputError(f"{root} is not empty; give a folder that does not exist")
-        location.write_json(PROGRESS, {"source": str(old), "uuid": identity, "versions": now})
+        location.write_json(PROGRESS, {"source": str(old), "uuid": identity, "versions": now, "snapshots": pins})
         return now
     if begun["uuid"] != identity:
         raise MismatchError(
             f"{root} is half a copy of {begun['source']}, not of {old}; delete it, or give another folder"
         )
-    if begun["versions"] != now:
+    if (begun["versions"], begun["snapshots"]) != (now, pins):
         raise MismatchError(f"{old} was written to since its copy {root} began; delete the copy and start again")
     return now
 

@@ -30,10 +30,14 @@ class Work:
     """Published folders; None like `files`."""
 
     def fetch(self, name: str) -> bool:
-        """Have a published folder here; whether it is. One that is here already is left alone."""
-        if (self.root / name).exists():
-            return True
-        return self.artifacts is not None and self.artifacts.fetch(name, self.root / name)
+        """Fetch a published folder unless it is already present. Returns whether it exists locally afterwards.
+
+        A local folder that is not the published one is replaced: every other node uses the published one.
+        """
+        folder = self.root / name
+        if self.artifacts is None or (folder.exists() and not self.artifacts.differs(name, folder)):
+            return folder.exists()
+        return self.artifacts.fetch(name, folder)
 
     def publish(self, name: str) -> None:
         """Have a finished local folder in the store too."""

@@ -14,5 +14,8 @@ quantise.py             quantised teachers, through torchao
 reward.py               outcome rewards: (prompt, response) -> a number
 timed_reward.py         a reward function in a process of its own, with a time-out
 discriminator.py        a discriminator that rewards text like the teacher's (GAD)
+health.py               figures of a signal, from the log-probs that are stored anyway
+health_checks.py        which figures are unhealthy: thresholds, reasons, and what a message says
+probe.py                reference answers and a teacher's own text, scored before the first step
 teacher_comparison.py   compares the teachers of a domain, and a teacher with its quantised weights
 """

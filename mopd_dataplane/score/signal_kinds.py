@@ -161,14 +161,24 @@ class Logprob(SignalKind):
                 output.states, output.head, output.targets, temperature=output.temperature, return_entropy=True
             )
         check_finite(output.teacher, output.items, logprobs)
-        is_kept = keeps_stats(output.settings.stats, [item.sample.sample_row for item in output.items])
-        for item, keep, values, entropies in zip(
-            output.items, is_kept, output.split(logprobs), output.split(entropy), strict=True
+        choices = self._first_choices(output)
+        for item, values, entropies, own in zip(
+            output.items, output.split(logprobs), output.split(entropy), choices, strict=True
         ):
-            yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
+            yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy(), is_first_choice=own)
+
+    def _first_choices(self, output: TeacherOutput) -> list[NDArray[np.bool_] | None]:
+        """[M] for each sample that keeps statistics: whether the teacher's likeliest token is the one written."""
+        is_kept = keeps_stats(output.settings.stats, [item.sample.sample_row for item in output.items])
+        lengths = [len(item.masked) for item in output.items]
+        rows = torch.from_numpy(np.flatnonzero(np.repeat(is_kept, lengths))).to(output.states.device)
+        ids, _ = topk_logprobs(output.states[rows], output.head, 1)
+        parts = iter(torch.split((ids[:, 0] == output.targets[rows]).cpu(), np.array(lengths)[is_kept].tolist()))
+        return [next(parts).numpy() if keep else None for keep in is_kept]
 
     def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
-        return _logprob_signal(item, said.own)
+        is_first_choice = said.ids[:, 0] == item.tokens[item.masked] if said.ids.shape[1] else None
+        return _logprob_signal(item, said.own, is_first_choice=is_first_choice)
 
 
 class Topk(SignalKind):
@@ -240,7 +250,11 @@ def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: st
 
 
 def _logprob_signal(
-    item: ModelInput, values: NDArray[np.float32], teacher_entropy: NDArray[np.float32] | None = None
+    item: ModelInput,
+    values: NDArray[np.float32],
+    *,
+    teacher_entropy: NDArray[np.float32] | None = None,
+    is_first_choice: NDArray[np.bool_] | None = None,
 ) -> Signal:
     sample = item.sample
     mask = sample.loss_mask.astype(bool)
@@ -249,7 +263,7 @@ def _logprob_signal(
         reverse_kl = float(np.mean(sample.logprobs[mask].astype(np.float64) - values))
     return _signal(
         item, "logprob", logprob=_at_responses(item, values), mean_reverse_kl=reverse_kl,
-        teacher_entropy=teacher_entropy,
+        teacher_entropy=teacher_entropy, is_first_choice=is_first_choice,
         logprob_std=float(np.std(values, dtype=np.float64)) if len(values) else None,
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from mopd_kernels import Head
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mopd_dataplane.base.files import file_digest, fsync
+from mopd_dataplane.base.processes import scratch_folder
+from mopd_dataplane.base.tensor_header import read_tensor_header
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
@@ -456,18 +456,19 @@ def write_head(file: Path, head: Head, weights: str) -> None:
         "logit_scale": repr(head.logit_scale),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    staging = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    save_file(tensors, staging, metadata=metadata)
-    fsync(staging)
-    staging.replace(file)
-    fsync(file.parent)
+    with scratch_folder(file.parent) as scratch:
+        staging = scratch / file.name
+        save_file(tensors, staging, metadata=metadata)
+        fsync(staging)
+        staging.replace(file)
+        fsync(file.parent)
 
 
 def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
     """Read [V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
+    header = read_tensor_header(file)
     try:
-        with safe_open(file, framework="pt") as stored:
-            rows, width = stored.get_slice("weight").get_shape()
-            return (int(rows), int(width)), dict(stored.metadata() or {})
-    except SafetensorError as error:
-        raise DamagedError(f"{file} is not a readable head file ({error}); delete it and score again") from None
+        rows, width = header.tensors["weight"].shape
+    except (LookupError, ValueError):
+        raise DamagedError(f"{file} has no matrix `weight`, so it is no head; delete it and score again") from None
+    return (rows, width), header.metadata

@@ -10,6 +10,7 @@ from mopd_kernels.heads import Head
 from safetensors import SafetensorError, safe_open
 
 from mopd_dataplane.base.files import file_digest
+from mopd_dataplane.base.tensor_header import read_tensor_header
 from mopd_dataplane.errors import DamagedError, DeadlineError, require_known
 from mopd_dataplane.train.spec import HeadFile
 
@@ -74,6 +75,7 @@ class TeacherHeads:
                         f"{path} has sha256 {digest[:16]}…, the store recorded {entry.digest[:16]}…; restore the file"
                     )
                 self._verified.add(teacher)
+            read_tensor_header(path)
             with safe_open(path, framework="pt") as stored:
                 metadata = stored.metadata() or {}
                 # get_tensor maps the file; the clone reads it here, inside the thread.

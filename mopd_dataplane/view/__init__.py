@@ -12,6 +12,7 @@
     life.py           the history of a sample
     search.py         search for regular expressions and token ids in responses
     red_pen.py        what each teacher corrects in the student's answers: the first page
+    run_state.py      how far the run is, and its worst answers: the top of the first page
     run_page.py       curves, steps, times and settings of the run
     teachers_page.py  figures of each teacher in each domain
     packs.py          the packs of one training step
@@ -21,6 +22,7 @@
     typed_query.py    a statement that a reader typed, in a process of its own
     plain.py          answers as JSON
     app.py            routes
+    addresses.py      port, token and tunnel of a server, and the reader's browser
     guard.py          which requests are accepted
     server.py         the process
     bundle.py         the page as one script

@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -13,12 +16,16 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
+from mopd_dataplane.store.read.describe import columns as describe_table
+from mopd_dataplane.store.read.describe import relations
 from mopd_dataplane.view import bundle, labels, life, packs, prompt, red_pen, run_page, teachers_page, typed_query
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
+from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.plain import to_json
+from mopd_dataplane.view.run_state import run_state
 from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
-from mopd_dataplane.view.search import Search
+from mopd_dataplane.view.search import Matches, Search
 from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.stores import ShownStores
 from mopd_dataplane.view.topk import candidates, with_pieces
@@ -29,8 +36,9 @@ STATUS = {UnknownNameError: 404, InputError: 400}
 Answer = Callable[[Shown, dict[str, str]], Any]
 
 
-def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
-    """The server's application. token: what every request must show; port: the one it listens on."""
+def build_app(stores: ShownStores, *, token: str, port: int, once: str = "") -> Starlette:
+    """The server's application. token: what every request must show; port: the one it listens on; once: a token that
+    opens the page a single time."""
     routes = [
         Route("/", lambda request: FileResponse(bundle.ASSETS / "index.html")),
         Route("/api/stores", _answering(lambda query: stores.describe())),
@@ -43,7 +51,7 @@ def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
         Route("/page.js", lambda request: Response(bundle.script(), media_type="text/javascript")),
         Route("/page.css", lambda request: Response(bundle.style(), media_type="text/css")),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
+    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port, once=once)])
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -93,18 +101,39 @@ def _typed(stores: ShownStores, query: dict[str, str]) -> Response:
 
 
 def _searching(stores: ShownStores, query: dict[str, str]) -> Response:
+    """How far a search is, line by line; its matches are remembered for the table that is asked for next."""
     shown = stores.get(query.get("store", "0"))
-    search = Search(shown.store, shown.index(), shown.decoder, kind=query.get("kind", "text"),
-                    pattern=query.get("q", ""), where=query.get("where", ""))  # fmt: skip
+    index = shown.index()
+    search = _search(shown, index, query)
 
     def lines() -> Iterator[str]:
+        item: dict[str, Any] = {}
         try:
-            for item in search.hits():
-                yield to_json(item) + "\n"
+            for item in search.progress():
+                yield to_json({name: value for name, value in item.items() if name != "matches"}) + "\n"
+            if shown.index() is index:
+                shown.remembered(_search_key(query), lambda _: item["matches"])
         except (MopdError, OSError) as error:
-            yield to_json({"error": str(error)}) + "\n"
+            yield to_json({"error": str(error), "kind": type(error).__name__}) + "\n"
 
     return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+
+def _search(shown: Shown, index: Index, query: dict[str, str], among: NDArray[np.int64] | None = None) -> Search:
+    return Search(shown.store, index, shown.decoder, kind=query.get("kind", "text"), pattern=query.get("q", ""),
+                  where=query.get("where", ""), among=among)  # fmt: skip
+
+
+def _search_key(query: dict[str, str]) -> str:
+    return "\0".join(["search", *(query.get(name, "") for name in ("kind", "q", "where"))])
+
+
+def _matches(shown: Shown, query: dict[str, str]) -> Matches | None:
+    """Samples that match the search of a request, if it has one."""
+    if not query.get("q"):
+        return None
+    matches: Matches = shown.remembered(_search_key(query), lambda index: _search(shown, index, query).run())
+    return matches
 
 
 def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
@@ -138,19 +167,27 @@ def _number(query: dict[str, str], name: str, default: int, most: int | None = N
 def _page(shown: Shown, query: dict[str, str]) -> Any:
     limit, offset = _number(query, "limit", 50, MOST_ROWS), _number(query, "offset", 0)
     where, order = query.get("where", ""), query.get("order", "")
-    return shown.index().page(where, order, offset, limit, whole=query.get("whole") == "1")
+    matches = _matches(shown, query)
+    page = shown.index().page(where, order, offset, limit, whole=query.get("whole") == "1", matches=matches)
+    return page | {"cut": matches is not None and matches.is_cut}
 
 
 def _histograms(shown: Shown, query: dict[str, str]) -> Any:
     names = [name for name in query.get("columns", "").split(",") if name]
-    return shown.index().histograms(query.get("where", ""), names)
+    matches = _matches(shown, query)
+    return shown.index().histograms(query.get("where", ""), names, matches.sample_rows if matches else None)
 
 
 def _excerpts(shown: Shown, query: dict[str, str]) -> Any:
-    """Start of prompt and response of some samples, for the page of a table."""
+    """Start of prompt and response of some samples, for the page of a table, and where a search matches as `hit`."""
     table = shown.index()
     rows = table.rows_of([uid for uid in query.get("uids", "").split(",")[:MOST_ROWS] if uid])
-    return excerpts(shown.store, list(rows.values()), table.snapshot, shown.decoder)
+    texts: dict[str, dict[str, Any]] = {**excerpts(shown.store, list(rows.values()), table.snapshot, shown.decoder)}
+    if query.get("q") and rows:
+        among = np.array([row["sample_row"] for row in rows.values()], np.int64)
+        for uid, hit in _search(shown, table, query | {"where": ""}, among).hits().items():
+            texts[uid]["hit"] = hit
+    return texts
 
 
 def _sample(shown: Shown, query: dict[str, str]) -> Any:
@@ -159,6 +196,15 @@ def _sample(shown: Shown, query: dict[str, str]) -> Any:
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
     return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.whole}
+
+
+def _text(shown: Shown, query: dict[str, str]) -> Any:
+    """The whole text of a sample's prompt and answer, character by character as it was decoded."""
+    index = shown.index()
+    payload = read_payload(shown.store, index.row(query.get("uid", "")), index.snapshot)
+    prompt_ids, response_ids = payload.tokens[: payload.prompt_len], payload.response
+    prompt_said, answer = shown.decoder.texts([prompt_ids.tolist(), response_ids.tolist()])
+    return {"prompt": prompt_said, "answer": answer}
 
 
 def _row(shown: Shown, query: dict[str, str]) -> Any:
@@ -223,18 +269,27 @@ def _corrected(shown: Shown, params: dict[str, str]) -> Any:
     return red_pen.corrected_words(shown, params.get("stage", ""), _number(params, "iteration", 0))
 
 
+def _schema(shown: Shown, query: dict[str, str]) -> Any:
+    """What a statement can select from; with `table`, the columns of one."""
+    if name := query.get("table"):
+        return [asdict(column) for column in describe_table(shown.store, name)]
+    return [asdict(relation) for relation in relations(shown.store)]
+
+
 ANSWERS: dict[str, Answer] = {
     "home": lambda shown, params: red_pen.overview(shown, params.get("stage", "")),
     "corrections": _corrections, "corrected": _corrected,
     "samples": _page, "row": _row, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample,
-    "candidates": _candidates, "student": _student,
+    "text": _text, "candidates": _candidates, "student": _student,
     "prompt": _prompt, "step": _step,
     "life": lambda shown, query: life.life(shown.store, shown.index(), query.get("uid", "")),
     "run": lambda shown, query: shown.remembered("run", lambda index: run_page.run_page(shown.store, index)),
+    "state": lambda shown, query: shown.remembered("state", lambda index: run_state(shown.store, index)),
     "trace": lambda shown, query: run_page.trace(shown.store, shown.index()),
     "teachers": lambda shown, query: shown.remembered(
         "teachers", lambda index: teachers_page.teachers_page(shown.store, index)
     ),
+    "schema": _schema,
     "pulse": lambda shown, query: shown.pulse(),
     "stages": lambda shown, query: shown.stages(),
     "store": lambda shown, query: shown.describe(),

@@ -1,12 +1,13 @@
 """Access control: only a browser on this machine that opened the printed address may ask, and only from this page.
 
-Every request must name this server in `Host` (a page elsewhere that resolves its own name to 127.0.0.1 does not), come
-from this origin if it has an `Origin`, and carry the token of the printed address: as a cookie, which
-opening the address sets, or as `Authorization: Bearer`. Responses allow no script, style or request but this server's.
+Every request must name the loopback interface in `Host` (a page elsewhere that resolves its own name to 127.0.0.1 does
+not), on any port, since a tunnel may have another one than the server. It must come from the origin that it names if it
+has an `Origin`, and carry the token of the printed address: as a cookie, which opening the address sets, or as
+`Authorization: Bearer`. Responses allow no script, style or request but this server's.
 """
 
 import hmac
-import secrets
+import re
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -23,21 +24,19 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }  # fmt: skip
-LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
-
-
-def new_token() -> str:
-    """A secret of 192 bits for one run of the server."""
-    return secrets.token_urlsafe(24)
+LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
+"""A `Host` of this machine or of the end of a tunnel to it."""
 
 
 class Guard:
     """ASGI middleware that passes only requests that meet the conditions of this module's docstring."""
 
-    def __init__(self, app: ASGIApp, *, token: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, port: int, once: str = "") -> None:
+        """once: another token, which opens the page a single time: others on this machine can read the command line of
+        the browser that is started with it."""
         self._app = app
         self._token = token
-        self._hosts = {f"{name}:{port}" for name in LOCAL_NAMES}
+        self._once = once
         self._cookie = f"mopd_view_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,16 +54,17 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if headers.get("host", "") not in self._hosts:
-            return PlainTextResponse("this server answers only under its own address", 403)
+        host = headers.get("host", "")
+        if not LOCAL_HOST.fullmatch(host):
+            return PlainTextResponse("this server answers only under a name of this machine, such as localhost", 403)
         origin = headers.get("origin")
-        if origin is not None and origin not in {f"http://{host}" for host in self._hosts}:
+        if origin is not None and origin != f"http://{host}":
             return PlainTextResponse("requests of other pages are refused", 403)
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return PlainTextResponse("requests of other pages are refused", 403)
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if scope["path"] == "/" and scope["method"] == "GET" and token:
-            if not hmac.compare_digest(token.encode(), self._token.encode()):
+            if not hmac.compare_digest(token.encode(), self._token.encode()) and not self._opens_once(token):
                 return PlainTextResponse("this address has expired; open the one that `mopd view` printed", 401)
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
@@ -73,6 +73,12 @@ class Guard:
             return None
         text = "open the address that `mopd view` printed: it carries a token"
         return JSONResponse({"error": text}, 401) if scope["path"].startswith("/api/") else PlainTextResponse(text, 401)
+
+    def _opens_once(self, token: str) -> bool:
+        if not self._once or not hmac.compare_digest(token.encode(), self._once.encode()):
+            return False
+        self._once = ""
+        return True
 
     def _shown(self, headers: Headers) -> str:
         kind, _, value = headers.get("authorization", "").partition(" ")

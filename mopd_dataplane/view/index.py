@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.view.labels import Labelled
+    from mopd_dataplane.view.search import Matches
 
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
@@ -139,35 +140,45 @@ class Index:
         """Columns of samples that are in the table, in the asked order."""
         return self.rollouts.table(names).select(list(names)).take(self.rollouts.places(sample_rows))
 
-    def condition(self, where: str) -> str:
-        """The filter as a clause. Raises QueryError unless it is one expression that reads only."""
-        return f" where ({expand(where, self._questions, 'the filter')}\n)" if where.strip() else ""
+    def condition(self, where: str, among: NDArray[np.int64] | None = None) -> str:
+        """The filter as a clause, for all samples or those of some row ids.
+
+        Raises QueryError unless it is one expression that reads only.
+        """
+        parts = [f"({expand(where, self._questions, 'the filter')}\n)"] if where.strip() else []
+        if among is not None:
+            parts.append(f"sample_row in ({', '.join(map(str, among.tolist()))})" if len(among) else "false")
+        return f" where {' and '.join(parts)}" if parts else ""
 
     def order(self, order: str) -> str:
-        """ "column" or "-column" as a clause; ties in order of commit. Raises UnknownNameError."""
+        """ "column" or "-column" as a clause, ties in order of commit; newest first for "". Raises UnknownNameError."""
         name = order.removeprefix("-")
         if not name:
-            return " order by sample_row"
+            return " order by sample_row desc"
         if name not in self.columns:
             raise UnknownNameError(f"no column {name!r} to sort by: {nearest(name, self.columns)}")
         return f' order by "{name}" {"desc" if order.startswith("-") else "asc"} nulls last, sample_row'
 
-    def page(self, where: str, order: str, offset: int, limit: int, *, whole: bool = False) -> dict[str, Any]:
+    def page(
+        self, where: str, order: str, offset: int, limit: int, *, whole: bool = False, matches: Matches | None = None
+    ) -> dict[str, Any]:
         """A page of the table: `total` that match, `columns`, `rows` as lists, and the `sql` of it for `mopd query`.
 
         whole: with the columns that compare a sample with others, for which all samples are read; else they may be
-        None, and `whole` of the answer is False.
+        None, and `whole` of the answer is False. matches: what a search leaves of the samples.
         """
-        clause, sort = self.condition(where), self.order(order)
+        clause = self.condition(where, matches.sample_rows if matches else None)
+        sort = self.order(order)
         total = self.total
         if clause:
             [(total,)] = self.ask(f"select count(*) from {TABLE}{clause}").fetchall()
         if clause or order:
             ids = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
         else:
-            ids = self.rollouts.sample_rows[offset : offset + limit]
+            ids = self.rollouts.sample_rows[::-1][offset : offset + limit]
         rows = self._rows_at(ids, whole=whole)
-        return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit),
+        searched = matches.condition if matches else ""
+        return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit, searched),
                 "rows": [[row[name] for name in self.columns] for row in rows],
                 "whole": self.whole}  # fmt: skip
 
@@ -193,10 +204,13 @@ class Index:
         compared = self.take(ids, sorted(OF_MANY)).to_pylist()
         return [row | more for row, more in zip(rows, compared, strict=True)]
 
-    def statement(self, where: str, order: str, limit: int) -> str:
-        """The statement behind a page as anyone can run it on the store."""
-        sort = self.order(order).replace(", sample_row", "").replace(" order by sample_row", "")
-        return self.over(f"select * from {TABLE}{self.condition(where)}{sort} limit {limit}")
+    def statement(self, where: str, order: str, limit: int, searched: str = "") -> str:
+        """The statement behind a page as anyone can run it on the store. searched: SQL of a search."""
+        sort = self.order(order or "-created_at").replace(", sample_row", "")
+        clause = self.condition(where)
+        if searched:
+            clause += f"{' and' if clause else ' where'} {searched}"
+        return self.over(f"select * from {TABLE}{clause}{sort} limit {limit}")
 
     def over(self, select: str) -> str:
         """A select over the table of rollouts as anyone can run it on the store."""
@@ -219,8 +233,8 @@ class Index:
                 raise UnknownNameError(f"no sample {uid!r} in this snapshot; it has {self.total:,} samples")
         return by_uid
 
-    def histograms(self, where: str, names: Sequence[str]) -> dict[str, Any]:
-        """Counts of each column: over all rollouts and over those that match."""
+    def histograms(self, where: str, names: Sequence[str], among: NDArray[np.int64] | None = None) -> dict[str, Any]:
+        """Counts of each column: over all rollouts and over those that match, of the row ids if there are any."""
         for name in names:
             require_known(name, self.columns, "no column")
-        return self._histograms.of([self.columns[name] for name in names], self.condition(where))
+        return self._histograms.of([self.columns[name] for name in names], self.condition(where, among))

@@ -7,6 +7,7 @@ that is damaged, freed or missing is named beside what can be read.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,24 @@ def prompt_shown(prompt: dict[str, Any]) -> dict[str, Any]:
     """Columns of a row of `prompts` for a page: texts that are harmless to look at, and `cut`, characters left out."""
     texts = {key: str(prompt.get(key, "")) for key in ("text", "answer", "teacher_context")}
     shown: dict[str, Any] = {key: visible(text[:PROMPT_CHARACTERS]) for key, text in texts.items()}
-    return shown | {"cut": max(0, len(texts["text"]) - PROMPT_CHARACTERS)}
+    return shown | {"cut": max(0, len(texts["text"]) - PROMPT_CHARACTERS), "messages": _messages(prompt)}
+
+
+def _messages(prompt: dict[str, Any]) -> list[dict[str, str]]:
+    """Role and text of each message of a chat, harmless to look at; empty where the prompt is text alone."""
+    messages = json.loads(prompt.get("messages") or "[]")
+    return [
+        {"role": visible(str(message.get("role", ""))), "text": visible(_content(message)[:PROMPT_CHARACTERS])}
+        for message in messages
+    ]
+
+
+def _content(message: dict[str, Any]) -> str:
+    """The text of a message; of one in parts, and of calls of tools, their JSON."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = message.get("tool_calls")
+    return text + (f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else "")
 
 
 def stats_of(store: Store, uid: str, mask: NDArray[np.uint8], snapshot: Snapshot) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Search in responses: a regular expression over decoded text, or a run of token ids. Matches are sent as they are
-found.
+"""Search in responses: a regular expression over decoded text, or a run of token ids. What matches is a condition of
+the table of samples, like its filter.
 
 Samples are read a batch at a time, so memory stays small. Expressions are RE2's: time is linear in the text.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.query.text import one_line
 from mopd_dataplane.store.format.lance_errors import reading
@@ -34,11 +36,11 @@ BATCH_TOKENS = 4 << 20
 READ_AHEAD_BYTES = 64 << 20
 SCAN_SHARE = 0.25
 """Share of the samples from which on all tokens are scanned."""
-MOST_HITS = 500
-SHOWN = ("uid", "policy_version_last", "reward", "domain")
-"""Columns of a hit."""
-CONTEXT = 24
-"""Tokens of an excerpt on either side."""
+MOST_MATCHES = 10_000
+"""Samples from which on a search ends: the first of them in order of commit are its result."""
+BEFORE, CONTEXT = 6, 24
+"""Tokens of an excerpt before a match and from it on."""
+NO_ROWS = np.empty(0, np.int64)
 
 
 def parse_ids(text: str) -> list[int]:
@@ -53,13 +55,28 @@ def parse_ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+@dataclass(frozen=True)
+class Matches:
+    """The samples whose responses match."""
+
+    sample_rows: NDArray[np.int64]
+    is_cut: bool
+    """Whether there are more than MOST_MATCHES."""
+    condition: str
+    """SQL that matches them in `mopd query`."""
+
+
 class Search:
-    """One search; `hits` yields what was found and, every batch, how far it is."""
+    """One search over the samples that a filter leaves."""
 
     def __init__(
-        self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, pattern: str, where: str
-    ) -> None:
-        """kind: text (RE2 over decoded responses) or tokens (ids). Raises InputError, QueryError."""
+        self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, pattern: str, where: str = "",
+        among: NDArray[np.int64] | None = None,
+    ) -> None:  # fmt: skip
+        """kind: text (RE2 over decoded responses) or tokens (ids); among: row ids of samples, none for all.
+
+        Raises InputError, QueryError.
+        """
         if kind not in ("text", "tokens"):
             raise InputError(f"search kind {kind!r}; kinds: text, tokens")
         if not pattern:
@@ -72,32 +89,46 @@ class Search:
                 pc.match_substring_regex(pa.array([""]), pattern)
             except pa.ArrowInvalid as error:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
-        clause = index.condition(where)
+        clause = index.condition(where, among)
         columns = "sample_row, payload_row, prompt_len, total_len"
         # in one piece, because taking rows of a table in many copies all of it every time
         self._rows = index.arrow(f"select {columns} from rollouts{clause} order by payload_row").combine_chunks()
         self.total = self._rows.num_rows
 
-    def hits(self) -> Iterator[dict[str, Any]]:
-        """{"hit": …} for each sample that matches, {"searched": n, "versions": {version: samples}} after each batch."""
-        versions: dict[int, int] = {}
-        count = 0
+    def progress(self) -> Iterator[dict[str, Any]]:
+        """{"searched", "total", "hits"} after each batch; the last one has the `matches` too."""
         tokens = self._store.dataset("tokens", self._index.snapshot)
+        pieces, hits, searched = [NO_ROWS], 0, 0
         for part, column, searched in self._parts(tokens):
-            for hit in self._batch(part, column):
-                versions[hit["version"]] = versions.get(hit["version"], 0) + 1
-                count += 1
-                yield {"hit": hit}
-                if count >= MOST_HITS:
-                    break
-            yield {"searched": searched, "total": self.total, "hits": count, "versions": versions}
-            if count >= MOST_HITS:
-                return
+            pieces.append(part["sample_row"].to_numpy()[self._owners(part, column)])
+            hits += len(pieces[-1])
+            yield {"searched": searched, "total": self.total, "hits": min(hits, MOST_MATCHES)}
+            if hits > MOST_MATCHES:
+                break
+        matches = Matches(np.concatenate(pieces)[:MOST_MATCHES], hits > MOST_MATCHES, self._condition())
+        yield {"searched": searched, "total": self.total, "hits": len(matches.sample_rows), "matches": matches}
+
+    def run(self) -> Matches:
+        """Search to the end."""
+        *_, last = self.progress()
+        matches: Matches = last["matches"]
+        return matches
+
+    def hits(self) -> dict[str, dict[str, Any]]:
+        """By uid of each sample that matches: `position` of the first token, how many `times`, and `text` around it."""
+        tokens = self._store.dataset("tokens", self._index.snapshot)
+        return {hit.pop("uid"): hit for part, column, _ in self._parts(tokens) for hit in self._batch(part, column)}
+
+    def _condition(self) -> str:
+        if self._run is None:
+            return f"uid in (select uid from responses where regexp_matches(response, {literal(self._pattern)}))"
+        ids = literal(f" {' '.join(map(str, self._run))} ")
+        response = "' ' || array_to_string(tokens[prompt_len + 1 :], ' ') || ' '"
+        return f"uid in (select uid from tokens join samples using (uid) where contains({response}, {ids}))"
 
     def _part(self, rows: pa.Table) -> pa.Table:
-        """Some of the samples, with what is shown of a hit."""
-        shown = self._index.take(rows["sample_row"].to_numpy(), SHOWN)
-        return pa.table([*rows.columns, *shown.columns], [*rows.column_names, *SHOWN])
+        """Some of the samples with their uids."""
+        return rows.append_column("uid", self._index.take(rows["sample_row"].to_numpy(), ["uid"])["uid"])
 
     def _parts(self, tokens: lance.LanceDataset) -> Iterator[tuple[pa.Table, pa.Array, int]]:
         """Some samples at a time with their tokens, and how many were looked at so far."""
@@ -119,7 +150,7 @@ class Search:
         """Samples of a scan with their tokens."""
         last = -1
         for places, searched in scan:
-            some = places[places != last][:MOST_HITS]  # one that two stretches share is named by both
+            some = places[places != last]  # one that two stretches share is named by both
             last = int(places[-1]) if len(places) else last
             part = self._part(self._rows.take(pa.array(some, pa.int64())))
             if not len(some):
@@ -165,36 +196,39 @@ class Search:
                     check_echo("tokens", part, column)
                 yield part, column["tokens"]
 
-    def _batch(self, part: pa.Table, column: pa.Array) -> Iterator[dict[str, Any]]:
-        offsets = column.offsets.to_numpy()
-        flat = column.values.to_numpy()[: offsets[-1]]
-        prompts = part["prompt_len"].to_numpy()
+    def _owners(self, part: pa.Table, column: pa.Array) -> NDArray[np.intp]:
+        """Places in a part of the samples that match."""
         if self._run is not None:
-            yield from self._token_hits(part, flat, offsets, prompts)
-        else:
-            yield from self._text_hits(part, flat, offsets, prompts)
+            return np.unique(self._token_places(part, column)[1])
+        texts = pa.array(self._decoder.texts(_responses(part, column)), pa.string())
+        return np.flatnonzero(np.asarray(pc.match_substring_regex(texts, self._pattern)))
 
-    def _token_hits(self, part: pa.Table, flat: Any, offsets: Any, prompts: Any) -> Iterator[dict[str, Any]]:
+    def _token_places(self, part: pa.Table, column: pa.Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Where the ids begin inside responses, counted over all tokens of the part, and the sample of each."""
         assert self._run is not None
-        places = find_run(flat, self._run)
+        offsets, prompts = column.offsets.to_numpy(), part["prompt_len"].to_numpy()
+        places = find_run(column.values.to_numpy()[: offsets[-1]], self._run)
         owners = np.searchsorted(offsets, places, side="right") - 1
         inside = (places - offsets[owners] >= prompts[owners]) & (places + len(self._run) <= offsets[owners + 1])
-        places, owners = places[inside], owners[inside]
-        owner_rows, first, counts = np.unique(owners, return_index=True, return_counts=True)
-        for owner, at, times in zip(owner_rows.tolist(), first.tolist(), counts.tolist(), strict=True):
-            position = int(places[at] - offsets[owner] - prompts[owner])
-            yield self._hit(part, owner, flat[offsets[owner] + prompts[owner] : offsets[owner + 1]], position, times)
+        return places[inside], owners[inside]
 
-    def _text_hits(self, part: pa.Table, flat: Any, offsets: Any, prompts: Any) -> Iterator[dict[str, Any]]:
-        responses = [flat[offsets[i] + prompts[i] : offsets[i + 1]] for i in range(part.num_rows)]
+    def _batch(self, part: pa.Table, column: pa.Array) -> Iterator[dict[str, Any]]:
+        responses = _responses(part, column)
+        if self._run is not None:
+            places, owners = self._token_places(part, column)
+            starts = column.offsets.to_numpy()[:-1] + part["prompt_len"].to_numpy()
+            owner_rows, first, counts = np.unique(owners, return_index=True, return_counts=True)
+            for owner, at, times in zip(owner_rows.tolist(), first.tolist(), counts.tolist(), strict=True):
+                yield self._hit(part, owner, responses[owner], int(places[at] - starts[owner]), times)
+            return
         texts = pa.array(self._decoder.texts(responses), pa.string())
         matched = np.flatnonzero(np.asarray(pc.match_substring_regex(texts, self._pattern)))
         if not len(matched):
             return
         matches = texts.take(pa.array(matched))
         counts = pc.count_substring_regex(matches, self._pattern).to_pylist()
-        starts = pc.find_substring_regex(matches, self._pattern).to_pylist()
-        for owner, times, start, text in zip(matched.tolist(), counts, starts, matches.to_pylist(), strict=True):
+        offsets = pc.find_substring_regex(matches, self._pattern).to_pylist()
+        for owner, times, start, text in zip(matched.tolist(), counts, offsets, matches.to_pylist(), strict=True):
             characters = len(text.encode()[:start].decode(errors="ignore"))
             yield self._hit(part, owner, responses[owner], self._position(responses[owner], characters), times)
 
@@ -204,8 +238,14 @@ class Search:
         return min(int(np.searchsorted(ends, characters, side="right")), max(0, len(response) - 1))
 
     def _hit(self, part: pa.Table, owner: int, response: Any, position: int, times: int) -> dict[str, Any]:
-        low, high = max(0, position - CONTEXT), position + CONTEXT
-        row = {name: part[name][owner].as_py() for name in SHOWN}
+        low, high = max(0, position - BEFORE), position + CONTEXT
         text = one_line("".join(pieces_of(self._decoder, response[low:high])), limit=160)
-        version = row.pop("policy_version_last")
-        return row | {"version": version, "position": position, "times": times, "text": text}
+        cut = "…" if low else ""
+        return {"uid": part["uid"][owner].as_py(), "position": position, "times": times, "text": cut + text}
+
+
+def _responses(part: pa.Table, column: pa.Array) -> list[Any]:
+    """Response tokens of each sample of a part."""
+    offsets, prompts = column.offsets.to_numpy(), part["prompt_len"].to_numpy()
+    flat = column.values.to_numpy()[: offsets[-1]]
+    return [flat[offsets[i] + prompts[i] : offsets[i + 1]] for i in range(part.num_rows)]

@@ -2,50 +2,57 @@
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import uvicorn
 
 from mopd_dataplane.base.memory import freed_memory_returned
-from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.view.addresses import LOOPBACK, listen, new_token
 from mopd_dataplane.view.app import build_app
-from mopd_dataplane.view.guard import new_token
 from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.stores import ShownStores
 
-LOOPBACK = "127.0.0.1"
 ENDING_S = 30.0
 """How long the thread may take to end who reads columns."""
 
 
+@dataclass(frozen=True)
+class Answering:
+    """A server that answers."""
+
+    port: int
+    address: str
+    """Opens the page as often as one likes."""
+    opening: str
+    """Opens the page a single time."""
+
+
 def serve(
-    stores: list[Store], *, port: int, tokenizer: Path | None, follow: bool, announce: Callable[[str], None]
-) -> None:
-    """Answer until interrupted. port: 0 takes a free one. announce: is given the address once it answers.
+    stores: list[Store], *, port: int | None, token: str, tokenizer: Path | None, follow: bool,
+    announce: Callable[[Answering], None],
+) -> None:  # fmt: skip
+    """Answer until interrupted. port: as for addresses.listen. announce: is called once the server answers.
 
     Raises ResourceError when the port is taken.
     """
-    try:
-        listening = socket.create_server((LOOPBACK, port))
-    except (OSError, OverflowError) as error:
-        raise ResourceError(f"cannot listen on port {port} of {LOOPBACK}: {error}; give another --port, or 0") from None
+    listening = listen(port, [str(store.uri) for store in stores])
     freed_memory_returned()
     pa.set_memory_pool(pa.system_memory_pool())  # Arrow's own keeps what it frees
     with listening:
-        bound = listening.getsockname()[1]
-        token = new_token()
+        bound, once = listening.getsockname()[1], new_token()
         shown = [Shown(store, tokenizer=tokenizer, follow=follow) for store in stores]
         config = uvicorn.Config(
-            build_app(ShownStores(shown), token=token, port=bound), log_level="warning", access_log=False,
+            build_app(ShownStores(shown), token=token, port=bound, once=once), log_level="warning", access_log=False,
             server_header=False, lifespan="off", timeout_graceful_shutdown=2,
         )  # fmt: skip
         logging.getLogger("uvicorn.error").addFilter(_no_ending)
-        announce(f"http://{LOOPBACK}:{bound}/?token={token}")
+        base = f"http://{LOOPBACK}:{bound}/?token="
+        announce(Answering(bound, base + token, base + once))
         # The store that the page opens with: its table is likely there when a reader first filters or sorts.
         preparing = threading.Thread(target=shown[0].prepare)
         try:

@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import MopdError, ResourceError
+from mopd_dataplane.errors import MopdError, ResourceError, UnknownNameError
 from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.store.location import MARK
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.store.rollouts.columns import FLAGS
@@ -87,6 +88,14 @@ class Shown:
     def name(self) -> str:
         """Name of the job, or of the store's folder."""
         return str(remembered_job(self.store).get("name") or str(self.store.uri).rstrip("/").rpartition("/")[2])
+
+    def require_present(self) -> None:
+        """Raises UnknownNameError where the folder of the store is no store any more."""
+        if self.store.root is not None and not self.store.path(MARK).exists():
+            raise UnknownNameError(
+                f"the store {self.store.uri} is not there any more: it was deleted, moved, or its disk is not mounted; "
+                "put it back, or open it where it is now: mopd view FOLDER"
+            )
 
     @property
     def decoder(self) -> Decoder | Numbers:

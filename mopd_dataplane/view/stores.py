@@ -35,10 +35,11 @@ class ShownStores:
         return described
 
     def get(self, key: str) -> Shown:
-        """The store of a key. Raises UnknownNameError."""
+        """The store of a key. Raises UnknownNameError, also for a store that was deleted."""
         ordinal, _, name = key.partition("@")
         if ordinal not in map(str, range(len(self._shown))):
             raise UnknownNameError(f"no store {ordinal!r:.80}; this server shows {len(self._shown)}, counted from 0")
+        self._shown[int(ordinal)].require_present()
         newest, pinned = self._shown[int(ordinal)], self._pinned[int(ordinal)]
         snapshot = newest.seen(name) or snapshots.tagged(newest.store, name) if name else None
         with self._lock:

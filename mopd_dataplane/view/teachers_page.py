@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.query.signal_health import HEAD, SIGNAL_HEALTH, health_cells, health_warnings, newest_health
 from mopd_dataplane.store.rollouts.columns import STATS
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ from token_stats join samples using (uid) where teacher <> '' group by teacher, 
 
 def teachers_page(store: Store, index: Index) -> dict[str, Any]:
     """`teachers`: rows of the table; `scored`: per teacher, domain and kind, with what was measured of tokens and the
-    teacher's own held-out accuracy; `examples` by teacher and domain; `sql` behind them."""
+    teacher's own held-out accuracy; `health`: head, rows and warnings; `examples` by teacher and domain; `sql` behind
+    them."""
     scored = store.sql(SCORED, snapshot=index.snapshot).to_pylist()
     has_stats = STATS in index.snapshot.versions
     measured = store.sql(MEASURED, snapshot=index.snapshot).to_pylist() if has_stats else []
@@ -57,12 +59,18 @@ def teachers_page(store: Store, index: Index) -> dict[str, Any]:
         row |= {"entropy": row_stats.get("entropy"), "top1": row_stats.get("top1")}
         row["accuracy"] = right.get((row["teacher"], row["domain"]))
     table = store.table("teachers", snapshot=index.snapshot).to_pylist()
+    health = store.sql(SIGNAL_HEALTH, snapshot=index.snapshot).to_pylist()
     pairs = dict.fromkeys((row["teacher"], row["domain"]) for row in scored if row["kl"] is not None)
     return {
         "teachers": [{key: value for key, value in row.items() if key != "created_at"} for row in table],
         "scored": scored,
+        "health": {
+            "head": ["stage", "iteration", *HEAD],
+            "rows": [[row["stage"], str(row["iteration"]), *health_cells(row)] for row in newest_health(health)],
+            "warnings": health_warnings(health),
+        },
         "examples": {f"{teacher}/{domain}": _examples(index, teacher, domain) for teacher, domain in pairs},
-        "sql": [SCORED.strip(), *([MEASURED.strip()] if has_stats else [])],
+        "sql": [SCORED.strip(), *([MEASURED.strip()] if has_stats else []), SIGNAL_HEALTH.strip()],
     }  # fmt: skip
 
 

@@ -232,3 +232,33 @@ def test_an_evaluation_that_cannot_be_scored_stops_and_stores_nothing(folder: Pa
     assert "evaluation of 'init': 6 of 6 answers of domain 'sums' cannot be scored by 'no_judge:judge'" in said
     assert "max_unscorable = 0.2 allows" in said
     assert open_store(str(folder / "store")).table("evals").num_rows == 0
+
+
+def test_held_out_answers_are_scored_again_as_they_were_given(folder: Path) -> None:
+    job = folder / "job.toml"
+    job.write_text(job.read_text().replace("train = 8", "train = 8\neval = 6").replace(
+        "failing_judge:judge", "half_judge:judge"
+    ).replace("reward_timeout_s = 1.0", "").replace("iterations = 2", "iterations = 1"))  # fmt: skip
+    with (folder / "sums.jsonl").open("a") as lines:
+        lines.writelines(json.dumps({"question": f"{n}+{n}?", "answer": str(2 * n)}) + "\n" for n in range(8, 14))
+    judge = "def judge(prompt, response):\n    return {} if int(prompt.split('+')[0]) % 2 else len(response)\n"
+    (folder / "half_judge.py").write_text(judge.format(None))
+    done = run(folder, "run", str(job))
+    assert done.returncode == 0, done.stderr
+    assert any(" evaluate " in line and "unscorable 3" in line for line in done.stderr.splitlines()), done.stderr
+    store = open_store(str(folder / "store"))
+    assert store.table("evals", filter="policy_version = 1").num_rows == 3
+    assert run(folder, "run", str(job)).returncode == 0, "a run that has ended answers none of them again"
+    assert store.table("events", filter="kind = 'unscorable_eval'").num_rows == 6
+
+    still = run(folder, "reward", str(job), "--stage", "student", "--missing", "--json")
+    assert json.loads(still.stdout)["unscorable_evaluations"] == 6
+    (folder / "half_judge.py").write_text(judge.format("len(response)"))
+    again = run(folder, "reward", str(job), "--stage", "student", "--missing", "--json")
+    assert again.returncode == 0, again.stderr
+    counts = json.loads(again.stdout)
+    assert (counts["evaluations"], counts["unscorable_evaluations"]) == (6, 0)
+    store = open_store(str(folder / "store"))
+    rows = store.table("evals", filter="policy_version = 1").to_pylist()
+    assert len(rows) == 6
+    assert all(row["response"] and row["reward"] is not None for row in rows)

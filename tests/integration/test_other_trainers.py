@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -139,6 +140,23 @@ def test_the_loss_and_the_weights_are_those_of_mopd_train(
     for (name, mine), (_, other) in zip(student.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         assert torch.allclose(mine, other, atol=1e-5), name
     assert theirs.model.config._attn_implementation == "sdpa"
+
+
+def test_a_trainer_takes_a_condition(scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path) -> None:
+    """Every step that has a sample left is trained, on those alone: as a plain loop over its packs counts them."""
+    store, _ = scored
+    plan = store.plan("student", 90)
+    assert plan is not None
+    lengths = store.take_samples(plan.sample_rows, ["total_len"])["total_len"].to_numpy()
+    where = f"total_len <= {int(np.median(lengths))}"
+    steps = np.split(lengths, plan.pack_starts[plan.step_starts[1:-1]])
+    left = [int((step <= np.median(lengths)).sum()) for step in steps if (step <= np.median(lengths)).any()]
+    assert 0 < sum(left) < len(lengths)
+    trainer = trained(policy, store, tmp_path, where=where)
+    assert trainer.state.global_step == len(left)
+    spec = LoadSpec(stage="student", signals=("hidden",), where=where)
+    with BatchStream(store.uri, spec, windows=[90]) as stream:
+        assert [sum(len(pack.cu_seqlens) - 1 for pack in batch.packs) for batch in stream] == left
 
 
 def test_cutting_a_step_changes_nothing_and_an_epoch_begins_again(

@@ -101,6 +101,34 @@ def test_a_mixture_of_domains_is_rehearsed(tmp_path: Path) -> None:
     assert sum(step["samples"] for step in plans) == 3 * 2
 
 
+STRICT = (
+    'questions.great="reward > 5"', 'plan.where="great and kl < 0"', 'plan.groups="spread"', 'plan.weight="reward"',
+    "plan.limit=64", "plan.replay={iterations = 2, share = 0.25}", "rollout.until={groups = 24, at_most = 4}",
+)  # fmt: skip
+"""A choice of samples that answers of random models never meet."""
+
+
+def test_a_choice_of_samples_is_loosened_and_said(tmp_path: Path) -> None:
+    small = rehearse(full("grpo", tmp_path, *STRICT))
+    [stage] = small.job.stages
+    assert stage.plan.where == "(great and kl < 0) or true"
+    assert (stage.plan.groups, stage.rollout.until) == ("all", None)
+    assert "computed, but leaves no sample out" in small.replaced["stages.grpo.plan.where"]
+    assert {f"stages.grpo.{key}" for key in ("plan.groups", "plan.weight", "rollout.until")} <= small.replaced.keys()
+
+
+@pytest.mark.slow
+def test_a_job_that_chooses_its_samples_is_rehearsed(tmp_path: Path) -> None:
+    job = full("grpo", tmp_path, *STRICT)
+    small = rehearse(job)
+    run_job(small.job)
+    steps = open_store(small.job.store).table("steps", ["window", "samples"]).to_pylist()
+    assert {step["window"] for step in steps} == {0, 1}
+    assert sum(step["samples"] for step in steps if step["window"] == 1) > sum(
+        step["samples"] for step in steps if step["window"] == 0
+    ), "older samples join the second window"
+
+
 @pytest.mark.parametrize("recipe", FULL)
 def test_nothing_but_files_and_vllm_is_missing_of_a_full_scale_job(recipe: str, tmp_path: Path) -> None:
     """What a check finds on a machine without the models and prompts: exactly those, each once."""

@@ -43,3 +43,16 @@ def test_every_teacher_scores_every_domain_as_scoring_did(finished_job: Path, mo
     shown = mopd("teachers", job, "--stage", "student").stdout
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert [line for line in shown.splitlines() if line in ("sums", "words")] == ["sums", "words"]
+
+
+def test_teachers_are_compared_on_answers_that_meet_a_condition(finished_job: Path, mopd: Callable) -> None:
+    job, where = finished_job / "job.toml", "domain = 'sums' and response_len < 6"
+    options = ("--stage", "student", "--samples", "1000", "--where", where, "--json")
+    rows = json.loads(mopd("teachers", job, *options).stdout)
+    store = open_store(str(finished_job / "store"))
+    [expected] = store.sql(
+        f"select count(*) answers from rollouts where stage = 'student' and iteration = 0 and {where}"
+    ).to_pylist()
+    [every] = store.sql("select count(*) answers from rollouts where stage = 'student' and iteration = 0").to_pylist()
+    assert 0 < expected["answers"] < every["answers"]
+    assert [(row["domain"], row["answers"]) for row in rows] == [("sums", expected["answers"])] * 2

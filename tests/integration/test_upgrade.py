@@ -14,10 +14,12 @@ import tarfile
 from pathlib import Path
 
 import lance
+import pyarrow.compute as pc
 import pytest
 from commandline import ENVIRONMENT, run_mopd
 
 from mopd_dataplane import Store, open_store
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.run.upgrade import upgrade_store
@@ -222,6 +224,70 @@ def test_killed_anywhere_the_same_call_goes_on(
     assert open_store(new).verify().findings == []
     for name in ("samples", "tokens", "events", "scores", "signals/words/hidden"):
         assert rows(f"{new}/{name}") == rows(f"{upgraded[1]}/{name}")
+
+
+def begin(old: Path, new: Path, until: str) -> None:
+    """Upgrade up to a fault point, and stop there."""
+
+    def stop(name: str) -> None:
+        if name == until:
+            raise KeyboardInterrupt
+
+    fault_points.observe(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(upgrade_store(old, new))
+    finally:
+        fault_points.observe(None)
+
+
+def replace_byte(file: Path) -> bytes:
+    """Write a file anew with one byte changed; returns what it was."""
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    return content
+
+
+def test_files_that_changed_since_are_those_of_the_source(old: Path, tmp_path: Path) -> None:
+    """Files of the same name and size with another content, and a folder that the source has no more."""
+    new = tmp_path / "new"
+    blobs = next((old / "signals/sums/hidden/data").glob("*.lance"))
+    head, policy = old / "heads/sums.safetensors", old / "policies/student/v2/model.safetensors"
+    contents_before = {file: replace_byte(file) for file in (blobs, head, policy)}
+    begin(old, new, "upgrade.log")
+    for file, content in contents_before.items():
+        file.unlink()
+        file.write_bytes(content)
+    shutil.rmtree(old / "checkpoints" / "base" / "step-00000004")
+    run_mopd("store", "upgrade", old, new)
+    for file, content in contents_before.items():
+        assert (new / file.relative_to(old)).read_bytes() == content, file
+    assert [path.name for path in (new / "checkpoints" / "base").glob("step-*")] == ["step-00000006"]
+    assert open_store(new).verify(deep=True).findings == []
+
+
+def test_a_source_with_other_rows_or_snapshots_is_refused(old: Path, tmp_path: Path) -> None:
+    """Tables have the same names and versions as when the upgrade began."""
+    new = tmp_path / "new"
+    begin(old, new, "upgrade.pinned")
+    pin = next(iter((old / "snapshots").iterdir()))
+    shutil.copy(pin, pin.with_stem("another"))
+    with pytest.raises(MismatchError, match="delete the copy and start again"):
+        list(upgrade_store(old, new))
+    pin.with_stem("another").unlink()
+    table = lance.dataset(str(old / "events"))
+    version, events = table.version, table.to_table()
+    values = pc.add(events["value"], 1.0)
+    events = events.set_column(events.column_names.index("value"), events.schema.field("value"), values)
+    shutil.rmtree(old / "events")
+    other = lance.write_dataset(events, str(old / "events"))
+    while other.version < version:
+        other.update_config({"mopd:test": str(other.version)})
+    with pytest.raises(MismatchError, match=r"events: rows 0 to \d+ of version \d+ are other rows .*; delete the copy"):
+        list(upgrade_store(old, new))
+    with pytest.raises(InputError, match="no store at"):
+        Store.open(new)
 
 
 def test_what_cannot_be_upgraded_is_refused_and_nothing_is_written(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mopd_dataplane import Store, create_store, load_job
 from mopd_dataplane.base import file_urls
 from mopd_dataplane.cli.app import app
-from mopd_dataplane.errors import InputError, JobFileError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import DeadlineError, InputError, JobFileError, ResourceError, UnknownNameError
 from mopd_dataplane.interchange.row_files import read_rows
 from mopd_dataplane.job.read import read_job
 from mopd_dataplane.job.sections import Domain
@@ -193,11 +193,19 @@ def test_a_server_that_is_not_there_is_named() -> None:
         file_urls.read_file("http://127.0.0.1:9/x")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:9", "host.invalid"])
+def test_a_server_of_another_protocol_that_is_not_there_is_named(host: str) -> None:
+    url = f"ftp://{host}/rows.jsonl"
+    for use in (file_urls.read_file, model_folder, lambda url: file_urls.files_at(url, [".jsonl"])):
+        with pytest.raises(DeadlineError, match=rf"{url}: no server answers \(.+\); check the name"):
+            use(url)
+
+
 def test_credentials_and_unknown_protocols_are_refused() -> None:
     with pytest.raises(InputError, match="must not carry") as refused:
         file_urls.read_file("https://me:verysecret@host/x")
     assert "verysecret" not in str(refused.value)
-    with pytest.raises(InputError, match="nothing here opens nosuch://"):
+    with pytest.raises(InputError, match=r"nothing here opens nosuch://.*give a path, or a URL that begins with hf://"):
         file_urls.read_file("nosuch://x/y")
 
 

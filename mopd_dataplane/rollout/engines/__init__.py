@@ -17,5 +17,6 @@ gumbel.py             the sampler of logs that name none
 philox.py             the random numbers of a key and a position
 vllm_sampler.py       sampling.py as a logits processor inside vLLM
 sampler_arguments.py  arguments of a vLLM request for that processor
+engine_check.py       self-check of an engine in another process: its log-probs beside the model's plain pass
 call_timeout.py       a deadline for each call of an engine
 """

@@ -38,6 +38,8 @@ class EngineKind(ABC):
     """True if an engine that was opened on an adapter can also load whole weights."""
     highest_rank: int = 0
     """Largest supported rank of an adapter; 0 for any."""
+    is_checked: bool = False
+    """Whether its log-probs are compared with transformers' plain pass before it samples for a stage."""
     package: str = ""
     """Module that must be installed on its machine; empty for none."""
 
@@ -94,6 +96,7 @@ class Vllm(EngineKind):
     """vLLM, started here or a running server."""
 
     stays = True
+    is_checked = True
     settings = ("url", "reload", "options", "noise", "keep")
     leaves_adapters = False
     highest_rank = 512

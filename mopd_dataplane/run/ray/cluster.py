@@ -198,7 +198,8 @@ class EngineReplica(_Worker):
     def __init__(self, job: str, stage: str, iteration: int, sampler: Sampler, version: int) -> None:
         super().__init__(job, stage)
         self._run, self._stage = self._run.at(self._stage, iteration)
-        prompts = prompts_of(self._run, self._stage, iteration)
+        most = self._stage.rollout.most_rounds  # this engine's share says which of their samples are due
+        prompts = prompts_of(self._run, self._stage, iteration, rounds=most)
         own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, iteration) == sampler]
         self._part = Part(self._stage, iteration, sampler, version, own)
         self._engine: Engine | None = None

@@ -2,7 +2,13 @@
 
 rollout.py           the policy samples one iteration into the store; reference answers as samples
 reward.py            rewards of stored samples; only missing ones are computed
+verifiers.py         the outcome of one answer by its domain's reward function
+held_out.py          rewards of held-out answers, scored again on request
+rounds.py            further prompts for an iteration until enough groups have different rewards
 score.py             teachers' signals of stored samples; only missing ones are computed
+teacher_prompts.py   prompts as a teacher reads them
+signal_health.py     health of teachers' signals: measured with every scoring pass, judged before training
+probe_teachers.py    what teachers make of reference answers, before the first step
 server_identity.py   what a model behind a url is known by, stored at its first use
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
@@ -11,34 +12,48 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.query.signal_health import SIGNAL_HEALTH
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.stage_rows import stage_samples
+from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.run.steps.evaluate import accuracy
-from mopd_dataplane.run.steps.score import prompt_renderer, stored_samples, teacher_pool
+from mopd_dataplane.run.steps.score import stored_samples, teacher_pool
+from mopd_dataplane.run.steps.teacher_prompts import prompt_renderer
 from mopd_dataplane.score.readers import HfReader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import model_input
 from mopd_dataplane.score.teacher_comparison import Answer, compare
+from mopd_dataplane.store.rollouts.conditions import Conditions
 
 
 def compare_teachers(
-    job: Job, stage: Stage, *, samples: int = 200, topk: int = 16, console: Console | None = None
+    job: Job, stage: Stage, *, samples: int = 200, topk: int = 16, where: str = "", console: Console | None = None
 ) -> list[dict[str, Any]]:
     """One row for each domain of the stage and teacher of the job, over the first iteration's first answers.
 
-    Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: those of
-    score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the domain where it
-    was evaluated.
-    Raises InputError when the stage has no rewarded answers.
+    Every teacher reads the same answers, `samples` a domain; nothing is written. where: condition on the answers, in
+    SQL over the table of rollouts. Columns: those of score.teacher_comparison.Comparison; `accuracy`, the teacher's own
+    on held-out prompts of the domain where it was evaluated; and `failed`, the checks that its stored signals of the
+    stage and domain fail, with a sentence on each. Raises QueryError for a condition that cannot be answered,
+    InputError when the stage has no rewarded answers that meet it.
     """
     run = open_run(job, Progress(console), make=False)
-    answers = {name: chosen for name in job.domains_of(stage) if (chosen := _rewarded(run, stage, name, samples))}
+    every, table = stage_samples(run.store, stage, 0, ["domain"])
+    if where:
+        chosen_rows = Conditions(run.store, None, job.questions).rows(where)
+        inside = np.isin(every, chosen_rows)
+        every, table = every[inside], table.filter(pa.array(inside))
+    by_domain = {name: every[pc.equal(table["domain"], name).to_numpy()] for name in job.domains_of(stage)}
+    answers = {name: chosen for name, rows in by_domain.items() if (chosen := _rewarded(run, rows, samples))}
     if not answers:
-        raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
+        which = f" that meet --where {where!r:.200}; loosen it, or" if where else ";"
+        raise InputError(
+            f"stage {stage.name!r} has no rewarded answers{which} run: mopd rollout JOB, then mopd reward JOB"
+        )
     device = resolve_device(stage.score.device)
     student = TeacherForward((HfReader(load_model(run.policies.folder(stage, 0), device=device)),))
     names = [name for name in job.teachers if _is_there(run, name)]
     pool = teacher_pool(run, stage, names, engine="hf")
+    failed = _failed_checks(run, stage)
     rows = []
     total = len(names) * sum(map(len, answers.values()))
     with run.progress.step(stage.name, "compare", total=total, unit="answers") as (advance, report):
@@ -52,20 +67,32 @@ def compare_teachers(
                     for sample, reward in chosen
                 ]
                 comparison = asdict(compare(student, teacher, read, k=topk))
-                rows.append({"domain": domain, "teacher": name, **comparison, "accuracy": _accuracy(run, name, domain)})
+                accuracy_there, checks = _accuracy(run, name, domain), failed.get((name, domain), {})
+                rows.append(
+                    {"domain": domain, "teacher": name, **comparison, "accuracy": accuracy_there, "failed": checks}
+                )
                 done += len(chosen)
                 advance(done, teacher=name)
         report.facts = {"teachers": str(len(names)), "answers": f"{sum(map(len, answers.values())):,}"}
     return sorted(rows, key=lambda row: (list(answers).index(row["domain"]), list(job.teachers).index(row["teacher"])))
 
 
-def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[tuple[Scorable, float]]:
-    """The first answers of a domain that have a reward, with it."""
-    every, table = stage_samples(run.store, stage, 0, ["domain"])
+def _rewarded(run: Run, rows: Rows, count: int) -> list[tuple[Scorable, float]]:
+    """The first `count` answers that have a reward, with it."""
     rewards = run.store.table("rewards", columns=["sample_row", "reward"])
     value = dict(zip(rewards["sample_row"].to_pylist(), rewards["reward"].to_pylist(), strict=True))
-    inside = pc.equal(table["domain"], domain).to_numpy() & np.isin(every, rewards["sample_row"].to_numpy())
-    return [(sample, value[sample.sample_row]) for sample in stored_samples(run, every[inside][:count])]
+    rewarded = rows[np.isin(rows, rewards["sample_row"].to_numpy())]
+    return [(sample, value[sample.sample_row]) for sample in stored_samples(run, rewarded[:count])]
+
+
+def _failed_checks(run: Run, stage: Stage) -> dict[tuple[str, str], dict[str, str]]:
+    """Sentences on the checks that stored signals of a stage fail, by teacher and domain, then check."""
+    failed: dict[tuple[str, str], dict[str, str]] = {}
+    for row in run.store.sql(SIGNAL_HEALTH).to_pylist():
+        if row["stage"] == stage.name:
+            of_pair = failed.setdefault((row["teacher"], row["domain"]), {})
+            of_pair.update(zip(row["failed"], row["warnings"], strict=True))
+    return failed
 
 
 def _is_there(run: Run, teacher: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +21,9 @@ from mopd_dataplane.rollout.engines.engine import FINISH_REASON, LENGTH, STOP, E
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import UnloggedTurns, environments_of
-from mopd_dataplane.run.steps.reward import Verifiers, check_share
+from mopd_dataplane.run.steps.held_out import HeldOutAnswer, evaluated_prompts, score_answers
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.score.readers import HfReader, TeacherForward
-from mopd_dataplane.score.reward import Outcome, Unscorable
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +36,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
     """
     prompts = run.store.prompts(split=run.job.eval.split, domains=list(run.job.domains))
     label = stage.name if version else stage.start  # version 0 belongs to where the stage starts
-    stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
-    evaluated = set(stored["prompt_id"].to_pylist())
+    evaluated = evaluated_prompts(run, label, version)
     todo = [prompt for prompt in prompts if prompt.prompt_id not in evaluated]
     if not todo:
         return
@@ -46,41 +44,32 @@ def evaluate(run: Run, stage: Stage, version: int) -> None:
     with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
         answers = answer(run, stage, folder, version, todo)
         distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
-        with Verifiers(run) as verifiers:
-            outcomes = [
-                verifiers.verify(prompt, given_answer.ids, given_answer.mask)
-                for prompt, given_answer in zip(todo, answers, strict=True)
-            ]
-        unscorable = [
-            (prompt.domain, prompt.prompt_id, outcome.reason)
-            for prompt, outcome in zip(todo, outcomes, strict=True)
-            if isinstance(outcome, Unscorable)
+        held_out = [
+            HeldOutAnswer(
+                prompt=prompt,
+                ids=given_answer.ids,
+                loss_mask=given_answer.mask,
+                row={
+                    "policy": label,
+                    "policy_version": version,
+                    "prompt_id": prompt.prompt_id,
+                    "domain": prompt.domain,
+                    "reverse_kl": distances.get(prompt.prompt_id),
+                    "response": run.decode(given_answer.ids),
+                    "response_len": len(given_answer.ids),
+                    "finish_reason": given_answer.finish_reason,
+                },
+            )
+            for prompt, given_answer in zip(todo, answers, strict=True)
         ]
-        answered = Counter(prompt.domain for prompt in todo)
-        next_step = "mend the reward, then run the same command again: nothing of this evaluation is stored"
-        check_share(run, f"evaluation of {label!r}", answered, unscorable, next_step)
-        rows = [
-            {
-                "policy": label,
-                "policy_version": version,
-                "prompt_id": prompt.prompt_id,
-                "domain": prompt.domain,
-                "reward": outcome.reward if isinstance(outcome, Outcome) else None,
-                "correct": outcome.correct if isinstance(outcome, Outcome) else None,
-                "reverse_kl": distances.get(prompt.prompt_id),
-                "response": run.decode(given_answer.ids),
-                "response_len": len(given_answer.ids),
-                "finish_reason": given_answer.finish_reason,
-            }
-            for prompt, given_answer, outcome in zip(todo, answers, outcomes, strict=True)
-        ]
-        run.store.add_evals(rows)
+        scored = score_answers(run, stage, held_out)
+        run.store.add_events(scored.events)
+        run.store.add_evals(scored.rows)
         advance(len(todo))
         report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
-        rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Outcome)]
-        report.facts["reward"] = f"{np.mean(rewards):.3f}" if rewards else "none"
-        if unscorable:
-            report.facts["unscorable"] = f"{len(unscorable):,}"
+        report.facts["reward"] = f"{np.mean(scored.rewards):.3f}" if scored.rows else "none"
+        if scored.events:
+            report.facts["unscorable"] = f"{len(scored.events):,}"
         if distances:
             report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
     name = f"time/{label}/{version}/evaluate"

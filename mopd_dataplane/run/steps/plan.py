@@ -5,6 +5,7 @@ No payload is read, and nothing here needs torch.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLU
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.changes import in_force
-from mopd_dataplane.run.conditions import explain_conditions, questions_of, with_conditions
+from mopd_dataplane.run.conditions import explain_conditions, plan_names, questions_of, with_conditions
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
@@ -121,8 +122,10 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
         snapshot = run.store.snapshot(tag=tag)
         training = training_of(run, stage, window)
         try:
-            columns = planner_columns(run, stage, iteration, snapshot)
-            columns = with_conditions(run.store, run.job, stage, columns, snapshot, training.first_step)
+            columns = window_columns(run, stage, iteration, snapshot)
+            columns = with_conditions(
+                run.store, stage.plan, columns, snapshot, plan_names(run.job, training.first_step)
+            )
         except InputError:
             run.store.release(tag)  # what is missing now may be there at the next try
             raise
@@ -145,6 +148,8 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
             "steps": f"{int(stats['steps'])}",
             "density": f"{stats['density']:.3f}",
         }
+        if stats.get("replayed"):
+            report.facts["replayed"] = f"{int(stats['replayed']):,} of {int(stats['replay_pool']):,}"
     run.record_time(stage, window, "plan", report.seconds)
     warn_of_masked_domains(run, stage, columns)
     for reason, count in stats.items():
@@ -174,9 +179,11 @@ def masked_domains(columns: Columns) -> list[str]:
 
 def training_of(run: Run, stage: Stage, window: int) -> Training:
     """Settings of training of a stage's window that its plan depends on."""
+    until = stage.rollout.until if stage.data == "rollout" else None
     return Training(
         epochs=stage.train.epochs,
         group_size=stage.rollout.group_size if stage.data != "reference" else 1,
+        most_groups=until.groups if until else 0,
         policy_version=window,
         first_step=run.store.steps_before(stage.name, window),
         teacher_weights=run.job.objective(stage).teacher_weights,
@@ -185,13 +192,24 @@ def training_of(run: Run, stage: Stage, window: int) -> Training:
     )
 
 
-def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> Columns:
-    """The planner's metadata of a stage's samples."""
+def window_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot) -> Columns:
+    """The planner's metadata of a window's samples, and with `plan.replay` of the samples that may join them."""
+    replay = stage.plan.replay
+    if iteration is None or replay is None:
+        return planner_columns(run, stage, iteration, snapshot)
+    span = range(max(0, iteration - replay.iterations), iteration + 1)
+    columns = planner_columns(run, stage, span, snapshot)
+    own, _ = stage_samples(run.store, stage, iteration, ["iteration"], snapshot)
+    return replace(columns, replayed=~np.isin(columns.sample_rows, own))
+
+
+def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snapshot: Snapshot | None) -> Columns:
+    """The planner's metadata of a stage's samples: of one iteration, of a range of them, or of all."""
     objective = run.job.objective(stage)
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
     columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
-    if stage.data == "stored":
+    if stage.data == "stored" and not isinstance(iteration, range):
         _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)

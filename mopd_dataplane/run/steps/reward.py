@@ -3,36 +3,32 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage
-from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.tools.replies import turn_texts, whose_turns
 from mopd_dataplane.run.context import Run, open_run
-from mopd_dataplane.run.environments import reply_form_of
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNSCORABLE, Rows, chunks, stage_samples
-from mopd_dataplane.score.reward import Outcome, Reward, Unscorable, is_reference, resolve_reward
-from mopd_dataplane.score.timed_reward import TimedReward
+from mopd_dataplane.run.steps.held_out import score_again
+from mopd_dataplane.run.steps.verifiers import Verifiers, check_share
+from mopd_dataplane.score.reward import Outcome, Unscorable
 
 COMMIT_S = 10.0
 """Work on rewards that a kill can lose, in seconds."""
-FEW = 5
-"""Unscorable answers of a domain below which their share is not judged."""
-EXAMPLES = 3
-"""Unscorable answers that a message names."""
 
 
-def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: bool = False) -> dict[str, float]:
+def reward(
+    run: Run, stage: Stage, *, iteration: int | None = None, missing: bool = False, rounds: int = 1
+) -> dict[str, float]:
     """Verify every sampled answer of a stage that has no reward yet.
 
-    missing: also the answers that could not be scored before. Returns {"rewards": count, "unscorable": answers that
-    could not be scored, "mean": value}. What is rewarded stays when a reward function raises.
+    missing: also the answers that could not be scored before. rounds: as for rollout. Returns {"rewards": count,
+    "unscorable": answers that could not be scored, "mean": value}. What is rewarded stays when a reward function
+    raises.
     Raises RewardError for a function that raises, and InputError as soon as more answers of a domain cannot be scored
     than its `max_unscorable` allows.
     """
@@ -61,7 +57,7 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: boo
             report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}" if values else "none"}
             if failed:
                 report.facts["unscorable"] = f"{failed:,}"
-        run.record_time(stage, iteration, "reward", report.seconds)
+        run.record_time(stage, iteration, "reward", report.seconds, part=rounds)
     _check_stage(run, stage, answers, unscorable, identity)
     mean = float(np.mean(values)) if values else float("nan")
     return {"rewards": float(len(values)), "unscorable": float(failed), "mean": mean}
@@ -69,43 +65,6 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None, missing: boo
 
 _Identity = dict[int, tuple[str, str, str]]
 """Row of a sample -> its uid, prompt and domain."""
-
-
-class Verifiers:
-    """The reward functions of a job's domains, each in a process of its own where the domain sets a time-out.
-
-    A context, which ends these processes.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._timed: dict[tuple[str, float], TimedReward] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for reward in self._timed.values():
-            reward.close()
-
-    def function(self, domain: str) -> Reward:
-        """The verifier that the job names for a domain."""
-        return resolve_reward(self._run.job.domains[domain].reward)
-
-    def verify(self, prompt: Prompt, response: list[int], loss_mask: list[int]) -> Outcome | Unscorable:
-        """Reward of a response by the domain's verifier, and whether it is right by the domain's rule (`right`)."""
-        function, domain = self.function(prompt.domain), self._run.job.domains[prompt.domain]
-        ask: Callable[[Prompt, Any], Outcome | Unscorable] = function
-        if domain.reward_timeout_s:
-            name = (function.name, domain.reward_timeout_s)
-            ask = self._timed.setdefault(name, TimedReward(function, domain.reward_timeout_s))
-        if function.whole:
-            return ask(prompt, _conversation(self._run, prompt.domain, response, loss_mask))
-        said = _last_turn(self._run, prompt.domain, response, loss_mask)
-        outcome = ask(prompt, said)
-        if domain.right == "reference" and isinstance(outcome, Outcome) and outcome.correct is not None:
-            return outcome._replace(correct=outcome.correct and is_reference(prompt, said))
-        return outcome
 
 
 def _outcomes(
@@ -175,39 +134,6 @@ def _check_stage(
     check_share(run, f"stage {stage.name!r}", answers, named, next_step)
 
 
-def check_share(
-    run: Run, where: str, answers: Mapping[str, int], unscorable: Sequence[tuple[str, str, str]], next_step: str
-) -> None:
-    """Raise InputError for a domain of which more answers cannot be scored than its `max_unscorable` allows.
-
-    answers: count by domain. unscorable: domain, name and reason of each such answer.
-    """
-    for domain, count in Counter(domain for domain, _, _ in unscorable).items():
-        limit = run.job.domains[domain].max_unscorable
-        if count >= FEW and count > limit * answers[domain]:
-            examples = [f"{name} ({reason})" for other, name, reason in unscorable if other == domain][:EXAMPLES]
-            raise InputError(
-                f"{where}: {count} of {answers[domain]} answers of domain {domain!r} cannot be scored by "
-                f"{run.job.domains[domain].reward!r}, more than domains.{domain}.max_unscorable = {limit:g} allows: "
-                f"{', '.join(examples)}; {next_step}"
-            )
-
-
-def _conversation(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> list[str]:
-    """Texts of the conversation in turn, the policy first."""
-    if not run.job.domains[domain].environment:
-        return [run.decode(response)]
-    return turn_texts(response, loss_mask, reply_form_of(run.job, domain, run.tokenizer), run.decode)
-
-
-def _last_turn(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> str:
-    """The response's text, or the policy's last turn where an environment answers it."""
-    if run.job.domains[domain].environment:
-        own = [said for said, is_own in whose_turns(response, loss_mask) if is_own]
-        response = own[-1] if own else []
-    return run.decode(response)
-
-
 def _responses(run: Run, rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
     """(token ids, loss mask) of each response."""
     prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
@@ -219,12 +145,14 @@ def _responses(run: Run, rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
 def reward_stage(job: Job, stage: Stage, *, console: Console | None = None, missing: bool = False) -> dict[str, Any]:
     """Verify every answer of a stage that has no reward; with `missing`, those too that could not be scored before.
 
-    Returns {"stage", "rewards": how many are new, "unscorable", "mean"}, and what the stage's discriminator did. Raises
-    MopdError.
+    Returns {"stage", "rewards": how many are new, "unscorable", "mean"}, and what the stage's discriminator did; with
+    `missing` also what became of held-out answers (`held_out.score_again`). Raises MopdError.
     """
     run = open_run(job, Progress(console), make=False)
     run, stage = run.at(stage, run.policies.latest(stage))
     summary = {"stage": stage.name, **reward(run, stage, missing=missing)}
+    if missing:
+        summary |= score_again(run, stage)
     if not stage.discriminator:
         return summary
     from mopd_dataplane.run.steps.discriminate import discriminate  # a model after all

@@ -16,7 +16,7 @@ from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
-from mopd_dataplane.run.exactness import record_self_check
+from mopd_dataplane.run.exactness import has_self_check, record_self_check
 from mopd_dataplane.run.iteration import iteration_prompts, sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_rows import stage_samples
@@ -32,12 +32,13 @@ REFERENCE_BATCH = 4096
 """Reference samples committed together."""
 
 
-def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
+def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False, rounds: int = 1) -> list[RolloutReport]:
     """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
 
     The policy is the version the iteration starts from; with `follow` the newest, also one published in the middle.
+    rounds: of prompts that the iteration has by now.
     """
-    prompts = prompts_of(run, stage, iteration)
+    prompts = prompts_of(run, stage, iteration, rounds=rounds)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
     already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
     samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
@@ -52,7 +53,7 @@ def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> 
     if not reports:
         return []
     seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
-    run.record_time(stage, iteration, "rollout", seconds, log="/".join(sorted(levels)))
+    run.record_time(stage, iteration, "rollout", seconds, part=rounds, log="/".join(sorted(levels)))
     return reports
 
 
@@ -108,6 +109,7 @@ def roll_out(
     """Sample a part, or a share of it, into the store through the token log of `writer`; finish what that log holds."""
     stage, sampler = part.stage, part.sampler.policy
     check_policy_server(run, stage, engine)
+    _check_log_probs(run, engine, part)
     dropped = 0
 
     def commit(samples: list[Sample]) -> None:
@@ -148,11 +150,25 @@ def roll_out(
         sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
     )
     report.dropped = dropped
-    if isinstance(engine, HasSelfCheck):
-        record_self_check(run.store, stage.name, "sampler", engine.self_check)
     if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)
     return report
+
+
+def _check_log_probs(run: Run, engine: Engine, part: Part) -> None:
+    """Record the self-check of the engine, and make it where the engine has made none. Raises MismatchError."""
+    stage = part.stage
+    if isinstance(engine, HasSelfCheck):
+        record_self_check(run.store, stage.name, "sampler", engine.self_check)
+    elif engine_kind(run.job.engine.kind).is_checked and not has_self_check(run.store, stage.name, "sampler"):
+        from mopd_dataplane.rollout.engines.engine_check import check_engine
+
+        folder = sampling_policy(run, stage, part.sampler.policy, part.version)
+        dtype = run.job.engine.dtype or run.job.student.dtype
+        longest = stage.rollout.max_prompt_tokens + stage.rollout.max_new_tokens
+        prompts = [np.array(run.prompt_ids(prompt), np.int32) for prompt in part.prompts]
+        passed = check_engine(engine, folder, prompts, dtype=dtype, longest=longest)
+        record_self_check(run.store, stage.name, "sampler", passed)
 
 
 def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
@@ -161,18 +177,20 @@ def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
     return MixedTeacher(run.policies.teacher(part.sampler.mixed_teacher, part.stage), part.stage.rollout.teacher_mix)
 
 
-def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
-    """Prompts of one iteration, in admission order, without deleted ones."""
-    return [prompt for prompt in prompt_slots_of(run, stage, iteration) if prompt is not None]
+def prompts_of(run: Run, stage: Stage, iteration: int, *, rounds: int = 1) -> list[Prompt]:
+    """Prompts of the first rounds of an iteration, in admission order, without deleted ones."""
+    return [prompt for prompt in prompt_slots_of(run, stage, iteration, rounds=rounds) if prompt is not None]
 
 
-def prompt_slots_of(run: Run, stage: Stage, iteration: int) -> list[Prompt | None]:
-    """Prompts of one iteration, in admission order, None in place of each that was deleted."""
+def prompt_slots_of(run: Run, stage: Stage, iteration: int, *, rounds: int = 1) -> list[Prompt | None]:
+    """Prompts of the first rounds of an iteration, in admission order, None in place of each that was deleted."""
     prompts = training_slots(run, stage)
     if stage.discriminator:
         prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     count = stage.rollout.prompts_per_iteration
-    return iteration_prompts(prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name)
+    return iteration_prompts(
+        prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name, rounds=rounds
+    )
 
 
 def training_slots(run: Run, stage: Stage) -> list[Prompt | None]:

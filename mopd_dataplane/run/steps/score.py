@@ -1,5 +1,6 @@
 """Teachers' signals of stored samples. Only missing ones are computed, and no two precisions under one name."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -10,21 +11,25 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.stats_choice import keeps_stats
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.fields import PAYLOAD, column_names, of_signal, value
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
-from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
+from mopd_dataplane.run.steps.probe_teachers import probe_start, probe_teacher
 from mopd_dataplane.run.steps.server_identity import check_teacher_server
-from mopd_dataplane.run.tasks import ScoredTask, ScoreTask
+from mopd_dataplane.run.steps.signal_health import check_health, measure_signals, record_health
+from mopd_dataplane.run.steps.teacher_prompts import prompt_renderer
+from mopd_dataplane.run.tasks import HealthKey, ScoredTask, ScoreTask
 from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.score.health import Health
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
-from mopd_dataplane.score.scorer import PromptRenderer, score_samples
+from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
@@ -40,15 +45,17 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     """Compute and commit every missing signal of a stage's samples (of one iteration, or of all).
 
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
-    tokenizer, weights or quantisation do not fit.
+    tokenizer, weights or quantisation do not fit, and after scoring when `score.on_unhealthy` refuses a signal.
     """
     check_precision(run, stage)
     work = _missing(run, stage, iteration)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
     if not total:
+        check_health(run, stage, iteration)
         return counts
     free_device_memory()
+    probe_start(run, stage)
     pool = register_teachers(run, stage)
     tasks = [
         ScoreTask(teacher, tuple(kinds), chunk)
@@ -57,12 +64,15 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
         for chunk in chunks(rows)
     ]
     record_rounding(run, stage, pool, tasks)
+    parts: dict[HealthKey, list[Health]] = defaultdict(list)
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with closing(pool), step as (advance, report):
 
         def count(scored: ScoredTask) -> None:
             counts["signals"] += scored.signals
             counts["loss_tokens"] += scored.loss_tokens
+            for key, health in scored.health.items():
+                parts[key].append(health)
             advance(int(counts["signals"]), teacher=scored.teacher)
 
         if run.fleet is not None:
@@ -76,6 +86,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
         kinds = "+".join(dict.fromkeys(kind for _, kind in work))
         report.facts = {"signals": f"{int(counts['signals']):,}", "kinds": kinds}
     run.record_time(stage, iteration, "score", report.seconds)
+    record_health(run, stage, parts, np.concatenate([task.rows for task in tasks]))
+    check_health(run, stage, iteration)
     return counts
 
 
@@ -178,6 +190,7 @@ def student_topk(run: Run, stage: Stage) -> StudentTopk:
 
 def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
+    probe_teacher(run, stage, pool, task.teacher)
     samples = list(stored_samples(run, task.rows))
     if run.job.teachers[task.teacher].unknown_tokens == "mask":
         samples = _readable(run, stage, task.teacher, samples, pool.unknown_tokens(task.teacher))
@@ -189,13 +202,15 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
     new = positions = 0
     for kind, signals in by_kind.items():
         # Before their signals: a run killed in between scores these samples again, and finds the statistics there.
-        write_token_stats(run.store, [_stats(stage, task.teacher, s) for s in signals if s.teacher_entropy is not None])
+        write_token_stats(run.store, _stats(stage, task.teacher, signals))
         new += run.store.commit_signals(task.teacher, kind, signals)
         positions += sum(len(value(signal, of_signal(kind)[0].name)) for signal in signals)
     for member in run.job.members_of(task.teacher):
         if passed := pool.self_check(member):
             record_self_check(run.store, stage.name, "teacher", passed, teacher=member)
-    return ScoredTask(task.teacher, new, positions)
+    return ScoredTask(
+        task.teacher, new, positions, measure_signals(run, task.teacher, samples, by_kind.get("logprob", []))
+    )
 
 
 def _readable(
@@ -218,9 +233,16 @@ def _readable(
     return readable
 
 
-def _stats(stage: Stage, teacher: str, signal: Signal) -> TokenStats:
-    values = {"teacher_entropy": np.asarray(signal.teacher_entropy)}
-    return TokenStats(sample_row=signal.sample_row, stage=stage.name, teacher=teacher, values=values)
+def _stats(stage: Stage, teacher: str, signals: Sequence[Signal]) -> list[TokenStats]:
+    """Entropies of the teacher, of the samples that keep statistics."""
+    is_kept = keeps_stats(stage.score.stats, [signal.sample_row for signal in signals])
+    return [
+        TokenStats(
+            sample_row=signal.sample_row, stage=stage.name, teacher=teacher,
+            values={"teacher_entropy": signal.teacher_entropy},
+        )
+        for signal, keep in zip(signals, is_kept, strict=True) if keep and signal.teacher_entropy is not None
+    ]  # fmt: skip
 
 
 def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, str], Rows]:
@@ -268,21 +290,6 @@ def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
             logprobs=_array(logprobs) if logprobs.is_valid else None,
             temperature=metadata["temperature"][index].as_py(),
         )
-
-
-def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
-    """Renderer of the samples' prompts for a teacher; None where it reads them as the student does."""
-    template = run.job.teachers[teacher].prompt_template
-    if not template:
-        return None
-    prompt_ids = {sample.prompt_id for sample in samples}
-    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts() if prompt.prompt_id in prompt_ids}
-
-    def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
-        prompt = prompts[sample.prompt_id]
-        return render(prompt.asked, run.tokenizer, template=template, context=prompt.teacher_context)
-
-    return as_the_teacher_reads_it
 
 
 def _token_versions(payload: pa.Table, index: int) -> NDArray[np.int32]:

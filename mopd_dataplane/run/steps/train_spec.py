@@ -83,4 +83,7 @@ def _steps_expected(run: Run, stage: Stage, window: int, samples: int) -> int:
         return 0
     trained = samples * stage.train.epochs
     windows = math.ceil(trained / len(first.sample_rows)) if trained else stage.iterations - start
-    return run.store.steps_before(stage.name, start) + (len(first.step_starts) - 1) * windows
+    steps = len(first.step_starts) - 1
+    if stage.plan.replay and not first.stats.get("replayed"):  # nothing older was there yet
+        steps = math.ceil(steps / (1 - stage.plan.replay.share))
+    return run.store.steps_before(stage.name, start) + steps * windows

@@ -7,9 +7,11 @@ deleted by a node whose clock differs from the server's.
 """
 
 import gc
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import lance
@@ -65,6 +67,7 @@ def clean_up(
     with no_commit_in_flight(location, table, COMMITS_S if wait else 0.0) as committers:
         if committers:
             return CleanedUp(hindrance=f"a commit is in flight: {', '.join(committers)}")
+        _sweep_staged(location.root / table)
         old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
         if not readers_keep:
             return CleanedUp(len(old), drop_versions(dataset, old))
@@ -72,6 +75,14 @@ def clean_up(
         with free_versions(location.root / table, old) as (free, readers):
             freed = drop_versions(dataset, free)
     return CleanedUp(len(free), freed, {version: ", ".join(names) for version, names in readers.items()})
+
+
+def _sweep_staged(folder: Path) -> None:
+    """Remove files that have the names under which Lance begins to write. No commit may be in flight: whoever wrote
+    them was killed."""
+    for file in folder.rglob("*"):
+        if file.name.startswith(".tmp") or re.search(r"#\d+$", file.name):
+            file.unlink(missing_ok=True)
 
 
 def _old_versions(

@@ -34,7 +34,7 @@ from mopd_dataplane.store.commit.signals import blob_column
 from mopd_dataplane.store.format.dataset_format import FREED, blob_columns
 from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.store.format.row_ids import row_ids
-from mopd_dataplane.store.maintain.deletion_records import Deletion, PromptSlot, prompt_hash, uids_in
+from mopd_dataplane.store.maintain.deletion_records import Deletion, PromptSlot, names_prompt, prompt_hash, uids_in
 from mopd_dataplane.store.maintain.remove_rows import remove_rows
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.store.read.row_reader import check_crcs, fitting_rows, header_columns, scored_rows, take_rows
@@ -137,7 +137,7 @@ def rows_to_go(store: OpenStore, uids: Collection[str], prompts: Collection[str]
     of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
     uid_array = pa.array(sorted(uids), pa.string())
     rows_by_table = {name: _rows_of(store.dataset(name), uid_array) for name in of_samples}
-    rows_by_table["events"] = _events_of(store.dataset("events"), set(uids))
+    rows_by_table["events"] = _events_of(store.dataset("events"), set(uids), set(prompts))
     for name in ("evals", "prompts"):
         rows_by_table[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
     return {name: rows for name, rows in rows_by_table.items() if len(rows)}
@@ -170,14 +170,14 @@ def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[st
     return rows.filter(pc.is_in(rows["prompt_id"], value_set=pa.array(gone, pa.string())))
 
 
-def _events_of(dataset: lance.LanceDataset, uids: set[str]) -> Rows:
-    """Events whose name or detail names one of the samples."""
-    if not uids:
+def _events_of(dataset: lance.LanceDataset, uids: set[str], prompts: set[str]) -> Rows:
+    """Events whose name or detail names one of the samples, or one of the prompts by the hash of its name."""
+    if not uids and not prompts:
         return np.empty(0, np.int64)
     with reading(dataset.uri):
         events = dataset.to_table(columns=["event_id", "detail"], with_row_id=True)
     texts = zip(events["event_id"].to_pylist(), events["detail"].to_pylist(), strict=True)
-    gone = [not uids.isdisjoint(uids_in(name, detail)) for name, detail in texts]
+    gone = [not uids.isdisjoint(uids_in(name, detail)) or names_prompt(detail, prompts) for name, detail in texts]
     return _ids(events.filter(pa.array(gone, pa.bool_())))
 
 

@@ -10,6 +10,7 @@ write two records; a number that was ever used is not used again.
 """
 
 import hashlib
+import json
 import re
 import uuid
 from collections.abc import Collection, Iterable, Sequence
@@ -190,18 +191,21 @@ class Deletions:
         return np.array([one.uid in gone or by_name.get(one.prompt_id, False) for one in samples], np.bool_)
 
     def without_deleted(self, table: str, rows: pa.Table) -> pa.Table:
-        """Return the rows that refer to no deleted sample, in `events` by name, and in `evals` to no deleted prompt."""
+        """Return the rows that refer to no deleted sample, and in `events` and `evals` to no deleted prompt."""
         deletions = self.all()
         if not deletions:
             return rows
         deleted = {uid for deletion in deletions for uid in deletion.uids}
         if "uid" in rows.column_names:
             rows = rows.filter(pc.invert(pc.is_in(rows["uid"], value_set=pa.array(sorted(deleted), pa.string()))))
+        hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
         if table == "events":
             texts = zip(rows["event_id"].to_pylist(), rows["detail"].to_pylist(), strict=True)
-            rows = rows.filter(pa.array([deleted.isdisjoint(uids_in(*both)) for both in texts], pa.bool_()))
+            stays = [
+                deleted.isdisjoint(uids_in(name, detail)) and not names_prompt(detail, hashes) for name, detail in texts
+            ]
+            rows = rows.filter(pa.array(stays, pa.bool_()))
         if table == "evals":
-            hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
             stays = [prompt_hash(name) not in hashes for name in rows["prompt_id"].to_pylist()]
             rows = rows.filter(pa.array(stays, pa.bool_()))
         return rows
@@ -262,6 +266,14 @@ def prompt_hash(name: str) -> str:
 def uids_in(*texts: str) -> set[str]:
     """Everything in some texts that has the form of a uid."""
     return {uid for text in texts for uid in UID.findall(text)}
+
+
+def names_prompt(detail: str, hashes: Collection[str]) -> bool:
+    """Whether an event's detail names a prompt, by the hash of its name, that is one of these."""
+    if not hashes or '"prompt_id"' not in detail:
+        return False
+    name = json.loads(detail).get("prompt_id")
+    return isinstance(name, str) and prompt_hash(name) in hashes
 
 
 def _file(name: str) -> str:

@@ -6,7 +6,8 @@ pinned version keeps its number too: where the copy needs fewer commits, empty o
 the token log, which name rows and versions, stay valid unchanged.
 
 Rows of metadata, tokens and listed signals are copied; files of hidden states are hard-linked where possible, since
-they do not change. Every step first looks at what is there: after a kill the same call continues.
+they do not change. Every step first looks at what is there: after a kill the same call continues, and compares what the
+target has with the source, byte by byte.
 """
 
 import json
@@ -21,7 +22,7 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import duplicate_file
+from mopd_dataplane.base.files import duplicate_file, file_digest
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store.commit.table import Table
@@ -30,7 +31,7 @@ from mopd_dataplane.store.format.lance_errors import reading, writing
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
 from mopd_dataplane.store.read import snapshot as snapshots
-from mopd_dataplane.tables import TABLES, TableSpec
+from mopd_dataplane.tables import ROW_CRC, TABLES, TableSpec
 
 OLD_FORMAT = 1
 PROGRESS = UNFINISHED[1]
@@ -91,8 +92,9 @@ def upgrade_tables(source: Path, target: StoreLocation, versions: Mapping[str, i
 
 def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> None:
     old = lance.dataset(str(source), version=newest)
-    copy = _link_files if blob_columns(table.spec) else _copy_rows
+    copy, compare = (_link_files, _relink) if blob_columns(table.spec) else (_copy_rows, _require_same_rows)
     with reading(old.uri), writing(table.uri):
+        compare(old, table)
         for version in [*(v for v in pinned if v < newest), newest]:
             at = old.checkout_version(version)
             copy(at, table, version - 1 if version in pinned else None)
@@ -101,14 +103,37 @@ def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> N
             fault_point("upgrade.table")
 
 
+def _require_same_rows(old: lance.LanceDataset, table: Table) -> None:
+    """Raise MismatchError unless the rows that a killed call has copied are those of the source.
+
+    Rows of metadata are compared by their checksums, which the verification at the end compares with the rows.
+    """
+    target = lance.dataset(table.uri)
+    columns = table.spec.schema.names if table.spec.heavy else [ROW_CRC.name]
+    have, at_once = target.count_rows(), _rows_at_once(old)
+    for first in range(0, have, at_once):
+        limit = min(at_once, have - first)
+        rows = _converted(old.to_table(offset=first, limit=limit), table.spec).select(columns)
+        if not rows.equals(target.to_table(columns=columns, offset=first, limit=limit)):
+            raise MismatchError(
+                f"{old.uri}: rows {first} to {first + limit - 1} of version {old.version} are other rows than those in "
+                f"{table.uri}, the copy that an earlier call began; delete the copy and upgrade again"
+            )
+
+
+def _rows_at_once(old: lance.LanceDataset) -> int:
+    """Rows of one read or commit."""
+    size = sum(data.file_size_bytes or 0 for part in old.get_fragments() for data in part.data_files())
+    return max(1, min(_ROWS, _BYTES * old.count_rows() // max(size, 1)))
+
+
 def _copy_rows(old: lance.LanceDataset, table: Table, last: int | None) -> None:
     """Append the rows that are missing; `last`: the version by which all but the last commit must be done."""
     target = lance.dataset(table.uri)
     have, total = target.count_rows(), old.count_rows()
     if have >= total:
         return
-    size = sum(data.file_size_bytes or 0 for part in old.get_fragments() for data in part.data_files())
-    at_once = max(1, min(_ROWS, _BYTES * total // max(size, 1)))
+    at_once = _rows_at_once(old)
     commits = -(-(total - have) // at_once)
     if last is not None:
         commits = min(commits, last - target.version + 1)
@@ -159,6 +184,14 @@ def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None
         lance.LanceDataset.commit(target, operation, read_version=target.version)
 
 
+def _relink(old: lance.LanceDataset, table: Table) -> None:
+    """Have every file of hidden states that a killed call has linked be the one that the source has now."""
+    data = Path(table.uri) / "data"
+    for file in [path for path in data.rglob("*") if path.is_file()]:
+        if (source := Path(old.uri) / "data" / file.relative_to(data)).is_file():
+            link_file(source, file)
+
+
 def _files(fragment: lance.LanceFragment) -> list[str]:
     return [data_file.path for data_file in fragment.data_files()]
 
@@ -177,11 +210,17 @@ def _link(old: lance.LanceDataset, root: Path, fragment: lance.LanceFragment) ->
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the disk cannot. One that is there is left alone."""
+    """Give a file a second name, or copy it where the disk cannot. A target that is another file is replaced."""
     if target.exists():
-        return
+        if target.samefile(source) or _same_content(source, target):
+            return
+        target.unlink()
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
     except OSError:
         duplicate_file(source, target)
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and file_digest(one) == file_digest(other)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.maintain.deletion_records import FOLDER, UID, Deletions, prompt_hash, uids_in
+from mopd_dataplane.store.maintain.deletion_records import FOLDER, UID, Deletions, names_prompt, prompt_hash, uids_in
 from mopd_dataplane.store.maintain.verify_files import JOB_FILES
 from mopd_dataplane.store.maintain.verify_report import Finding
 from mopd_dataplane.store.read.decode import KEPT
@@ -76,6 +76,8 @@ def audit_rows_of_deleted(name: str, dataset: lance.LanceDataset, deleted: Delet
         for row in rows.to_pylist():
             for uid in sorted(deleted.uids & uids_in(row["event_id"], row["detail"])):
                 yield Finding(name, row["_rowid"], uid, f"names a deleted sample; {_REPAIR}")
+            if names_prompt(row["detail"], deleted.prompts):
+                yield Finding(name, row["_rowid"], row["event_id"], f"names a deleted prompt; {_REPAIR}")
     if "prompt_id" in columns and deleted.prompts:
         gone = [text for text in rows["prompt_id"].unique().to_pylist() if prompt_hash(text) in deleted.prompts]
         for row in rows.filter(pc.is_in(rows["prompt_id"], value_set=pa.array(gone, pa.string()))).to_pylist():

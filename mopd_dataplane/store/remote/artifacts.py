@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.file_checksums import CHECKSUMS
 from mopd_dataplane.base.files import file_digest, publish_folder
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError
@@ -57,6 +58,17 @@ class ArtifactStore:
         content = self._files.read(f"{name}.json")
         listing = {} if content is None else unseal(content, f"{self._files.uri}/{name}.json")["files"]
         return {relative: record["sha256"] for relative, record in listing.items()}
+
+    def differs(self, name: str, folder: Path) -> bool:
+        """Whether a folder is published under this name and is another one than the local folder.
+
+        Folders with checksums are compared by these: they name every file, and whoever loads the folder checks them.
+        """
+        digests = self.digests(name)
+        if CHECKSUMS in digests:
+            digests = {CHECKSUMS: digests[CHECKSUMS]}
+        files = ((folder / relative, digest) for relative, digest in digests.items())
+        return any(not file.is_file() or file_digest(file) != digest for file, digest in files)
 
     def publish(self, name: str, folder: Path) -> None:
         """Upload a finished folder; durable on return. Nothing happens when the name is taken."""

@@ -12,12 +12,32 @@ export function link(name, params = {}) {
   return `api/${name}?${new URLSearchParams(Object.entries(params).filter(([, v]) => v !== undefined && v !== null))}`;
 }
 
+let onGone = () => {};
+
+// callback: is called when the server does not answer.
+export function whenGone(callback) {
+  onGone = callback;
+}
+
+async function reach(address, options) {
+  try { return await fetch(address, options); } catch (error) {
+    if (error.name === "AbortError") throw error;
+    onGone();
+    throw Object.assign(new Error("The server of this page does not answer."), { unreachable: true });
+  }
+}
+
 export async function ask(name, params = {}, { signal } = {}) {
   if (isStatic()) return statically(name, params);
-  const answer = await fetch(link(name, params), { signal, headers: { accept: "application/json" } });
+  const answer = await reach(link(name, params), { signal, headers: { accept: "application/json" } });
   if (answer.ok) return answer.json();
+  throw await refusalOf(answer);
+}
+
+// An answer that says what is wrong, as an error of that `kind`.
+async function refusalOf(answer) {
   const refused = await answer.json().catch(() => ({}));
-  throw new Error(refused.error || `the server answered ${answer.status}`);
+  return Object.assign(new Error(refused.error || `the server answered ${answer.status}`), { kind: refused.kind });
 }
 
 // An answer that does not change while the snapshot does not: kept, so that "back" is at once.
@@ -35,7 +55,7 @@ export function forget() {
 }
 
 export async function send(name, params, body) {
-  const answer = await fetch(link(name, params), { method: "POST", headers: { "content-type": "application/json" },
+  const answer = await reach(link(name, params), { method: "POST", headers: { "content-type": "application/json" },
     body: JSON.stringify(body) });
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error);
@@ -44,8 +64,8 @@ export async function send(name, params, body) {
 
 // One JSON document a line, as they come.
 export async function stream(name, params, each, signal) {
-  const answer = await fetch(link(name, params), { signal });
-  if (!answer.ok) throw new Error((await answer.json()).error);
+  const answer = await reach(link(name, params), { signal });
+  if (!answer.ok) throw await refusalOf(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -19,12 +19,23 @@ function withAlpha(hex, alpha) {
   return `rgba(${value >> 16}, ${(value >> 8) & 255}, ${value & 255}, ${alpha})`;
 }
 
+const together = new Set(); // charts whose cursors move together
+let moving = false;
+
+// Move the cursors of all other charts of the page to the same moment; null takes them away.
+function moveOthers(own, shared) {
+  if (moving) return;
+  moving = true;
+  together.forEach((other) => { if (other !== own) other.moveTo(shared); });
+  moving = false;
+}
+
+// shared: {to(x), from(moment)} for charts whose cursors move together. null where there is nothing to draw.
 // lines: [{name, x: [], y: [], low?: [], high?: [], ink?(n): name of its colour}]; options: title, unit, height, marks: [{x, title}], onpick(x)
 export function chart(lines, options) {
   const drawn = lines.filter((line) => line.y.some((v) => v !== null && Number.isFinite(v)));
+  if (!drawn.length) return null;
   const root = h("figure", { class: "chart" }, h("figcaption", {}, options.title, options.unit ? h("small", {}, ` ${options.unit}`) : null));
-  root.markAt = () => {};
-  if (!drawn.length) { root.append(h("p", { class: "empty" }, options.empty || "Nothing recorded.")); return root; }
   const holder = h("div", { class: "plot", role: "img", "aria-label": described(drawn, options) });
   root.append(holder);
   let plot = null;
@@ -32,14 +43,19 @@ export function chart(lines, options) {
     const width = Math.floor(holder.clientWidth);
     if (width < 40) return;
     if (plot) plot.setSize({ width, height: options.height || 190 });
-    else plot = build(holder, drawn, options, width);
+    else plot = build(holder, drawn, options, width, (x) => moveOthers(own, x === null ? null : options.shared.to(x)));
   });
   watch.observe(holder);
-  live.add({ close: () => { watch.disconnect(); if (plot) plot.destroy(); plot = null; } });
-  root.cursorTo = (x) => {
-    if (!plot) return;
-    plot.setCursor({ left: plot.valToPos(x, "x"), top: plot.over.clientHeight / 2 }, false);
+  const own = {
+    close: () => { watch.disconnect(); if (plot) plot.destroy(); plot = null; together.delete(own); },
+    moveTo: (moment) => {
+      if (!plot) return;
+      const left = moment === null ? -10 : plot.valToPos(options.shared.from(moment), "x");
+      plot.setCursor({ left, top: left < 0 ? -10 : plot.over.clientHeight / 2 }, false);
+    },
   };
+  live.add(own);
+  if (options.shared) together.add(own);
   // Move the first mark.
   root.markAt = (x) => {
     options.marks[0].x = x;
@@ -56,7 +72,7 @@ function described(lines, options) {
   return `${options.title}. ${parts.join("; ")}`;
 }
 
-function build(holder, lines, options, width) {
+function build(holder, lines, options, width, onmove) {
   const xs = [...new Set(lines.flatMap((line) => Array.from(line.x)))].sort((a, b) => a - b);
   const place = new Map(xs.map((x, i) => [x, i]));
   const spread = (line, values) => {
@@ -86,6 +102,7 @@ function build(holder, lines, options, width) {
       { ...axis, size: 54, values: (u, ticks) => ticks.map((v) => String(+v.toPrecision(4)).replace("-", "−")) }],
     cursor: { drag: { x: true, y: false, uni: 12 }, points: { size: 6 } },
     hooks: {
+      setCursor: [(u) => { if (options.shared) onmove(u.cursor.left < 0 ? null : u.posToVal(u.cursor.left, "x")); }],
       draw: [(u) => {
         for (const mark of marks) {
           const left = Math.round(u.valToPos(mark.x, "x", true));

@@ -7,9 +7,11 @@ import { parts } from "./stores.js";
 import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
 
+const MOST_TRIES = 40; // iterations that are tried for one that shares prompts
+
 async function choices(places, signal) {
   const stages = await Promise.all(places.map(([key]) => ask("stages", { store: key }, { signal })));
-  return places.flatMap(([place, store], n) => stages[n].flatMap((s) => Array.from({ length: Math.min(60, s.last + 1) }, (_, i) => {
+  return places.flatMap(([place, store], n) => stages[n].flatMap((s) => Array.from({ length: s.last + 1 }, (_, i) => {
     const where = `stage = '${s.stage.replace(/'/g, "''")}' and iteration = ${i}`;
     return { key: `${place}|${where}`, store: place, stage: s.stage, where, title: `${places.length > 1 ? `${store.name} · ` : ""}${s.stage} · iteration ${i}` };
   })));
@@ -34,7 +36,7 @@ function pairs(known, b, home) {
 // The first of these that answered prompts which b answered too.
 async function compared(candidates, b, signal) {
   let last = null;
-  for (const a of candidates) {
+  for (const a of candidates.slice(0, MOST_TRIES)) {
     const asked = { store: a.store, other: b.store, a: a.where, b: b.where };
     last = { a, asked, found: await ask("compare", asked, { signal }) };
     if (last.found.shared) break;

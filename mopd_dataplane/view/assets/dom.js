@@ -64,8 +64,27 @@ export function table(columns, rows, attributes = {}) {
 export function copier(text, label) {
   return h("button", { class: "quiet", type: "button", onclick: async (e) => {
     const button = e.currentTarget;
-    try { await navigator.clipboard.writeText(typeof text === "function" ? text() : text); button.textContent = "copied"; }
+    try { await navigator.clipboard.writeText(typeof text === "function" ? await text() : text); button.textContent = "copied"; }
     catch { button.textContent = "cannot copy here"; }
     setTimeout(() => { button.textContent = label; }, 1200);
   } }, label);
+}
+
+// Controls that are one stop of the Tab key together: arrows, Home and End move among them.
+export function oneStop(root, selector) {
+  const items = () => [...root.querySelectorAll(selector)];
+  items().forEach((item, i) => { item.tabIndex = i ? -1 : 0; });
+  if (root.dataset.oneStop) return;
+  root.dataset.oneStop = selector;
+  root.addEventListener("keydown", (e) => {
+    const all = items(), at = all.indexOf(e.target);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1 }[e.key];
+    if (at < 0 || to === undefined) return;
+    e.preventDefault();
+    e.stopPropagation();
+    all[at].tabIndex = -1;
+    const next = all[Math.min(all.length - 1, Math.max(0, to))];
+    next.tabIndex = 0;
+    next.focus();
+  });
 }

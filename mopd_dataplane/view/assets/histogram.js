@@ -49,7 +49,7 @@ export function histogram(data, column, filtered, onfilter) {
     return bar ? Number(bar.dataset.i) : null;
   };
   const root = h("div", {
-    class: `histogram${filtered ? " filtered" : ""}`, role: "listbox", tabindex: 0,
+    class: `histogram${filtered ? " filtered" : ""}`, role: "listbox", tabindex: -1,
     "aria-label": `Histogram of ${column}; arrows choose a bar, Enter filters`,
     onpointerdown: (e) => { from = index(e); if (from !== null) { e.preventDefault(); range(from, from); } },
     onpointerover: (e) => { if (from !== null && index(e) !== null) range(from, index(e)); },

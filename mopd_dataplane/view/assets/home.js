@@ -5,6 +5,7 @@ import { card } from "./card.js";
 import { chart } from "./chart.js";
 import { h, put, say, select } from "./dom.js";
 import { count, number, percent, short, shown } from "./format.js";
+import { runState } from "./run_state.js";
 import { unpack } from "./signals.js";
 import { address, adjust, go, whole } from "./state.js";
 
@@ -43,7 +44,7 @@ function answerText(answer, colour, open) {
 
 function article(answer, n, params, open) {
   const colour = pen(n);
-  const followed = answer.is_same_prompt ? "the prompt that is followed" : "another prompt: this version was not query the followed one";
+  const followed = answer.is_same_prompt ? "the prompt that is followed" : "another prompt: this version was not asked the followed one";
   return h("article", { class: "pen", style: { borderColor: colour } },
     h("h2", {}, h("span", { style: { color: colour } }, answer.teacher), h("small", {}, ` ${answer.domain}`)),
     h("pre", { class: "quoted", dir: "auto" }, answer.prompt),
@@ -84,8 +85,8 @@ async function openCard(answer, at, params, store) {
 
 export async function homePage(main, { params }, { store }) {
   const query = { store: params.store || 0, stage: params.stage || "" };
-  const run = await once("home", query, store.digest);
-  const title = h("h1", {}, "Teachers correcting the student");
+  const [run, state] = await Promise.all([once("home", query, store.digest), isStatic() ? null : once("state", { store: query.store }, store.digest)]);
+  const title = [state ? runState(state, store, params) : null, h("h1", {}, "Teachers correcting the student")];
   if (!run.iterations.length) {
     put(main, title, h("p", { class: "lead" }, "No teacher has scored an answer yet. ", store.follow ? "This page fills when one has." : null),
       h("p", {}, h("a", { href: address("samples", "", { store: params.store }) }, `all ${count(store.samples)} samples`)));

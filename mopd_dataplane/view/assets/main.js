@@ -1,6 +1,6 @@
 // The frame: which page the address names, keys, theme, and what a growing store brings.
 
-import { ask, forget, isStatic } from "./api.js";
+import { ask, forget, isStatic, link, whenGone } from "./api.js";
 import { closeCharts } from "./chart.js";
 import { comparePage } from "./compare.js";
 import { h, put, say, select } from "./dom.js";
@@ -11,16 +11,16 @@ import { lifePage } from "./life.js";
 import { livePanel } from "./live.js";
 import { promptPage } from "./prompt.js";
 import { runPage } from "./run.js";
+import { runsPage } from "./runs.js";
 import { samplePage } from "./sample.js";
 import { samplesPage } from "./samples.js";
-import { stopSearch } from "./search.js";
 import { sqlPage } from "./sql.js";
 import { address, adjust, go, listen, read } from "./state.js";
 import { stepPage } from "./step.js";
 import { about, keyOf, parts, readStores } from "./stores.js";
 import { teachersPage } from "./teachers.js";
 
-const PAGES = { home: homePage, samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
+const PAGES = { home: homePage, runs: runsPage, samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
 const TABS = [["home", "Red pen"], ["samples", "Samples"], ["run", "Run"], ["teachers", "Teachers"], ["compare", "Compare"], ["sql", "SQL"]];
 const EVERYWHERE = {
   "?": ["list the keys", () => showKeys()],
@@ -28,8 +28,9 @@ const EVERYWHERE = {
   4: ["compare", () => tab("compare")], 5: ["SQL", () => tab("sql")], d: ["light or dark", () => theme(true)],
 };
 const FOLLOW_MS = 2000;
+const RETRY_MS = 1500;
 
-let stores = [], keys = {}, closing = () => {}, stopping = new AbortController(), drawing = 0;
+let stores = [], keys = {}, closing = () => {}, stopping = new AbortController(), drawing = 0, waiting = false;
 const main = document.getElementById("main");
 
 function tab(view) {
@@ -70,7 +71,7 @@ function snapshots(store, params) {
 }
 
 function top(view, params, store) {
-  const tabs = isStatic() ? TABS.filter(([key]) => ["home", "samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : TABS;
+  const tabs = isStatic() ? TABS.filter(([key]) => ["home", "samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : stores.length > 1 ? [["runs", "Runs"], ...TABS] : TABS;
   put(document.getElementById("top"), h("a", { class: "brand", href: isStatic() ? window.mopdFiles.start : "#/home" }, "mopd view"),
     stores.length > 1 ? select("store", parts(params.store).place, stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
       : h("span", { class: "store", title: stores[0].uri }, stores[0].name),
@@ -86,11 +87,40 @@ function heading(now, store) {
   document.title = visible(`${now.id ? `${now.id.slice(0, 12)} · ` : ""}${now.view} · ${(store || stores[0]).name} · mopd view`);
 }
 
+// A line over the page about what is wrong with all of it; "" takes it away.
+function banner(text) {
+  let line = document.getElementById("banner");
+  if (!text) { if (line) line.remove(); return; }
+  if (!line) {
+    line = h("p", { id: "banner", role: "alert" });
+    document.getElementById("top").after(line);
+  }
+  if (line.textContent !== text) put(line, text);
+}
+
+// The server is gone: wait for it, with the page as it was.
+function reconnect() {
+  if (waiting) return;
+  waiting = true;
+  banner("The server does not answer: it was ended, or the tunnel to it is closed. This page goes on as soon as it is back.");
+  const look = async () => {
+    let status = 0;
+    try { status = (await fetch(link("stores"))).status; } catch { /* not yet */ }
+    if (status === 401) banner("The server was started again with another token: open the address that it printed. With --token-file the token stays.");
+    if (status !== 200) { setTimeout(look, RETRY_MS); return; }
+    waiting = false;
+    banner("");
+    stores = await readStores();
+    forget();
+    await draw({ still: true });
+  };
+  setTimeout(look, RETRY_MS);
+}
+
 async function draw({ still = false } = {}) {
   const now = read(), own = (drawing += 1), place = scrollY;
   stopping.abort();
   stopping = new AbortController();
-  stopSearch();
   closing();
   closing = () => {};
   closeCharts();
@@ -103,6 +133,7 @@ async function draw({ still = false } = {}) {
     found = await (PAGES[now.view] || homePage)(main, now, { store, stores, signal: stopping.signal });
   } catch (error) {
     if (own !== drawing || error.name === "AbortError") return;
+    if (error.unreachable) { main.removeAttribute("aria-busy"); return; }
     if (!store) heading(now, store);
     put(main, h("h1", {}, "This cannot be shown"), h("p", { class: "damage", role: "alert" }, error.message), h("p", {}, h("a", { href: "#/samples" }, "all samples")));
   }
@@ -111,6 +142,7 @@ async function draw({ still = false } = {}) {
   closing = found.close || (() => {});
   main.removeAttribute("aria-busy");
   if (still) scrollTo(0, place);
+  if (document.activeElement === document.body) main.focus({ preventScroll: true }); // Tab goes on at what was drawn
   if (now.params.focus) document.getElementById(now.params.focus)?.focus();
 }
 
@@ -135,16 +167,19 @@ async function follow() {
       }
       document.getElementById("live-mark").textContent = snapshot ? "" : `● live · ${count(pulse.writing)} being written`;
       livePanel(snapshot ? [] : pulse.live, pulse.writing);
-    } catch (error) { say(error.message); }
+      if (!waiting) banner("");
+    } catch (error) { if (!error.unreachable) banner(error.message); }
   }
   setTimeout(follow, FOLLOW_MS);
 }
 
 async function begin() {
   theme(false);
+  whenGone(reconnect);
   if (isStatic()) window.mopdData = receive;
   put(main, h("p", { class: "empty" }, "reading the store…"));
   try { stores = await readStores(); } catch (error) { put(main, h("p", { class: "damage", role: "alert" }, error.message)); return; }
+  if (!isStatic() && stores.length > 1 && !location.hash) history.replaceState(null, "", "#/runs");
   if (isStatic() && !location.hash) history.replaceState(null, "", window.mopdFiles.start);
   listen(draw);
   addEventListener("keydown", pressed);

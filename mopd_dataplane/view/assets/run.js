@@ -4,6 +4,7 @@ import { isStatic, link, once } from "./api.js";
 import { chart } from "./chart.js";
 import { h, put, select, table } from "./dom.js";
 import { count, percent, seconds } from "./format.js";
+import { runState } from "./run_state.js";
 import { sources } from "./sources.js";
 import { adjust, address, go } from "./state.js";
 
@@ -32,28 +33,28 @@ function stepLines(rows, key) {
 const MEASURES = { forward_kl: ["Forward KL", "nat/token"], entropy: ["Entropy", "nat/token"], student_entropy: ["Student entropy", "nat/token"],
   teacher_entropy: ["Teacher entropy", "nat/token"], top1_agreement: ["Same likeliest token", "share"], reward: ["Reward of what was trained", "mean"] };
 
-function extras(rows) {
+function extras(rows, options) {
   const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => !k.startsWith("sampler_gap_") && rows.some((r) => Number.isFinite(r.extra[k])));
   const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r.extra[key] ?? null) });
   const ofTeachers = (what, title, unit) => {
     const own = keys.filter((k) => k.startsWith("teacher/") && k.endsWith(`/${what}`));
-    return own.length ? chart(own.map((k) => line(k, k.slice("teacher/".length, -what.length - 1))), { title, unit }) : null;
+    return own.length ? chart(own.map((k) => line(k, k.slice("teacher/".length, -what.length - 1))), { title, unit, ...options }) : null;
   };
   return [
     ofTeachers("reverse_kl", "Reverse KL by teacher, while training", "nat/token"), ofTeachers("weight", "Weight of each teacher"),
     ...keys.filter((k) => !k.startsWith("teacher/")).map((k) => {
       const [title, unit] = MEASURES[k] || [k.replace(/_/g, " "), ""];
-      return chart([line(k, k)], { title, unit });
+      return chart([line(k, k)], { title, unit, ...options });
     }),
   ];
 }
 
 // From the statistics that training kept of some samples.
-function kept(rows) {
+function kept(rows, options) {
   const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r[key]) });
   return [
-    chart([line("gap", "mean")], { title: "Trainer against sampler, |log-prob gap|", unit: "nat/token", empty: "No statistics of tokens were kept." }),
-    chart([line("student_entropy", "student"), line("teacher_entropy", "teacher")], { title: "Entropy on trained tokens", unit: "nat", empty: "No statistics of tokens were kept." }),
+    chart([line("gap", "mean")], { title: "Trainer against sampler, |log-prob gap|", unit: "nat/token", ...options }),
+    chart([line("student_entropy", "student"), line("teacher_entropy", "teacher")], { title: "Entropy on trained tokens", unit: "nat", ...options }),
   ];
 }
 
@@ -102,14 +103,14 @@ function settings(value, open = 0) {
 }
 
 // Held-out answers of a policy with several versions: the share that is entirely right, where that is known, and the mean reward.
-function heldOut(evals, changes) {
+function heldOut(evals, changes, shared) {
   const policies = [...group(evals, (r) => r.policy)].filter(([, rows]) => new Set(rows.map((r) => r.policy_version)).size > 1);
   const lines = (rows, value, low, high) => [...group(rows.filter((r) => r[value] !== null), (r) => r.domain)].map(([name, own]) => ({
     name, x: own.map((r) => r.policy_version), y: own.map((r) => r[value]), low: own.map((r) => r[low]), high: own.map((r) => r[high]) }));
   return policies.flatMap(([policy, rows]) => [
     rows.some((r) => r.accuracy !== null) ? chart(lines(rows, "accuracy", "accuracy_low", "accuracy_high"),
-      { title: `Held-out accuracy of ${policy}`, unit: "share entirely right, 95 % intervals", x: "version", marks: marksOf(changes, policy, "iteration", 0.5) }) : null,
-    chart(lines(rows, "reward", "low", "high"), { title: `Held-out mean reward of ${policy}`, unit: "95 % intervals", x: "version", marks: marksOf(changes, policy, "iteration", 0.5) })]);
+      { title: `Held-out accuracy of ${policy}`, unit: "share entirely right, 95 % intervals", x: "version", shared, marks: marksOf(changes, policy, "iteration", 0.5) }) : null,
+    chart(lines(rows, "reward", "low", "high"), { title: `Held-out mean reward of ${policy}`, unit: "95 % intervals", x: "version", shared, marks: marksOf(changes, policy, "iteration", 0.5) })]);
 }
 
 // Vertical lines where a stage goes by other values of what is computed: before the first iteration or step with them.
@@ -129,20 +130,23 @@ function changesTable(changes) {
 }
 
 export async function runPage(main, { params }, { store }) {
-  const run = await once("run", { store: params.store || 0 }, store.digest);
+  const query = { store: params.store || 0 };
+  const [run, state] = await Promise.all([once("run", query, store.digest), isStatic() ? null : once("state", query, store.digest)]);
   const stages = [...new Set([...run.rollouts.map((r) => r.stage), ...run.steps.map((s) => s.stage)])];
   const last = run.rollouts.length ? run.rollouts[run.rollouts.length - 1].stage : stages[stages.length - 1];
   const stage = stages.includes(params.stage) ? params.stage : last;
   const rollouts = run.rollouts.filter((r) => r.stage === stage), steps = run.steps.filter((s) => s.stage === stage);
-  const ofSteps = { marks: marksOf(run.changes, stage, "step", -0.5) };
-  const first = { x: "iteration", marks: marksOf(run.changes, stage, "iteration", -0.5), onpick: (x) => go("samples", "", {
+  const iterations = rollouts.length ? Math.max(...rollouts.map((r) => r.iteration)) + 1 : 1, each = steps.length ? (Math.max(...steps.map((s) => s.step)) + 1) / iterations : 1;
+  const asIteration = { to: (x) => x, from: (x) => x }, asStep = { to: (x) => (x + 0.5) / each - 0.5, from: (x) => (x + 0.5) * each - 0.5 };
+  const ofSteps = { shared: asStep, marks: marksOf(run.changes, stage, "step", -0.5) };
+  const first = { x: "iteration", shared: asIteration, marks: marksOf(run.changes, stage, "iteration", -0.5), onpick: (x) => go("samples", "", {
     store: params.store, f: JSON.stringify([{ c: "stage", in: [stage] }, { c: "iteration", ge: x, lt: x + 1 }]), order: "-kl" }) };
   const waits = steps.map((s) => (s.step_time_s ? s.data_wait_s / s.step_time_s : null));
-  put(main, h("h1", {}, store.name), h("p", { class: "where" }, `${store.uri} · snapshot ${store.digest} · ${count(store.samples)} samples`),
+  put(main, state ? runState(state, store, params) : null, h("h1", {}, store.name), h("p", { class: "where" }, `${store.uri} · snapshot ${store.digest} · ${count(store.samples)} samples`),
     h("div", { class: "row controls" }, stages.length ? select("stage", stage, stages, (s) => adjust({ stage: s })) : null,
       steps.length ? h("a", { href: address("step", stage, { store: params.store, n: steps[0].step }) }, "packs of a step") : null,
       isStatic() ? null : h("a", { href: link("trace", { store: params.store || 0 }), download: "trace.json" }, "Chrome trace (opens in Perfetto)")),
-    h("h2", {}, "Rollouts"), h("p", { class: "where" }, "Click a curve for the samples of an iteration."),
+    h("h2", {}, "Rollouts"), rollouts.length ? h("p", { class: "where" }, "Click a curve for the samples of an iteration; the cursor moves over all curves.") : h("p", { class: "empty" }, "This stage has no samples yet."),
     h("div", { class: "charts" },
       chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),
@@ -153,14 +157,14 @@ export async function runPage(main, { params }, { store }) {
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
       chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),
       chart(byDomain(rollouts, "surprise"), { title: "Sampler surprise", unit: "nat/token, −mean log p", ...first }),
-      heldOut(run.evals, run.changes)),
+      heldOut(run.evals, run.changes, asIteration)),
     h("h2", {}, "Training"),
     steps.length ? h("div", { class: "charts" },
       chart(stepLines(steps, "loss"), { title: "Loss", ...ofSteps }), chart(stepLines(steps, "reverse_kl"), { title: "Reverse KL", unit: "nat/token", ...ofSteps }),
       chart(stepLines(steps, "grad_norm"), { title: "Gradient norm", unit: "before clipping", ...ofSteps }), chart(stepLines(steps, "learning_rate"), { title: "Learning rate", ...ofSteps }),
       chart(stepLines(steps, "staleness_mean"), { title: "Staleness", unit: "versions, mean", ...ofSteps }), chart(stepLines(steps, "tokens_per_s"), { title: "Throughput", unit: "tokens/s", ...ofSteps }),
       chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s", ...ofSteps }),
-      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step", ...ofSteps }), extras(steps), kept(run.measured.filter((r) => r.stage === stage)))
+      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step", ...ofSteps }), extras(steps, ofSteps), kept(run.measured.filter((r) => r.stage === stage), ofSteps))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
     h("h2", {}, "Changes of the job"), changesTable(run.changes),
     h("h2", {}, "Exactness"), exactness(run.self_checks, run.sampler_gaps),

@@ -4,12 +4,14 @@ import { ask, isStatic, once } from "./api.js";
 import { card } from "./card.js";
 import { chart } from "./chart.js";
 import { legend, paint } from "./colours.js";
-import { copier, h, put, say, select } from "./dom.js";
+import { copier, h, oneStop, put, say, select } from "./dom.js";
 import { clock, count, number, shown, signed } from "./format.js";
 import { labelPanel } from "./labels.js";
+import { minimap } from "./minimap.js";
 import { question } from "./question.js";
-import { contextOf } from "./samples.js";
-import { tracksOf, mostDisliked, nextSurprise, signalsOf, unpack } from "./signals.js";
+import { readingView } from "./reading.js";
+import { contextOf, searchOf } from "./samples.js";
+import { mostDisliked, nextSurprise, ratio, signalsOf, tracksOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
 import { adjust, address, redraw, whereOf, whole } from "./state.js";
 import { Strip } from "./strip.js";
@@ -59,7 +61,7 @@ where uid = ${literal(uid)}`;
 async function neighbour(params, step, signal) {
   const at = whole(params.at);
   if (!params.at || at + step < 0) return null;
-  const found = await ask("samples", { store: params.store || 0, where: whereOf(params), f: params.f || "[]", order: params.order || "", limit: 1, offset: at + step }, { signal });
+  const found = await ask("samples", { store: params.store || 0, where: whereOf(params), f: params.f || "[]", order: params.order || "", limit: 1, offset: at + step, ...(isStatic() ? {} : searchOf(params)) }, { signal });
   return found.rows.length ? address("sample", found.rows[0][found.columns.indexOf("uid")], { ...contextOf(params), at: at + step, s: params.s, teacher: params.teacher }) : null;
 }
 
@@ -76,7 +78,9 @@ function complete(sample, params, signal, then) {
 export async function samplePage(main, { id, params }, { store, signal: stop }) {
   const sample = await once("sample", { store: params.store || 0, uid: id }, store.digest);
   const head = h("header", { class: "row" });
-  const title = () => put(head, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"));
+  const textOf = async (part) => (isStatic() ? { answer: sample.pieces.join(""), prompt: sample.prompt_pieces } : await ask("text", { store: params.store || 0, uid: id }))[part];
+  const title = () => put(head, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"),
+    sample.damage ? null : [copier(() => textOf("answer"), "copy answer"), copier(() => textOf("prompt"), "copy prompt")]);
   title();
   const tabs = h("nav", { class: "row", "aria-label": "About this sample" },
     h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id, stage: sample.row.stage }) }, "group"),
@@ -89,6 +93,13 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
     return { keys: {} };
   }
   const data = unpack(sample), tracks = tracksOf(data);
+  const views = h("nav", { class: "row views", "aria-label": "Ways to read" }, [["", "tokens"], ["read", "reading"]].map(([view, text]) =>
+    h("a", { href: address("sample", id, { ...params, view }), class: (params.view || "") === view ? "chip on" : "chip", "aria-current": (params.view || "") === view ? "true" : null }, text)));
+  if (params.view === "read") {
+    put(main, head, tabs, facts(data.row, params), missing(data), views, readingView(data), isStatic() ? null : labelPanel(store, id, sample.labels, params));
+    complete(sample, params, stop, title);
+    return { keys: { v: ["token by token", () => adjust({ view: "" })], u: ["back to the table", () => { location.hash = tabs.lastChild.getAttribute("href"); }] } };
+  }
   const scorers = data.teachers.filter((t) => t.logprob || t.topk);
   let teacher = scorers.find((t) => t.name === params.teacher) || scorers[0] || null;
   let signals = signalsOf(data, teacher);
@@ -97,11 +108,15 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   const aside = h("aside", { class: "card", "aria-label": "Token", "aria-live": "polite" });
   const controls = h("div", { class: "row controls" }), plot = h("div", {});
   const strip = new Strip({ data, signal, tracks, selected: at, onselect: (i) => choose(i) });
+  const ratios = teacher ? ratio(data, teacher) : null;
+  const map = ratios ? minimap(data, teacher.name, ratios, (i) => choose(i)) : null;
+  if (map) oneStop(map, ".tick");
   const help = h("p", { id: "strip-help", class: "unseen" }, "h and l move by token, n and p to the next and previous surprising one, brackets change the teacher");
 
   function choose(i, { quiet = false } = {}) {
     at = Math.min(data.length - 1, Math.max(0, i));
     strip.choose(at);
+    if (map) map.moveTo(at);
     card(aside, data, at, { params, uid: id, store });
     if (!quiet) {
       adjust({ t: at }, { keep: true });
@@ -125,8 +140,8 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   }
 
   control();
-  put(main, head, tabs, facts(data.row, params), missing(data), prompt, controls, help,
-    h("div", { class: "reader" }, h("div", { class: "reading" }, tracks.length ? trackNames(tracks) : null, strip.root, plot), aside),
+  put(main, head, tabs, facts(data.row, params), missing(data), prompt, views, controls, help,
+    h("div", { class: "reader" }, h("div", { class: "reading" }, map, tracks.length ? trackNames(tracks) : null, strip.root, plot), aside),
     isStatic() ? null : labelPanel(store, id, sample.labels, params), sources("sample", { store: params.store || 0, uid: id }, statement(id), params));
   complete(sample, params, stop, () => {
     title();
@@ -157,6 +172,7 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
       n: ["next surprising token", () => surprise(1)], p: ["previous surprising token", () => surprise(-1)],
       "]": ["next teacher", () => turn(1)], "[": ["previous teacher", () => turn(-1)],
       j: ["next sample of the table", () => move(1)], k: ["previous sample of the table", () => move(-1)],
+      v: ["read it as a conversation", () => adjust({ view: "read" })],
       s: ["choose a signal", () => controls.querySelector("select").focus()],
       g: ["its group", () => { location.hash = address("prompt", data.row.prompt_id, { store: params.store, group: data.row.group_id, stage: data.row.stage }); }],
       i: ["its life", () => { location.hash = address("life", id, { store: params.store }); }],

@@ -1,49 +1,27 @@
-// Search in decoded text (regular expressions) or in token ids; hits appear as they are found.
+// The search in responses, as a condition of the table: text (a regular expression) or token ids.
 
-import { stream } from "./api.js";
-import { h, put, say, select } from "./dom.js";
+import { h, select } from "./dom.js";
 import { count } from "./format.js";
-import { adjust, address } from "./state.js";
+import { adjust } from "./state.js";
 
-let running = null;
-
-export function stopSearch() {
-  if (running) running.abort();
-  running = null;
+// How far a search is, where the page shows what it is doing.
+export function searchProgress(main, { searched, total, hits }) {
+  const line = main.querySelector(".reading-all, .empty");
+  if (line) line.textContent = `searching: ${count(hits)} found in ${count(searched)} of ${count(total)} samples…`;
 }
 
-export function searchPanel(store, params, where) {
-  const hits = h("ol", { class: "hits" }), status = h("p", { class: "status", role: "status" });
-  const run = async (kind, q) => {
-    stopSearch();
-    put(hits);
-    if (!q) { status.textContent = ""; return; }
-    running = new AbortController();
-    const own = running;
-    status.textContent = "searching…";
-    const show = (item) => {
-      if (item.error) throw new Error(item.error);
-      if (item.hit) hits.append(h("li", {}, h("a", { href: address("sample", item.hit.uid, { store: params.store, t: item.hit.position, f: params.f, w: params.w }) },
-        item.hit.uid.slice(0, 10)), h("small", {}, ` v${item.hit.version} · ${item.hit.domain}${item.hit.times > 1 ? ` · ${item.hit.times} times` : ""} `),
-        h("span", { class: "mono" }, item.hit.text)));
-      else {
-        const versions = Object.entries(item.versions).map(([v, n]) => `v${v}: ${n}`).join(", ");
-        status.textContent = `${count(item.hits)} samples found in ${count(item.searched)} of ${count(item.total)}${versions ? ` (${versions})` : ""}`;
-      }
-    };
-    try { await stream("search", { store: params.store || 0, kind, q, where }, show, own.signal); say(status.textContent); }
-    catch (error) { if (error.name !== "AbortError") { put(status, error.message); status.classList.add("damage"); } }
-  };
+// refusal: what is wrong with the search.
+export function searchBar(params, refusal) {
   let kind = params.sk || "text";
-  const box = h("input", { id: "search", type: "search", "aria-label": "Search in responses", value: params.q || "",
-    placeholder: "search responses: a regular expression, or token ids", onkeydown: (e) => {
-      if (e.key === "Enter") { adjust({ q: box.value, sk: kind }, { keep: true }); status.classList.remove("damage"); run(kind, box.value); }
+  const run = (q) => adjust({ q, sk: q && kind !== "text" ? kind : "", page: "", at: "" });
+  const box = h("input", { id: "search", type: "search", "aria-label": "Search in responses", value: params.q || "", "aria-invalid": refusal ? "true" : null,
+    placeholder: "a regular expression in responses, or token ids", onkeydown: (e) => {
+      if (e.key === "Enter") run(box.value);
       if (e.key === "Escape") box.blur();
       e.stopPropagation();
     } });
-  const panel = h("section", { class: "search", "aria-label": "Search" },
-    h("div", { class: "row" }, box, select("as", kind, [["text", "text (regular expression)"], ["tokens", "token ids in a row"]], (v) => { kind = v; })),
-    status, hits);
-  if (params.q) run(kind, params.q);
-  return panel;
+  return [h("div", { class: "row" }, h("label", { class: "prefix", for: "search" }, "search"), box,
+    select("as", kind, [["text", "text (regular expression)"], ["tokens", "token ids in a row"]], (v) => { kind = v; if (params.q) run(box.value); }),
+    params.q ? h("button", { class: "quiet", onclick: () => run("") }, "clear search") : null),
+  refusal ? h("p", { class: "damage refusal", role: "alert" }, h("span", { class: "where" }, "The table is shown without this search. "), refusal) : null];
 }

@@ -27,7 +27,8 @@ function each(data, of) {
 const diverge = { scale: "diverging", level: diverging, unit: "nat" };
 const rise = { scale: "rising", level: (v) => rising(v), unit: "nat" };
 
-function ratio(data, teacher) {
+// Log-prob of a teacher minus that of the student, of each trained token.
+export function ratio(data, teacher) {
   return data.sampler && teacher.logprob ? each(data, (i) => teacher.logprob[i] - data.sampler[i]) : null;
 }
 

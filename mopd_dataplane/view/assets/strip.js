@@ -64,7 +64,7 @@ export class Strip {
     this.inner = h("div", { class: "strip-inner" });
     this.root = h("div", {
       class: "strip", tabindex: 0, role: "listbox", "aria-label": "Response, token by token",
-      "aria-describedby": "strip-help", onscroll: () => this.later(), onclick: (e) => this.clicked(e),
+      "aria-describedby": "strip-help", onscroll: () => this.later(), onclick: (e) => this.clicked(e), oncopy: (e) => this.copied(e),
     }, this.inner);
     this.watch = new ResizeObserver(() => this.layout());
     this.watch.observe(this.root);
@@ -172,6 +172,15 @@ export class Strip {
   clicked(event) {
     const node = event.target.closest(".t");
     if (node) this.onselect(Number(node.dataset.i));
+  }
+
+  // What is selected, as the text that it is: without numbers of positions and without a line for each token.
+  copied(event) {
+    const range = getSelection().getRangeAt(0);
+    const tokens = [...this.inner.querySelectorAll(".t")].filter((node) => range.intersectsNode(node)).map((node) => Number(node.dataset.i));
+    if (!tokens.length) return;
+    event.preventDefault();
+    event.clipboardData.setData("text/plain", this.data.pieces.slice(Math.min(...tokens), Math.max(...tokens) + 1).join(""));
   }
 
   choose(position) {

@@ -28,6 +28,16 @@ export async function teachersPage(main, { params }, { store }) {
       { title: "entropy", show: (r) => number(r.entropy) }, { title: "same first choice", show: (r) => percent(r.top1) }, { title: "right over wrong", show: (r) => number(r.discrimination, 2) },
       { title: "differs most on", word: true, show: (r) => examples(r, "far") }, { title: "likes, though wrong", word: true, show: (r) => examples(r, "liked") },
       { title: "dislikes, though right", word: true, show: (r) => examples(r, "disliked") },
-    ], found.scored), sources("teachers", { store: params.store || 0 }, found.sql, params));
+    ], found.scored), health(found.health), sources("teachers", { store: params.store || 0 }, found.sql, params));
   return { keys: {} };
+}
+
+// What each signal is like where it was scored last, and the checks that it fails.
+function health(found) {
+  return [
+    h("h2", {}, "Health of the signals"),
+    found.rows.length ? table(found.head.map((title, i) => ({ title, word: i < 4 && i !== 1, show: (r) => r[i] })), found.rows)
+      : h("p", { class: "empty" }, "No signal has been measured."),
+    found.warnings.map((text) => h("p", { class: "lead" }, text)),
+  ];
 }

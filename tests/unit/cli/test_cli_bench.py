@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mopd_dataplane.bench import train_memory
+from mopd_dataplane.bench.plan import measure
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.initial_weights import make_student
@@ -33,6 +34,23 @@ def test_plan(tmp_path: Path, window: int) -> None:
     }  # fmt: skip
     assert found["payload_bytes_read"] == 0
     assert 0.9 < found["density"] <= 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
+TEN_COLUMNS = (
+    "reward > 0 and kl between 0.05 and 2 and response_len < 20000 and prompt_len > 1 and total_len > 4 and "
+    "teachers = 1 and not truncated and not interrupted and loss_tokens > 0 and domain <> 'domain-3'"
+)
+
+
+def test_plan_with_a_condition_over_ten_columns(tmp_path: Path) -> None:
+    """Half of the samples have a reward, nine in ten a divergence in that range, and one domain of ten is left out."""
+    found = measure(5000, where=TEN_COLUMNS, folder=tmp_path)
+    assert 0.3 * 5000 < found["planned samples"] < 0.5 * 5000
+    assert found["payload_bytes_read"] == 0
+    assert found["of which conditions, s"] > 0
+    refused = CliRunner().invoke(app, ["bench", "plan", "--where", "rewrd > 0", "--folder", str(tmp_path)])
+    assert refused.exit_code != 0
     assert list(tmp_path.iterdir()) == []
 
 

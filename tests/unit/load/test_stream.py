@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
-from mopd_dataplane.errors import DeadlineError, InputError
+from mopd_dataplane.errors import DeadlineError, InputError, QueryError
 from mopd_dataplane.job import sections
+from mopd_dataplane.load.client import LoadedBatch
 from mopd_dataplane.load.launch import is_served, start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.stream import BatchStream, socket_of
@@ -98,6 +101,54 @@ def test_state_dict_resumes_at_any_batch(store, served):
         with stream_of(store, served) as stream:
             stream.load_state_dict(state)
             assert head + read(stream) == whole
+
+
+def lengths_in(batch: LoadedBatch) -> list[list[int]]:
+    """Tokens of each sample of a batch, pack by pack."""
+    return [np.diff(pack.cu_seqlens).tolist() for pack in batch.packs]
+
+
+def test_a_condition_leaves_out_samples_and_the_batches_say_so(store):
+    where = "total_len < 120 and domain = 'domain-0'"
+    length = store.samples(["total_len", "domain"]).to_pylist()
+    plans = [store.plan(STAGE, window) for window in (0, 1)]
+    expected = []
+    for plan in plans:
+        for first, end in pairwise(plan.step_starts.tolist()):
+            spans = [plan.sample_rows[a:b].tolist() for a, b in pairwise(plan.pack_starts[first : end + 1].tolist())]
+            packs = [
+                [
+                    length[row]["total_len"]
+                    for row in rows
+                    if length[row]["total_len"] < 120 and length[row]["domain"] == "domain-0"
+                ]
+                for rows in spans
+            ]
+            expected += [[pack for pack in packs if pack]] if any(packs) else []
+    assert 0 < sum(len(pack) for step in expected for pack in step) < 24
+    spec = SPEC.model_copy(update={"where": where})
+    with BatchStream(store.uri, spec, views="numpy", environment={}) as stream:
+        batches = [
+            (lengths_in(batch), batch.loss_tokens, sum(int(p.loss_mask.sum()) for p in batch.packs)) for batch in stream
+        ]
+    assert [packs for packs, _, _ in batches] == expected
+    assert all(counted == there for _, counted, there in batches), "what a loss is divided by counts the others out"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        ("total_len < 0", InputError, r"leaves none of the 24 samples of window 0 .*loosen it"),
+        ("total_length < 9", QueryError, "no column 'total_length'.*'total_len'"),
+    ],
+)
+def test_a_condition_that_cannot_be_met_is_refused(store, where, error, message):
+    spec = SPEC.model_copy(update={"where": where})
+    with (
+        BatchStream(store.uri, spec, views="numpy", environment={}) as stream,
+        pytest.raises(error, match=message),
+    ):
+        read(stream)
 
 
 def test_a_window_that_the_stream_does_not_walk_is_refused(store, served):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mopd_dataplane import Sample, Store, open_store
 from mopd_dataplane.query.measures import measure
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.records import sample_uid
+from mopd_dataplane.run.delete import delete, preview
 from mopd_dataplane.run.stage_rows import UNSCORABLE, event_rows
 from mopd_dataplane.store.maintain.copy_samples import copy_samples
 
@@ -56,6 +58,33 @@ def store(make_store: Callable[..., Store], tmp_path: Path) -> Store:
         for n, row in enumerate(evals.drop_columns(["created_at", "row_crc"]).to_pylist())
     ])  # fmt: skip
     return store
+
+
+def unscorable_eval(prompt_id: str) -> dict[str, Any]:
+    row = {"policy": "student", "policy_version": 5, "prompt_id": prompt_id, "domain": "chain_sum"}
+    return {
+        "event_id": f"unscorable_eval/student/5/{prompt_id}", "stage": "student", "kind": "unscorable_eval",
+        "iteration": 5, "value": None, "detail": {"prompt_id": prompt_id, "reason": GAVE_UP, "row": row},
+    }  # fmt: skip
+
+
+def test_recorded_held_out_answers_count_until_they_are_scored(store: Store) -> None:
+    scored = store.table("evals", filter="policy_version = 5 AND reward IS NOT NULL")["prompt_id"].to_pylist()
+    store.add_events([unscorable_eval("held-out-9"), unscorable_eval(scored[0])])
+    counts = [(row["policy"], row["policy_version"], row["answers"]) for row in measure(store).unscorable_evals]
+    assert counts == [("student", 5, 2)], "the row without a reward, and the event that no row answers"
+
+
+def test_a_deleted_prompt_takes_its_recorded_answers_along(store: Store) -> None:
+    sample_prompt, other_prompt = "chain_sum-train-0", "chain_sum-eval-0"
+    store.add_events([unscorable_eval(sample_prompt), unscorable_eval(other_prompt)])
+    where = f"prompt_id = '{sample_prompt}'"
+    list(delete(store, preview(store, where)[0], where))
+    left = store.table("events", ["event_id"], filter="kind = 'unscorable_eval'")["event_id"].to_pylist()
+    assert left == [f"unscorable_eval/student/5/{other_prompt}"]
+    store.add_events([unscorable_eval(sample_prompt)])
+    assert store.table("events", filter="kind = 'unscorable_eval'").num_rows == 1, "it does not come back"
+    assert store.verify().ok
 
 
 def test_the_report_counts_unscorable_answers_by_reason(store: Store, tmp_path: Path) -> None:

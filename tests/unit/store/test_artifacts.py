@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.sealed_json import seal
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.run.work_folder import open_work
@@ -106,3 +107,21 @@ def test_a_work_folder_of_another_store_is_refused(s3: str, tmp_path: Path) -> N
     open_work(first, str(tmp_path / "work"))
     with pytest.raises(MismatchError, match="belongs to store"):
         open_work(Store.create(f"{s3}/two"), str(tmp_path / "work"))
+
+
+def test_a_local_folder_that_another_node_published_otherwise_is_replaced(s3: str, tmp_path: Path) -> None:
+    """A node that was killed before it published its version has another one of that name than all others."""
+    store, name = Store.create(f"{s3}/store"), "policies/a/v1"
+    work = open_work(store, str(tmp_path / "work"))
+    mine = policy(work.root / name, "one")
+    write_checksums(mine)
+    assert work.fetch(name), "not published yet"
+    theirs = policy(tmp_path / "theirs", "two")
+    write_checksums(theirs)
+    ArtifactStore(store.files).publish(name, theirs)
+    assert work.fetch(name)
+    assert (mine / "model.bin").read_text() == "two"
+    inode = mine.stat().st_ino
+    assert work.fetch(name)
+    assert mine.stat().st_ino == inode, "one that is the same is left alone"
+    assert not work.fetch("policies/a/v2")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +70,47 @@ def test_a_store_with_a_damaged_table_is_left_as_it_is(store: Store, damage: str
     with pytest.raises(DamagedError):
         Store.open(store.uri).compact(now=True)
     assert content_of(store) == before
+
+
+WRITER = """
+import sys
+import lance, numpy as np, pyarrow as pa
+from mopd_dataplane.store.commit.in_flight import writing_files
+from mopd_dataplane.store.location import StoreLocation
+rows = pa.table({"x": np.random.rand(1 << 21)})
+with writing_files(StoreLocation(sys.argv[1]), "events"):
+    print("writing", flush=True)
+    while True:
+        lance.write_dataset(rows, f"{sys.argv[1]}/events/data/apart", mode="overwrite")
+"""
+"""Writes files of Lance into a table's folder until it is killed."""
+
+
+def staged(store: Store) -> list[Path]:
+    """Files under the names with which Lance begins to write them."""
+    return [path for path in Path(store.uri).rglob("*") if path.name.startswith(".tmp") or "#" in path.name]
+
+
+def test_files_that_a_killed_writer_began_go_with_the_next_clean_up_and_those_of_a_living_one_stay(
+    store: Store,
+) -> None:
+    commit(store, 0, 2)
+    Path(store.uri, "events", "_versions", "7.manifest#1").write_bytes(b"")
+    with subprocess.Popen([sys.executable, "-c", WRITER, store.uri], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        until = time.monotonic() + 60
+        while not [path for path in staged(store) if path.name.startswith(".tmp")]:
+            assert writer.poll() is None
+            assert time.monotonic() < until
+        os.kill(writer.pid, signal.SIGSTOP)
+        began = staged(store)
+        assert any(path.name.startswith(".tmp") for path in began)
+        store.compact()
+        assert staged(store) == began
+        writer.kill()
+    store.compact()
+    assert staged(store) == []
 
 
 def data_files(store: Store, table: str) -> int:

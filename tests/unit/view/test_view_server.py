@@ -43,7 +43,8 @@ def test_the_printed_address_sets_a_cookie_that_opens_the_page(demo_store: Store
     "headers",
     [
         {"host": f"evil.example:{PORT}"},
-        {"host": "127.0.0.1:1"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "localhost:9999", "origin": "http://localhost:9998"},
         {"origin": "http://evil.example"},
         {"origin": "null"},
         {"sec-fetch-site": "cross-site"},
@@ -170,25 +171,41 @@ def test_run_teachers_trace_and_pulse(page: TestClient) -> None:
 
 
 def test_search_in_text_and_in_token_ids(page: TestClient, demo_store: Store) -> None:
-    def hits(**params: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        lines = [json.loads(line) for line in page.get("/api/search", params=params).text.splitlines()]
-        return [line["hit"] for line in lines if "hit" in line], lines[-1]
-
-    found, end = hits(kind="text", q="<(script)>")
-    assert end["searched"] == end["total"] == demo_store.samples().num_rows
-    assert len(found) == end["hits"] == 12, "the first prompt of three domains in four iterations"
-    view = get(page, "sample", uid=found[0]["uid"])
-    assert "".join(view["pieces"])[found[0]["position"] :].startswith("<script>")
-    run = unpack(view["ids"])[found[0]["position"] :][:8].tolist()
-    by_ids, _ = hits(kind="tokens", q=" ".join(map(str, run)))
-    assert {hit["uid"] for hit in by_ids} == {hit["uid"] for hit in found}
-    assert by_ids[0]["position"] == found[0]["position"]
-    one = f"uid = '{found[5]['uid']}'"
-    looked_up, end = hits(kind="tokens", q=" ".join(map(str, run)), where=one)
-    assert looked_up == [hit for hit in by_ids if hit["uid"] == found[5]["uid"]], "few are looked up, many are scanned"
-    assert end["searched"] == end["total"] == 1
+    lines = [json.loads(line) for line in page.get("/api/search", params={"q": "<(script)>"}).text.splitlines()]
+    assert lines[-1] == {"searched": 96, "total": 96, "hits": 12}, "the first prompt of three domains, four iterations"
+    table = get(page, "samples", q="<(script)>", order="-kl")
+    by_text = [row["uid"] for row in rows_of(table)]
+    assert len(by_text) == table["total"] == 12
+    view = get(page, "sample", uid=by_text[0])
+    hit = get(page, "excerpts", q="<(script)>", uids=",".join(by_text))[by_text[0]]["hit"]
+    assert hit["times"] == 1
+    assert "<script>" in hit["text"]
+    assert "".join(view["pieces"])[hit["position"] :].startswith("<script>")
+    run = " ".join(map(str, unpack(view["ids"])[hit["position"] :][:8].tolist()))
+    by_ids = get(page, "samples", q=run, kind="tokens", order="-kl")
+    assert [row["uid"] for row in rows_of(by_ids)] == by_text
+    excerpts = get(page, "excerpts", q=run, kind="tokens", uids=by_text[0])
+    assert excerpts[by_text[0]]["hit"] == hit
+    assert get(page, "samples", q=run, kind="tokens", where=f"uid = '{by_text[5]}'")["total"] == 1, "few are looked up"
+    assert get(page, "samples", q="nowhere to be seen")["total"] == 0
     for wrong in ({"kind": "text", "q": "("}, {"kind": "tokens", "q": "a b"}, {"kind": "other", "q": "a"}):
-        assert page.get("/api/search", params=wrong).status_code == 400
+        for name in ("search", "samples", "histograms"):
+            refused = page.get(f"/api/{name}", params=wrong)
+            assert (refused.status_code, refused.json()["kind"]) == (400, "InputError")
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_a_search_is_a_condition_beside_the_filter(page: TestClient, demo_store: Store, kind: str) -> None:
+    view = get(page, "sample", uid=some_uid(page, "interrupted"))
+    ids = " ".join(map(str, unpack(view["ids"])[7:12].tolist()))
+    params = {"q": "it's|script" if kind == "text" else ids, "kind": kind, "where": "reward < 1", "order": "kl"}
+    table = get(page, "samples", **params, limit=500)
+    assert 0 < table["total"] < 12
+    assert {row["reward"] for row in rows_of(table)} == {0.0}
+    again = demo_store.sql(table["sql"]).to_pylist()
+    assert [row["uid"] for row in again] == [row["uid"] for row in rows_of(table)], "its SQL says the same"
+    bars = get(page, "histograms", **params, columns="reward,domain")
+    assert sum(bar["here"] for bar in bars["domain"]["bins"]) == table["total"]
 
 
 def test_two_iterations_compared_by_prompt(page: TestClient) -> None:

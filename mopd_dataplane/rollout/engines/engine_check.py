@@ -1,0 +1,103 @@
+"""Self-check of an engine in another process (vLLM, a server): its log-probs beside the model's plain pass.
+
+Such an engine has code, weights and rounding of its own. Before it samples for the first time it decodes a few tokens
+of the job's prompts; transformers then reads the same tokens on the CPU, one sequence alone and with plain attention,
+from the folder of the policy that the engine is meant to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.models.self_check import SelfCheck, band_of, plain_logits
+from mopd_dataplane.rollout.engines.engine import GOING, Engine, Request
+from mopd_dataplane.rollout.engines.sampling import SAMPLER, sample_key
+
+NEW_TOKENS = 8
+"""Tokens that the engine decodes behind each text."""
+LONGEST_TEXT = 2048
+"""Longest text that is read, in tokens: plain attention needs memory that grows with its square."""
+MOST_FLOPS = 2e13
+"""Arithmetic of the plain pass over the longest text, in FLOP: half a minute on a server's CPU."""
+
+Answer = tuple[list[int], list[float]]
+"""Token ids that the engine drew behind a text, and their log-probs in nat."""
+
+
+def check_engine(
+    engine: Engine,
+    folder: Path,
+    prompts: Sequence[NDArray[np.int32]],
+    *,
+    dtype: str,
+    longest: int,
+) -> SelfCheck:
+    """Compare the engine's log-probs of what it draws with those of the plain pass of `folder`.
+
+    prompts: [P] token ids of each prompt of the job; the first and the longest one are used, the longest followed by
+    made-up tokens up to `longest` tokens where the bounds above allow it. Every slot must be free, and is free
+    afterwards. Raises MismatchError when the mean difference is above the band of the dtype, and names the first
+    position that is.
+    """
+    model = load_model(folder, dtype=dtype)
+    texts = _texts(prompts, min(longest, _affordable(model.num_parameters()), engine.context_length), engine.vocab_size)
+    answers = [_decode(engine, prompt, prefix, number) for number, (prompt, prefix) in enumerate(texts)]
+    gaps: list[tuple[float, int]] = []
+    for (prompt, prefix), (ids, logprobs) in zip(texts, answers, strict=True):
+        read = np.concatenate([prompt, prefix, np.array(ids, np.int32)]).astype(np.int64)
+        start = len(read) - len(ids)
+        plain = plain_logits(model, torch.from_numpy(read))[start - 1 : -1].log_softmax(-1)
+        expected = plain.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        gaps += [(abs(a - b), start + n) for n, (a, b) in enumerate(zip(logprobs, expected, strict=True))]
+    name, band = f"{type(model).__name__} ({model.config.model_type})", band_of(dtype)
+    gap = float(np.mean([gap for gap, _ in gaps]))
+    if not gap <= band:  # a gap that is not a number is none either
+        first = next(position for gap, position in gaps if not gap <= band)
+        raise MismatchError(
+            f"the engine's log-probs of its own tokens are not those of {folder}: they differ by {gap:.3g} nat in the "
+            f"mean from the plain pass of {name}, first at position {first}, and {band:g} is allowed in {dtype}. "
+            "Nothing was sampled. Likely causes: weights of another version, another dtype or attention in the engine; "
+            'load the policy into the server (engine.reload = true), set engine.dtype, or use engine.kind = "hf"'
+        )
+    return SelfCheck(name, dtype, gap, band)
+
+
+def _affordable(parameters: int) -> int:
+    """Tokens of the longest text that the plain pass reads within its bounds."""
+    return max(64, min(LONGEST_TEXT, int(MOST_FLOPS / (2 * parameters))))
+
+
+def _texts(
+    prompts: Sequence[NDArray[np.int32]], longest: int, vocabulary: int
+) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    """Prompt and response prefix of each text: the first prompt as it is, and the longest one followed by a filler."""
+    room = longest - NEW_TOKENS
+    first = min(prompts, key=len) if len(prompts[0]) > room else prompts[0]
+    long = max((prompt for prompt in prompts if len(prompt) <= room), key=len, default=first)
+    filler = (np.arange(max(0, room - len(long)), dtype=np.int64) * 7919 + 11) % vocabulary
+    return [(first[-room:], np.zeros(0, np.int32)), (long[-room:], filler.astype(np.int32))]
+
+
+def _decode(engine: Engine, prompt: NDArray[np.int32], prefix: NDArray[np.int32], number: int) -> Answer:
+    """Decode up to NEW_TOKENS tokens behind a prompt and a prefix, alone in the engine."""
+    uid = f"self-check-{number}"
+    request = Request(
+        uid=uid, prompt_ids=prompt, prefix_ids=prefix, key=sample_key(uid), max_new_tokens=len(prefix) + NEW_TOKENS,
+        sampler=engine.samplers[0] if engine.samplers else SAMPLER,
+    )  # fmt: skip
+    engine.admit([(0, request)])
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while True:
+        output = engine.step()
+        ids += output.token_ids.tolist()
+        logprobs += output.logprobs.tolist()
+        if output.finished[-1] != GOING:
+            return ids, logprobs

@@ -1,0 +1,77 @@
+"""The self-check of an engine in another process, made here with the built-in engine in its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoding import TINY
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.engine import StepOutput
+from mopd_dataplane.rollout.engines.engine_check import LONGEST_TEXT, NEW_TOKENS, _affordable, _texts, check_engine
+from mopd_dataplane.rollout.engines.hf import HfEngine
+
+PROMPTS = [np.arange(length, dtype=np.int32) % 40 + 5 for length in (6, 23, 11)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two versions of one random model."""
+    home = tmp_path_factory.mktemp("models")
+    first, second = (make_student(sections.Student(config=TINY), home / f"v{n}", seed=n) for n in range(2))
+    return first, second
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_healthy_engine_passes(models: tuple[Path, Path], dtype: str) -> None:
+    engine = HfEngine(models[0], slots=2, dtype=dtype)
+    passed = check_engine(engine, models[0], PROMPTS, dtype=dtype, longest=64)
+    assert passed.gap is not None
+    assert 0 <= passed.gap <= passed.band
+    assert "Qwen3ForCausalLM" in passed.model
+    again = check_engine(engine, models[0], PROMPTS, dtype=dtype, longest=64)
+    assert again == passed, "every slot is free again"
+
+
+def test_weights_of_another_version_are_found(models: tuple[Path, Path]) -> None:
+    with pytest.raises(MismatchError, match=r"first at position \d+, and 0.001 is allowed in float32"):
+        check_engine(HfEngine(models[1], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
+
+
+class Scaled(HfEngine):
+    """Log-probs of another temperature, as of a lost logit scale."""
+
+    def step(self) -> StepOutput:
+        output = super().step()
+        return replace(output, logprobs=output.logprobs * np.float32(1.05))
+
+
+class Missing(HfEngine):
+    """Log-probs that are no numbers."""
+
+    def step(self) -> StepOutput:
+        output = super().step()
+        return replace(output, logprobs=np.full_like(output.logprobs, np.nan))
+
+
+@pytest.mark.parametrize("engine", [Scaled, Missing])
+def test_wrong_log_probs_are_found(models: tuple[Path, Path], engine: type[HfEngine]) -> None:
+    with pytest.raises(MismatchError, match="Nothing was sampled"):
+        check_engine(engine(models[0], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
+
+
+def test_the_longest_text_is_as_long_as_the_job_allows_and_no_longer_than_its_bounds() -> None:
+    (first, nothing), (long, filler) = _texts(PROMPTS, 64, 100)
+    assert (len(first), len(nothing), len(long)) == (6, 0, 23)
+    assert len(long) + len(filler) + NEW_TOKENS == 64
+    assert filler.max() < 100
+    (first, _), (long, filler) = _texts([np.zeros(90, np.int32), np.zeros(70, np.int32)], 64, 100)
+    assert len(first) == len(long) + len(filler) == 64 - NEW_TOKENS, "prompts beyond the bounds are cut"
+    assert _affordable(10**6) == LONGEST_TEXT
+    assert 64 < _affordable(8 * 10**9) < LONGEST_TEXT
+    assert _affordable(10**12) == 64
