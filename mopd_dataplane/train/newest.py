@@ -17,7 +17,7 @@ LATEST = "latest"
 STATE = "state.json"
 """File of a checkpoint that holds its position."""
 KEEP = 2
-"""Checkpoints of a stage that are kept, beside the trainer and in a store on an object store."""
+"""Number of checkpoints of a stage that stay, beside the trainer and in a store on an object store."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def window_ends(folder: Path) -> dict[int, WindowEnd]:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
+    """Return the name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
 
-    A bare name is taken too, so that a person can point at another checkpoint.
+    The file may also hold a bare name without a checksum, so that a person can select another checkpoint.
     """
     pointer = folder / LATEST
     if not pointer.is_file():
@@ -66,5 +66,5 @@ def newest_checkpoint(folder: Path) -> str:
 
 
 def name_newest(folder: Path, name: str) -> None:
-    """Point at a complete checkpoint, durably."""
+    """Point `latest` at a complete checkpoint, durably."""
     publish_file(folder / LATEST, seal({"checkpoint": name}))

@@ -6,11 +6,11 @@ Segment header, 64 bytes little-endian, written and synced before the file gets 
 
 Record, 32-byte header little-endian, then the body, then zeros up to a multiple of 8:
     masked crc32c u32 | body bytes u32 | lsn u64 | synced lsn u64 | epoch u32 | kind u16 | flags u16 (0)
-The checksum covers salt + rest of the header + body, and the padding is compared with zeros: no byte is outside a
-check. salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
+The checksum covers salt + rest of the header + body, and the padding is compared with zeros: every byte is checked.
+salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
 
-`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written. A record that
-cannot be read but lies at or below a watermark was damaged; above every watermark it may just not have been written.
+`synced lsn` is the durable watermark: the lsn of the newest durable record when this one was written. An unreadable
+record at or below a watermark was damaged; above every watermark it may just not have been written.
 """
 
 import struct
@@ -75,20 +75,20 @@ class Record:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment file as read back: its good records up to the first that is not."""
+    """A segment file as read back: its good records up to the first bad one."""
 
     path: Path
     header: SegmentHeader
     records: list[Record]
     valid_end: int
-    """Offset behind the last good record."""
+    """Offset of the end of the last good record."""
     size: int
     watermark: int
-    """Largest synced lsn that any good record of the file states, behind the first bad one too; 0 when none."""
+    """Largest synced lsn in any good record of the file, also after the first bad one; 0 when there is none."""
 
     @property
     def next_lsn(self) -> int:
-        """lsn of the first record that is missing."""
+        """lsn of the first missing record."""
         return self.header.first_lsn + len(self.records)
 
 
@@ -101,8 +101,8 @@ def pack_record(salt: int, lsn: int, synced_lsn: int, epoch: int, kind: int, bod
 
 
 def read_segment(path: Path, *, limit: int | None = None) -> Segment:
-    """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is not what was written."""
-    if not path.is_file():  # a device or a pipe would never end
+    """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is damaged."""
+    if not path.is_file():  # reading a device or a pipe would never end
         raise DamagedError(f"{path} is no regular file; a segment of a log is one: put it back from a copy")
     data = path.read_bytes()[:limit]
     header = read_header(path, data)
@@ -135,7 +135,7 @@ def read_header(path: Path, data: bytes) -> SegmentHeader:
 
 
 def record_at(data: bytes, offset: int, salt: int, epoch: int) -> Record | None:
-    """The good record at an offset, or None."""
+    """Return the good record at an offset, or None."""
     start = offset + RECORD_HEADER
     if start > len(data):
         return None
@@ -151,7 +151,7 @@ def record_at(data: bytes, offset: int, salt: int, epoch: int) -> Record | None:
 
 
 def salvage(data: bytes, offset: int, salt: int, epoch: int) -> list[Record]:
-    """Good records behind the first bad one, read only for their watermarks."""
+    """Return good records after the first bad one, which are read only for their watermarks."""
     offset += -offset % 8
     words = np.frombuffer(data, "<u4", count=max(0, len(data) - offset) // 4, offset=min(offset, len(data)))
     rows = words[: len(words) // 2 * 2].reshape(-1, 2)
@@ -162,5 +162,5 @@ def salvage(data: bytes, offset: int, salt: int, epoch: int) -> list[Record]:
 
 
 def _masked(crc: int) -> int:
-    """A checksum that stays strong when the checked bytes contain checksums (the mask of LevelDB and Snappy)."""
+    """Mask a checksum, so that it stays strong when the checked bytes contain checksums (as LevelDB and Snappy do)."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

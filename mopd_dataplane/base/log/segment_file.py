@@ -1,4 +1,5 @@
-"""The file behind one segment: how it gets its name, what a full disk does to it, and what a failed sync means."""
+"""The file behind one segment: naming it, waiting for space on a full disk, and failing for good after a failed
+sync."""
 
 import os
 import time
@@ -48,7 +49,7 @@ class SegmentFile:
             raise
 
     def _publish(self, header: bytes, staging: Path) -> None:
-        """The file gets its name only when its header is on disk."""
+        """Name the file, once its header is on disk."""
         self.write(header)
         self.sync()
         fault_point("wal.segment.header")
@@ -59,7 +60,7 @@ class SegmentFile:
         fault_point("wal.segment.named")
 
     def write(self, data: bytes) -> None:
-        """Append all bytes, however many calls that takes."""
+        """Append all bytes, in as many calls as needed."""
         rest = memoryview(data)
         while rest:
             written = self._with_space(partial(os.write, self._descriptor, rest))
@@ -67,7 +68,7 @@ class SegmentFile:
             self.size += written
 
     def _with_space(self, call: Callable[[], int]) -> int:
-        """Make a system call, and repeat it while the disk is full; returns its result."""
+        """Make a system call, and repeat it while the disk is full. Returns its result."""
         try:
             return once_there_is_space(
                 call, disk=self._disk, pauses=f"{self._activity} pauses", continues=f"{self._activity} continues",
@@ -79,7 +80,7 @@ class SegmentFile:
             raise ResourceError(f"cannot write {self.path}: {error.strerror}; what was synced is kept") from error
 
     def sync(self) -> None:
-        """Put what is written on disk; nothing where the log does not sync."""
+        """Put all written bytes on disk; does nothing for a log that does not sync."""
         if not self._syncs:
             return
         began = time.perf_counter()

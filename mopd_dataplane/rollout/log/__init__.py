@@ -4,7 +4,7 @@ wal.py           the log of one engine replica: append, wait until durable, rota
 log_records.py   the records, one class per kind
 ownership.py     one writer per log
 recovery.py      rebuilds the ledger from the log of a dead process
-ledger.py        the state that replaying records gives, in a live and in a recovered process
+ledger.py        the state from replayed records, the same in a live and in a recovered process
 
 base/log/ has what every log is made of: segments, group commit, acknowledgement levels.
 """

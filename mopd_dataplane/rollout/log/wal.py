@@ -35,7 +35,7 @@ from mopd_dataplane.rollout.log.recovery import Recovered, epoch_folders, recove
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Whatever the operating system refuses becomes a ResourceError that says which log it was."""
+    """Turn errors of the operating system into a ResourceError that names the log."""
     try:
         yield
     except MopdError:
@@ -50,13 +50,13 @@ class LogCopy(Protocol):
     """A copy of one writer's log on an object store, from which another node can continue it."""
 
     def fetch(self, folder: Path) -> int:
-        """Bring a local log up to date when the copy is of a later epoch; returns the newest claimed epoch."""
+        """Update a local log when the copy is of a later epoch. Returns the newest claimed epoch."""
 
     def claim(self, epoch: int) -> None:
-        """Claim an epoch for this process. Raises ResourceError when another node was quicker."""
+        """Claim an epoch for this process. Raises ResourceError when another node claimed it first."""
 
     def ship(self, folder: Path, epoch: int) -> None:
-        """Copy the log as it lies there. Raises ResourceError when another node has taken it over."""
+        """Copy the local log as it is now. Raises ResourceError when another node has taken it over."""
 
 
 class TokenLog(LogWriter):
@@ -109,10 +109,11 @@ class TokenLog(LogWriter):
     ) -> tuple[TokenLog, Recovered]:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 
-        accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
-        notice: called with one line when the disk fills up, and when there is space again.
-        copy: keeps a copy elsewhere, from which a log that another node left is fetched first.
-        lock: the descriptor of take_lock, if the caller has locked the folder already; it is the log's from here on.
+        accept: gets the recovered ledger and may refuse it by raising; the log is then left unchanged. notice: called
+        with one line when the disk fills up, and when there is space again. copy: copy of the log elsewhere, from which
+        a log that another node left is fetched first. lock: descriptor from take_lock, if the caller has locked the
+        folder already; the log owns it from here on.
+
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
         with _named(folder):
@@ -120,13 +121,13 @@ class TokenLog(LogWriter):
             if lock is None:
                 lock = take_lock(folder)
             try:
-                # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
+                # The claim comes before the reading, so that a writer that lost its lock deletes no segments.
                 epoch = claim_epoch(folder, above=0 if copy is None else copy.fetch(folder))
                 try:
                     recovered = recover(folder)
                     accept(recovered.ledger)
                 except MopdError:
-                    claim_file(folder, epoch).unlink()  # the log is left exactly as it was found
+                    claim_file(folder, epoch).unlink()  # the log is left unchanged
                     raise
                 if copy is not None:
                     copy.claim(epoch)
@@ -138,19 +139,19 @@ class TokenLog(LogWriter):
 
     @property
     def level(self) -> Level:
-        """Best acknowledgement level this log can promise, on its file system and with its settings."""
+        """Highest acknowledgement level of this log, on its file system and with its settings."""
         return self.mount.level if self._syncs else "logged"
 
     @property
     def full(self) -> bool:
-        """Whether the segment has reached its size."""
+        """True if the segment has reached its size."""
         return self._file.size >= self._settings.segment_bytes
 
     def append(self, message: log_records.LogRecord) -> int:
         """Write one record and return its lsn: it is `logged`.
 
-        A full disk pauses here until there is space again. Raises ResourceError when that takes longer than
-        `full_disk_wait_s`, or when the log is dead; a dead log takes nothing more.
+        A full disk pauses the call until there is space again. Raises ResourceError when that takes longer than
+        `full_disk_wait_s`, or when the log is dead, since a dead log accepts no records.
         """
         with self._appending:
             self._flusher.check()
@@ -161,7 +162,7 @@ class TokenLog(LogWriter):
         return lsn
 
     def rotate(self, ledger: Ledger) -> None:
-        """End the segment, begin the next with a checkpoint of the ledger, and delete what is no longer needed."""
+        """End the segment, begin the next with a checkpoint of the ledger, and delete older segments."""
         with self._appending, self._flusher.paused():
             self._flusher.check()
             try:
@@ -175,7 +176,7 @@ class TokenLog(LogWriter):
                 raise
 
     def ship(self) -> None:
-        """Bring the copy on the object store up to date; when that fails the log says so and continues without it.
+        """Update the copy on the object store. A failure is reported, and the log continues without the copy.
 
         Raises ResourceError when another node has taken the log over.
         """
@@ -187,7 +188,7 @@ class TokenLog(LogWriter):
             self._notice(f"the token log was not copied to the store, only this node can continue it: {failure}")
 
     def close(self, *, forget: bool = False) -> None:
-        """End the log cleanly. forget: every sample is committed, so the segments go too."""
+        """End the log cleanly. forget: every sample is committed, so the segments are deleted too."""
         self._flusher.stop()
         try:
             self._flusher.check()
@@ -206,7 +207,8 @@ class TokenLog(LogWriter):
         os.close(self._lock)
 
     def _checkpoint(self, ledger: Ledger) -> None:
-        """Carry what is not committed into this segment; when that is durable, older segments may go."""
+        """Write the samples that are not committed into this segment, and delete older segments once that is
+        durable."""
         for message in ledger.checkpoint():
             self._log(message)
         fault_point("wal.base")
@@ -231,7 +233,7 @@ class TokenLog(LogWriter):
         return self._write(message.kind, message.encode())
 
     def _check_not_fenced(self) -> None:
-        """Raise ResourceError if a newer writer has fenced this one, which locks cannot always prevent."""
+        """Check that no newer writer has fenced this one, which locks cannot always prevent. Raises ResourceError."""
         mine, next_one = claim_file(self.folder, self.epoch), claim_file(self.folder, self.epoch + 1)
         if next_one.exists() or not mine.exists():
             raise ResourceError(

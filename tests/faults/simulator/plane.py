@@ -32,7 +32,7 @@ from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import Prompt, Sample, Snapshot
 from mopd_dataplane.rollout import committer, loop, runner
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.rollout.log import flusher, segment_file, wal
+from mopd_dataplane.base.log import flusher, log_writer, segment_file
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 PROMPTS = 8
