@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.store.commit.queue import Queue, Value
+
 from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
 from mopd_dataplane.run import delete as deleting
-from mopd_dataplane.store.commit.queue import Queue, Value
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
 from simulator import values

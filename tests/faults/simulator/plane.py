@@ -25,6 +25,7 @@ from shelf import Shelf
 
 from mopd_dataplane.base import fault_points, files
 from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.log import flusher, log_writer, segment_file
 from mopd_dataplane.errors import MopdError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
@@ -32,7 +33,6 @@ from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import Prompt, Sample, Snapshot
 from mopd_dataplane.rollout import committer, loop, runner
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.base.log import flusher, log_writer, segment_file
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 PROMPTS = 8
@@ -189,7 +189,7 @@ def simulated(world: World) -> Iterator[None]:
     calls = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os) if not name.startswith("__")})
     calls.write, calls.fdatasync = world.write, world.fdatasync
     swaps: list[tuple[Any, str, Any]] = [
-        (wal, "Flusher", SimFlusher), (runner, "Committer", SimCommitter), (loop, "CallTimeout", SimWatch),
+        (log_writer, "Flusher", SimFlusher), (runner, "Committer", SimCommitter), (loop, "CallTimeout", SimWatch),
         (segment_file, "os", calls), (segment_file, "time", clock), (files, "time", clock), (committer, "time", clock),
         (loop, "time", clock), (runner, "time", clock), (flusher, "time", clock),
     ]  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.store.commit.queue import Queue
+
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.view.labels import standing
 from simulator import values
