@@ -198,6 +198,12 @@ def publish_folder(staging: Path, target: Path) -> None:
     fsync(target.parent)
 
 
+def rename_folder(folder: Path, target: Path) -> None:
+    """Give a folder whose files are durable another name in the same parent, durably."""
+    folder.rename(target)
+    fsync(target.parent)
+
+
 def duplicate_file(file: Path, target: Path) -> None:
     """Write a durable copy of a file that shares no blocks with it: damage of one is not damage of the other."""
     make_durable_folder(target.parent)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import fsync, try_lock
+from mopd_dataplane.base.files import rename_folder, try_lock
 from mopd_dataplane.base.shared_files import SharedFiles
 from mopd_dataplane.errors import InputError, ResourceError
 from mopd_dataplane.rollout.log.ownership import LOCK
@@ -73,8 +73,7 @@ def rewind(uri: str, to: str) -> Rewound:
         kept = _free_name(store, root)
         maker = ForkMaker(store, str((store.read_json(JOB) or {})["store"]), point, (), Progress(quiet=True))
         made = maker.make(waiting, uri=str(kept))
-        root.rename(kept)
-        fsync(root.parent)
+        rename_folder(root, kept)
         fault_point("rewind.kept")
         return _give_name(uri, root, waiting, made.shared)
 
@@ -87,8 +86,7 @@ def _give_name(uri: str, root: Path, waiting: Path, shared: SharedFiles) -> Rewo
     kept, name = StoreLocation(origin["uri"]), f"{str((fork.read_json(JOB) or {})['store']).rstrip('/')}{suffix}"
     kept.write_json(JOB, (kept.read_json(JOB) or {}) | {"store": name})
     fault_point("rewind.named")
-    waiting.rename(root)
-    fsync(root.parent)
+    rename_folder(waiting, root)
     return Rewound(uri, f"{origin['stage']}@{origin['version']}", f"{uri.rstrip('/')}{suffix}", shared)
 
 

@@ -4,7 +4,16 @@
     python tests/faults/simulation.py --seeds 10000 --notes done.jsonl # goes on where it was interrupted
     python tests/faults/simulation.py --seed 17                        # one seed, each step with what became of it
 
-A seed that fails prints the shortest sequence that breaks the same invariant; the exit code is 1.
+A seed that fails prints the shortest sequence that breaks the same invariant; the exit code is 1. In simulator/:
+
+    sequences.py   seed -> steps: which writer does what, and what befalls it meanwhile
+    actors.py      writers as threads of which one runs at a time; each can be killed or suspended at any pause
+    world.py       disk, clocks and pauses in the product's code in place of the real ones
+    model.py       what a store must have, may have and must not have, in dicts and sets
+    operations.py  the operations: what each calls, and what the model is told
+    copies.py      copies and upgrades, each compared with its source
+    invariants.py  the invariants I1 to I15 of docs/durability.md, checked after each step
+    run.py         one seed from its beginning to its end; the shortest sequence that still fails
 """
 
 from __future__ import annotations
