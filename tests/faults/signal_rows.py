@@ -67,12 +67,22 @@ class FaultyForward(TeacherForward):
 
 
 class FaultyPool(TeacherPool):
-    """A pool whose teachers all have one fault."""
+    """A pool whose teachers all have the fault that is set. What tokenizers and configs say is read once."""
 
-    fault: Callable[[TeacherForward], TeacherForward] = staticmethod(lambda healthy: healthy)
+    def __init__(self, specs: dict[str, TeacherSpec], **settings: Any) -> None:
+        super().__init__(specs, **settings)
+        self.fault: Callable[[TeacherForward], TeacherForward] = lambda healthy: healthy
+        self._unknown = {name: super(FaultyPool, self).unknown_tokens(name) for name in specs}
+        self._context = {name: super(FaultyPool, self).context_length(name) for name in specs}
 
     def teacher(self, name: str) -> TeacherForward:
         return self.fault(super().teacher(name))
+
+    def unknown_tokens(self, name: str) -> dict[int, str]:
+        return self._unknown[name]
+
+    def context_length(self, name: str) -> int:
+        return self._context[name]
 
 
 @dataclass(frozen=True)
@@ -150,13 +160,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("none (healthy)", ()),
     Fault("uniform: states are zero", ("uniform",), lambda t: FaultyForward(t, returns=torch.zeros_like)),
     Fault("zero logits: the head is zero", ("uniform",), zero_head),
-    Fault("shifted by one token", ("reference", "likelihood"), shifted),
-    Fault("temperature 4", ("flat", "own"), hotter(4.0)),
+    Fault("shifted by one token", ("reference", "likelihood", "lead"), shifted),
+    Fault("temperature 4", ("flat", "lead", "own"), hotter(4.0)),
     Fault("temperature 2", (), hotter(2.0)),
     Fault("temperature 0.5", (), hotter(0.5)),
     Fault("other chat template", ("lead", "reference", "rival"), render=other_template),
     Fault("other ids in a tokenizer of the same size", ("vocabulary",), refusal=refuse_other_ids),
-    Fault("the same, with the student's tokenizer file", ("reference", "likelihood", "agreement"), permuted),
+    Fault("the same, with the student's tokenizer file", ("reference", "likelihood", "lead"), permuted),
     Fault("other pre-tokeniser, teacher reads its own text", ("lead", "reference", "rival"), render=in_characters),
     Fault("swapped teachers", ("rival", "lead"), teacher_of=lambda domain: DOMAINS[1 - DOMAINS.index(domain)]),
     Fault("half-precision overflow", ("finite",), overflowing),
@@ -172,10 +182,10 @@ class Ward:
     def __init__(self, root: Path, seed: int) -> None:
         self.models = make_specialists(root, seed)
         folders = {**self.models.teachers, "base": self.models.base}
-        self._specs = {name: TeacherSpec(folder, sections.Teacher(source="x")) for name, folder in folders.items()}
-        pool = self._pool(lambda healthy: healthy)
-        self.start = {domain: self._probe(pool, "base", domain, None) for domain in DOMAINS}
-        self.healthy = {domain: {name: self._probe(pool, name, domain, None) for name in DOMAINS} for domain in DOMAINS}
+        specs = {name: TeacherSpec(folder, sections.Teacher(source="x")) for name, folder in folders.items()}
+        self._pool = FaultyPool(specs, student_tokenizer=self.models.tokenizer, max_resident=len(specs))
+        self.start = {domain: self._probe("base", domain, None) for domain in DOMAINS}
+        self.healthy = {domain: {name: self._probe(name, domain, None) for name in DOMAINS} for domain in DOMAINS}
 
     def failed(self, fault: Fault, domain: str) -> set[str]:
         """Names of the checks that a teacher with a fault fails on a domain; `vocabulary` and `finite` are refusals."""
@@ -187,10 +197,10 @@ class Ward:
             return set()
         render = fault.render
         renderer = None if render is None else lambda sample: render(self.models, sample)
-        pool, name = self._pool(fault.apply), fault.teacher_of(domain)
+        self._pool.fault, name = fault.apply, fault.teacher_of(domain)
         try:
-            health = self._health(pool, name, domain, renderer)
-            own = self._probe(pool, name, domain, renderer)
+            health = self._health(name, domain, renderer)
+            own = self._probe(name, domain, renderer)
         except EngineError:
             return {"finite"}
         swapped = name != domain and name != "base"
@@ -198,15 +208,10 @@ class Ward:
         evidence = Evidence(domain, domain, health.vocabulary, health, own, self.start[domain], others)
         return {finding.check for finding in findings(evidence)}
 
-    def _pool(self, fault: Callable[[TeacherForward], TeacherForward]) -> TeacherPool:
-        pool = FaultyPool(self._specs, student_tokenizer=self.models.tokenizer, max_resident=3)
-        pool.fault = fault  # type: ignore[method-assign]
-        return pool
-
-    def _health(self, pool: TeacherPool, name: str, domain: str, renderer: PromptRenderer | None) -> Health:
+    def _health(self, name: str, domain: str, renderer: PromptRenderer | None) -> Health:
         samples = {sample.uid: sample for sample in self.models.samples[domain]}
         end = self.models.tokenizer.eos_token_id
-        signals = score_samples(pool, name, ["logprob"], list(samples.values()), SETTINGS, render_prompt=renderer)
+        signals = score_samples(self._pool, name, ["logprob"], list(samples.values()), SETTINGS, render_prompt=renderer)
         read = [
             ReadSample(
                 teacher=_some(signal.logprob), student=samples[signal.uid].logprobs, entropy=signal.teacher_entropy,
@@ -214,17 +219,17 @@ class Ward:
             )
             for signal in signals
         ]  # fmt: skip
-        health = measure(read, len(pool.teacher(name).head.weight))
+        health = measure(read, len(self._pool.teacher(name).head.weight))
         assert health is not None
         return health
 
-    def _probe(self, pool: TeacherPool, name: str, domain: str, renderer: PromptRenderer | None) -> Probe:
+    def _probe(self, name: str, domain: str, renderer: PromptRenderer | None) -> Probe:
         references = self.models.references[domain]
         bare = [
             replace(one, tokens=one.tokens[: one.prompt_len], loss_mask=one.loss_mask[:0]) for one in references[:4]
         ]
         end = self.models.tokenizer.eos_token_id
-        return probe(pool, name, references, SETTINGS, prompts=bare, render_prompt=renderer, end=end)
+        return probe(self._pool, name, references, SETTINGS, prompts=bare, render_prompt=renderer, end=end)
 
 
 def _some(values: Any) -> Any:

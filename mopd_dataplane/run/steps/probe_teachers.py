@@ -4,11 +4,12 @@ reference answers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 
 import numpy as np
 
+from mopd_dataplane.errors import PromptError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import resolve_device
@@ -87,10 +88,14 @@ def _bare(run: Run, stage: Stage, prompt: Prompt) -> Scorable:
 
 
 def _answered(run: Run, stage: Stage, prompts: Sequence[Prompt]) -> list[Scorable]:
-    """Prompts with their reference answers as trained tokens; those without one are left out."""
-    return [
-        _scorable(run, stage, prompt, *run.answer_ids(prompt, prompt.answer)) for prompt in prompts if prompt.answer
-    ]
+    """Prompts with their reference answers as trained tokens; those without one, or with one that the student's chat
+    template cannot write, are left out: a probe must not stop a stage."""
+    answered = []
+    for prompt in prompts:
+        if prompt.answer:
+            with suppress(PromptError):
+                answered.append(_scorable(run, stage, prompt, *run.answer_ids(prompt, prompt.answer)))
+    return answered
 
 
 def _scorable(run: Run, stage: Stage, prompt: Prompt, prompt_ids: Sequence[int], answer: Sequence[int]) -> Scorable:

@@ -32,6 +32,8 @@ def measure_signals(
     run: Run, teacher: str, samples: Sequence[Scorable], signals: Sequence[Signal]
 ) -> dict[HealthKey, Health]:
     """Figures of a teacher's log-prob signals, by domain, iteration and policy version."""
+    if not signals:
+        return {}
     by_row = {sample.sample_row: sample for sample in samples}
     rows = [signal.sample_row for signal in signals]
     about = run.store.take_samples(rows, ["domain", "iteration", "policy_version_first", "finish_reason"]).to_pylist()
