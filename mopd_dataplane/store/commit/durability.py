@@ -1,11 +1,11 @@
-"""A Lance commit is atomic but not durable: Lance syncs nothing. The barrier does, in two steps around the commit.
+"""Makes Lance commits, which are atomic and not synced, durable in two steps around the commit.
 
-    sync_data      before the commit: the files a version will name. A version never points to bytes a power cut
-                   can take away.
-    sync_version   after it: manifest, transaction, directories, and data another process did not live to sync.
+    sync_data      before the commit: the files that a version will name, so that a power cut cannot take bytes of a
+                   version away.
+    sync_version   after it: manifest, transaction, directories, and data that another process died before syncing.
 
-Files synced before are remembered and skipped. A failed sync is never repeated: the kernel drops the dirty pages, and
-a second fsync reports success without having written.
+Files synced before are remembered and skipped. A failed sync is never repeated: the kernel drops the dirty pages, and a
+second fsync reports success without having written.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class LostFileError(ResourceError):
 
 
 AT_ONCE = 8
-"""Files that are synced at once."""
+"""Number of files that are synced at once."""
 
 
 class Barrier:
@@ -38,7 +38,7 @@ class Barrier:
         """Files of the version that was synced last; their loss would be damage, which readers report."""
 
     def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
-        """Sync data files and blob sidecars; ResourceError when the disk cannot take them."""
+        """Sync data files and blob sidecars. Raises ResourceError when the disk cannot take them."""
         paths: list[Path] = []
         for fragment in fragments:
             for data_file in fragment.files:
@@ -50,7 +50,7 @@ class Barrier:
         self._sync(paths)
 
     def sync_version(self, dataset: lance.LanceDataset) -> None:
-        """Return once this version survives a power cut; ResourceError when that cannot be ensured.
+        """Sync a version, so that it survives a power cut. Raises ResourceError when that cannot be ensured.
 
         Raises LostFileError when a file is gone, also one that was synced before the commit.
         """
@@ -64,7 +64,7 @@ class Barrier:
             name = f"{transaction.read_version}-{transaction.uuid}.txn"
             paths += [path] if (path := self._root / "_transactions" / name).exists() else []
         self._sync([path for path in paths if path not in self._synced])
-        # What only older versions name is asked for no more.
+        # Files of older versions only need not be checked any more.
         self._synced &= named
         self._acknowledged = named
 
@@ -81,7 +81,8 @@ class Barrier:
         )
 
     def _sync(self, paths: list[Path]) -> None:
-        """Sync files and their folders at once: the file system then writes its journal once or twice, not for each."""
+        """Sync files and their folders at once, so that the file system writes its journal once or twice, not for each
+        file."""
         above = set() if self._synced else {self._root, self._root.parent}
         every = [*paths, *({path.parent for path in paths} | above)]
         try:

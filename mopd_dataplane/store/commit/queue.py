@@ -1,8 +1,8 @@
 """A durable key-value queue beside the tables of a store, for values that another framework passes through it.
 
-Rows are only ever appended, and the last row of a key is its value; clearing appends a row that says so. So any number
-of processes may put, get and clear concurrently, and a kill leaves what was acknowledged. Space is freed file by file:
-a step's values are put and cleared together, so its files are freed together, and values that stay are rewritten.
+Rows are only ever appended, and the last row of a key is its value; clearing appends a row of another kind. So any
+number of processes may put, get and clear concurrently, and acknowledged calls survive a kill. Space is freed file by
+file: a step's values are put and cleared together, so its files are freed together, and remaining values are rewritten.
 """
 
 import time
@@ -30,11 +30,11 @@ CLEARED = "cleared"
 _VALUE = ("kind", "value", "dtype", "shape", "crc")
 """Columns of a value."""
 KEEP = timedelta(minutes=10)
-"""Versions younger than this keep their files: a reader may be at work on them."""
+"""Versions younger than this keep their files: a reader may use them."""
 SWEEP_EVERY = 64
-"""Clears between looks for files that nobody needs."""
+"""Number of clears between two sweeps."""
 MOVE_BELOW = 0.25
-"""Share of a file's rows below which its values are written anew, so that the file can go."""
+"""Share of a file's rows in use below which its values are rewritten, so that the file can be dropped."""
 PINS = 4
 Key = tuple[int, str]
 """(sample, field)"""
@@ -42,7 +42,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class Value:
-    """Bytes and what they are: `kind` tensor with dtype and shape, or msgpack."""
+    """Bytes with their type: `kind` tensor with dtype and shape, or msgpack."""
 
     kind: str
     data: bytes
@@ -51,7 +51,7 @@ class Value:
 
 
 class Queue:
-    """One queue, at queues/<name> of a store; made on first use."""
+    """One queue, at queues/<name> of a store; created at first use."""
 
     def __init__(self, uri: str, name: str, storage_options: dict[str, str] | None = None) -> None:
         self._location = StoreLocation(uri, storage_options)
@@ -72,7 +72,8 @@ class Queue:
             self._table.make_durable(self._appended(pa.Table.from_pylist(records, schema=self._table.schema)))
 
     def get(self, keys: Sequence[Key]) -> list[Value]:
-        """Values in the asked order. Raises UnknownNameError naming the first key without one, DamagedError."""
+        """Return the values of these keys, in order. Raises UnknownNameError naming the first key without one,
+        DamagedError."""
         return self._values(self._table.open(), keys)
 
     def _values(self, dataset: lance.LanceDataset, keys: Sequence[Key]) -> list[Value]:
@@ -90,7 +91,7 @@ class Queue:
         return values
 
     def clear(self, keys: Sequence[Key]) -> None:
-        """Forget values, durably; keys without one are left alone."""
+        """Remove the values of these keys, durably; keys without one are left alone."""
         stored = self._held(self._table.open(), ["kind"], keys)
         gone = [key for key in dict.fromkeys(keys) if key in stored]
         if gone:
@@ -100,11 +101,11 @@ class Queue:
             self.sweep()
 
     def keys(self) -> list[Key]:
-        """Every key that has a value, in the order of its last put."""
+        """Return every key that has a value, in the order of its last put."""
         return [*self._held(self._table.open(), ["kind"])]
 
     def pin(self, name: str) -> None:
-        """Pin the present values for `restore`; the newest PINS pins are kept."""
+        """Pin the present values for `restore`; the newest PINS pins stay."""
         dataset = self._table.open()
         set_tag(dataset, name, dataset.version)
         tags = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
@@ -113,8 +114,11 @@ class Queue:
         self._table.make_durable(dataset)
 
     def restore(self, name: str) -> None:
-        """Restore the values of a pin, and no others. Raises UnknownNameError when the pin is not kept any more, and
-        DamagedError, with every value as it was, when one of its own is damaged."""
+        """Restore exactly the values of a pin.
+
+        Raises UnknownNameError when the pin has been dropped, and DamagedError, with every value unchanged, when one of
+        the pin's values is damaged.
+        """
         if name not in tagged(self._table.open()):
             raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
         what = ["kind", "dtype", "shape", "crc"]  # tells values apart without reading them
@@ -126,8 +130,10 @@ class Queue:
             self.put(lost, values)
 
     def sweep(self) -> int:
-        """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
-        process writes at that moment. Their bytes leave the disk KEEP later."""
+        """Rewrite the values of mostly unused files and drop these files. Returns their number.
+
+        Nothing happens when another process writes at that moment. The bytes leave the disk KEEP later.
+        """
         with self._location.committing(self._table.name):
             dataset = self._table.open_to_write()
             moving, unneeded = _needs(dataset)
@@ -148,7 +154,7 @@ class Queue:
             return len(unneeded)
 
     def _appended(self, rows: pa.Table) -> lance.LanceDataset:
-        """An append is refused when files were moved at that moment; it is then repeated."""
+        """Append rows, repeating an append that is refused because files were moved at that moment."""
         for attempt in range(ATTEMPTS):
             try:
                 return self._table.append(rows)[1]
@@ -161,7 +167,7 @@ class Queue:
     def _last(
         self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
     ) -> dict[Key, tuple[Any, ...]]:
-        """Columns of the last row of each key, in the order of these rows; keys: only of these."""
+        """Return columns of the last row of each key, in the order of these rows. keys: restrict to these keys."""
         if keys is not None and not keys:
             return {}
         read = {"columns": ["sample", "field", *columns], "filter": None if keys is None else _filter(set(keys))}
@@ -176,12 +182,12 @@ class Queue:
     def _held(
         self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
     ) -> dict[Key, tuple[Any, ...]]:
-        """`_last` of the keys that have a value; columns: `kind` first."""
+        """Return columns of the last row of each key that has a value. columns: `kind` first."""
         return {key: row for key, row in self._last(dataset, columns, keys).items() if row[0] != CLEARED}
 
 
 def _filter(keys: Iterable[Key]) -> str:
-    """Lance predicate of some keys: one clause a field."""
+    """Return the Lance predicate that selects some keys: one clause a field."""
     clauses = []
     for field, group in groupby(sorted(keys, key=itemgetter(1, 0)), key=itemgetter(1)):
         quoted = field.replace("'", "''")
@@ -190,9 +196,10 @@ def _filter(keys: Iterable[Key]) -> str:
 
 
 def _needs(dataset: lance.LanceDataset) -> tuple[list[int], list[int]]:
-    """(offsets of the values of files of which they are less than MOVE_BELOW; files without a row that is needed).
+    """Return the offsets of needed values in mostly unused files, and the files without a needed row.
 
-    Needed is a key's value; or its clearing, while an older row of it is kept.
+    A row is needed if it is its key's value, or a clearing while an older row of the key exists. A file is mostly
+    unused if less than MOVE_BELOW of its rows are needed.
     """
     table, rows = dataset.to_table(columns=["sample", "field", "kind"]), row_ids(dataset).ids()
     sizes = {fragment.fragment_id: fragment.count_rows() for fragment in dataset.get_fragments()}
