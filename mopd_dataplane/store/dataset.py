@@ -457,7 +457,7 @@ class Store:
 
     @contextmanager
     def _committing(self, name: str) -> Iterator[None]:
-        """Hold the commit lock of a table, and at the end remove rows of samples deleted meanwhile; see delete_samples.py.
+        """Hold the commit lock of a table, and at the end remove rows of deleted samples; see delete_samples.py.
 
         A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
         """

@@ -1,8 +1,8 @@
 """Copies every table of a store unchanged, file by file: rows keep their ids and versions their numbers.
 
-Lance names files relative to the table and never rewrites one. So the newest version of each table and those that
-snapshots pin are copied as they are: data, sidecars and deletions first, then the manifests that name them. Plans,
-checkpoints and the token log, which name rows and versions, stay valid. Other versions are not copied.
+Lance names files relative to the table and never rewrites one. So the newest version of each table and the pinned ones
+are copied as they are: data, sidecars and deletions first, then the manifests that name them. Plans, checkpoints and
+the token log, which name rows and versions, stay valid. Other versions are not copied.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from mopd_dataplane.store.read import snapshot as snapshots
 
 @dataclass(frozen=True)
 class PinnedTables:
-    """Versions of every table of a store, open, so that clean-up leaves their files alone while they are copied."""
+    """Open versions of every table of a store: clean-up leaves their files alone while they are copied."""
 
     datasets: dict[str, dict[int, lance.LanceDataset]]
     """Handles by table and version."""
@@ -34,8 +34,10 @@ class PinnedTables:
 
 
 def pin_tables(source: Store) -> PinnedTables:
-    """Open the newest version of every table, and those that snapshots pin. Raises DamagedError for a manifest that is
-    not the one that was acknowledged, or pinned."""
+    """Open the newest version of every table, and those that snapshots pin.
+
+    Raises DamagedError for a manifest that differs from the acknowledged or pinned one.
+    """
     snapshot, handles = snapshots.take_snapshot(
         source.location, {name: source.table_handle(name) for name in table_names(source)}
     )
@@ -49,18 +51,20 @@ def pin_tables(source: Store) -> PinnedTables:
         except DamagedError:
             if tag in snapshots.tags_of(source.location):
                 raise
-            continue  # a deletion has released it since
+            continue  # a deletion has released it meanwhile
         pins[tag] = versions
     return PinnedTables(datasets, dict(snapshot.versions), pins)
 
 
 def copy_tables(source: Store, location: StoreLocation, pinned: PinnedTables) -> Iterator[str]:
-    """Copy every table and snapshot, durable at the end; names each that is done. Raises DamagedError for a manifest
-    that is not the one that was acknowledged."""
+    """Copy every table and snapshot, durable at the end; yields the name of each finished table.
+
+    Raises DamagedError for a manifest that differs from the acknowledged one.
+    """
     for name, newest in pinned.newest.items():
         versions = sorted({newest, *(pin[name] for pin in pinned.pins.values() if name in pin)})
         old = source.table_handle(name)
-        if problem := old.manifest_damage():  # its copy would be acknowledged
+        if problem := old.manifest_damage():  # else its copy would be acknowledged
             raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
             _copy_version(source, location, name, pinned.datasets[name][version])
@@ -80,7 +84,7 @@ def copy_tables(source: Store, location: StoreLocation, pinned: PinnedTables) ->
 
 
 def table_names(source: Store) -> list[str]:
-    """Every dataset of a store, queues included."""
+    """Return the names of all datasets of a store, queues included."""
     return [*source.names(), *_queues(source)]
 
 
@@ -89,12 +93,12 @@ def _queues(source: Store) -> list[str]:
 
 
 def _pins(source: Store) -> dict[str, dict[str, int]]:
-    """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
+    """Return the version of each table by tag. Raises DamagedError for a manifest that differs from the pinned one."""
     pins = {}
     for tag in snapshots.tags_of(source.location):
         try:
             pins[tag] = snapshots.tagged(source, tag).versions
-        except UnknownNameError:  # a deletion has released it since
+        except UnknownNameError:  # a deletion has released it meanwhile
             continue
         recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
         for name, versions in recorded.items():
@@ -106,7 +110,7 @@ def _pins(source: Store) -> dict[str, dict[str, int]]:
 
 
 def _copy_version(source: Store, location: StoreLocation, name: str, dataset: lance.LanceDataset) -> None:
-    """The files of one version of a table, its manifest last."""
+    """Copy the files of one version of a table, its manifest last."""
     for fragment in dataset.get_fragments():
         for data_file in fragment.data_files():
             stem = data_file.path.removesuffix(".lance")

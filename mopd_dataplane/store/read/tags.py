@@ -1,7 +1,7 @@
 """Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags too.
 
-Lance lists a folder and then reads each file of it: a tag that is deleted between the two ends the call, whichever
-version it was for. Such a call is repeated.
+Lance lists a folder and then reads each file of it: a tag that is deleted between the two ends the call with an error,
+whichever version it was for. Such a call is repeated.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from mopd_dataplane.store.format.lance_errors import is_missing
 
 ATTEMPTS = 64
 _OLDER_THAN_ANY = timedelta(days=36_500)
-"""An age that no version has, also where a clock stood at 1970: Lance takes no empty list of versions."""
+"""Age that no version has, even if a clock stood at 1970: Lance accepts no empty list of versions."""
 T = TypeVar("T")
 
 
 def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
-    """Version by tag."""
+    """Return the version of each tag."""
     tags = _again(dataset.tags.list)
     return {tag: int(info["version"]) for tag, info in tags.items()}
 
@@ -36,10 +36,10 @@ def set_tag(dataset: lance.LanceDataset, tag: str, version: int) -> None:
 
 
 def _with_tags_inside(dataset: lance.LanceDataset) -> lance.LanceDataset:
-    """The dataset, opened so that its tags are written in its own folder.
+    """Reopen the dataset so that its tags are written in its own folder.
 
-    Lance, given a path with characters that a URL escapes, makes the folder of the tags at the escaped path: an empty
-    folder beside the store, or an error where the parent cannot be written. The path as a URL goes another way.
+    Given a path with characters that a URL escapes, Lance creates the folder of the tags at the escaped path: an empty
+    folder beside the store, or an error if the parent cannot be written. A path in the form of a URL avoids that.
     """
     if "://" in dataset.uri:
         return dataset
@@ -47,7 +47,7 @@ def _with_tags_inside(dataset: lance.LanceDataset) -> lance.LanceDataset:
 
 
 def drop_tag(dataset: lance.LanceDataset, tag: str) -> None:
-    """Delete a tag; nothing happens when there is none, or another process was first."""
+    """Delete a tag; does nothing when there is none, or another process was first."""
     if tag in tagged(dataset):
         with contextlib.suppress(ValueError, OSError):
             dataset.tags.delete(tag)
@@ -63,7 +63,7 @@ def drop_versions(dataset: lance.LanceDataset, versions: Sequence[int]) -> int:
 
 
 def _again(work: Callable[[], T]) -> T:
-    """Repeat a call until no tag was deleted during it; returns its result."""
+    """Repeat a call until no tag was deleted during it. Returns its result."""
     for _ in range(ATTEMPTS):
         try:
             return work()
