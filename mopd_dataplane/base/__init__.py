@@ -1,6 +1,7 @@
 """Helpers that every component builds on: files, checksums, processes, plug-ins, and fault points.
 
 files.py           durable local files: written under a temporary name, synced, renamed
+shared_files.py    files of one folder under second names in another
 file_urls.py       files by path or by URL: reads and writes the files that a user names
 http_client.py     requests to servers of models: deadlines, limits, retries, and errors that name the request
 stop_request.py    Ctrl-C and SIGTERM end a rollout between two steps
@@ -16,5 +17,6 @@ tensor_header.py   headers of safetensors files, checked before anything of them
 memory.py          reuse of freed memory inside large work
 fault_points.py    named points where tests can make a process die
 sampling_masks.py  the token ids that top-k and top-p left to draw each token from
+log/               write-ahead logs: segments, group commit, acknowledgement levels
 stats_choice.py    chooses the samples whose per-token statistics are stored
 """

@@ -35,7 +35,7 @@ def publish_file(target: Path, content: bytes) -> None:
     ends.
     """
     check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
         file.truncate()
@@ -53,7 +53,7 @@ def create_file(target: Path, content: bytes) -> bool:
     publish_file.
     """
     check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
         if target.exists():
@@ -136,6 +136,14 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
+def make_durable_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder and those above it that are missing; their names survive a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    for path in missing:
+        fsync(path.parent)
+
+
 def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
     """Create a folder once and durably, unless it exists.
 
@@ -185,14 +193,20 @@ def publish_folder(staging: Path, target: Path) -> None:
     """Sync every file of a folder, rename the folder to its final path and sync the directory."""
     for file in [*staging.rglob("*"), staging]:
         fsync(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging.rename(target)
+    fsync(target.parent)
+
+
+def rename_folder(folder: Path, target: Path) -> None:
+    """Give a folder whose files are durable another name in the same parent, durably."""
+    folder.rename(target)
     fsync(target.parent)
 
 
 def duplicate_file(file: Path, target: Path) -> None:
     """Write a durable copy of a file that shares no blocks with it: damage of one is not damage of the other."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.copied")
     shutil.copyfile(file, staging)
     fsync(staging)

@@ -7,7 +7,7 @@ from typer import Option, Typer
 
 from mopd_dataplane.cli.answers import StoreUri
 from mopd_dataplane.cli.jobs import Given, OneStage, choose_stage, load
-from mopd_dataplane.cli.output import note, print_json, print_title, stderr
+from mopd_dataplane.cli.output import note, print_json, print_text, print_title, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
 
@@ -39,6 +39,10 @@ def teachers(
     of: OneStage,
     samples: Annotated[int, Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
     topk: Annotated[int, Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
+    probe: Annotated[
+        int | None,
+        Option("--probe", metavar="N", min=1, help="Score N answers in all instead, and propose a routing in TOML."),
+    ] = None,
     where: Annotated[
         str, Option("--where", metavar="SQL", help="Only answers that meet this condition, as reward > 0.")
     ] = "",
@@ -50,13 +54,23 @@ def teachers(
     Mean teacher log-prob of the student's tokens, exact reverse KL, entropy, overlap of the likeliest tokens, how often
     a right answer is preferred to a wrong one, calibration on right answers, and whether following the teacher pushes
     the student where the verifier would (cosine of gradients), next to the teacher's own held-out accuracy.
+
+    With --probe, the last lines are a table [routing] for the job file; with --json, an object with `teachers` and
+    `routing`.
     """
     loaded = load(of.job, overrides)
     chosen = choose_stage(loaded, of.stage, sampled=True)
 
     from mopd_dataplane.run.steps.compare_teachers import compare_teachers
+    from mopd_dataplane.score.routing import propose_routing, routing_toml
 
+    if probe is not None:
+        samples = max(1, probe // len(loaded.domains_of(chosen)))
     rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, where=where, console=stderr())
+    choices = propose_routing(rows) if probe is not None else []
+    if overrides.as_json and choices:
+        print_json({"teachers": rows, "routing": {choice.domain: choice.teacher for choice in choices}})
+        return
     if overrides.as_json:
         print_json(rows)
         return
@@ -66,6 +80,8 @@ def teachers(
     for text in (text for row in rows for text in row["failed"].values()):
         note(text)
     note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
+    if choices:
+        print_text(routing_toml(choices, dict(chosen.routing or loaded.routing)))
 
 
 def _shown(value: Any) -> Any:

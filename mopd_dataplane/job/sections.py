@@ -370,15 +370,20 @@ class Discriminator(Section):
 
 
 class Retain(Section):
-    """Retention of hidden states (most bytes of a store) and per-token statistics; 0 is without limit."""
+    """Retention of hidden states (most bytes of a store), per-token statistics and checkpoints."""
 
     change = ChangeClass.FREE
     hidden_passes: int = Field(default=0, ge=0)
-    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
+    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good; 0 is
+    without limit."""
     hidden_versions: int = Field(default=0, ge=0)
-    """Freed once the newest policy is more than this many versions newer than the one that began the sample."""
+    """Freed once the newest policy is more than this many versions newer than the one that began the sample; 0 is
+    without limit."""
     stats_versions: int = Field(default=0, ge=0)
     """Per-token statistics are freed in the same way, while their means stay; 0 keeps them without limit."""
+    checkpoints_every: int = Field(default=0, ge=0)
+    """The checkpoint of every so many policy versions stays, so that `mopd fork` and `mopd rewind` can begin there: 1
+    keeps that of every version, 0 those of the last two alone. 12 bytes a trained parameter each; in a folder."""
 
 
 class Load(Section):

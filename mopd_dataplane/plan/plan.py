@@ -18,7 +18,7 @@ from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.draw import draw, importance_of
+from mopd_dataplane.plan.draw import Drawn, draw, importance_of
 from mopd_dataplane.plan.replay import fresh_limit, join_older
 from mopd_dataplane.plan.select import first_groups, select
 from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, philox_key, stable_order
@@ -76,20 +76,7 @@ def build_window(
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
     _check(settings, teachers, columns, training.group_size)
-    own = columns.take(~columns.replayed) if settings.replay else columns
-    chosen, dropped = select(own, settings, group_size=training.group_size, policy_version=training.policy_version)
-    if training.most_groups:
-        chosen, surplus = first_groups(chosen, training.most_groups)
-        dropped |= surplus
-    limited = fresh_limit(settings) if columns.replayed.any() else settings
-    drawn = draw(chosen, limited, training.group_size, philox_key(seed, "draw", stage, window))
-    dropped |= drawn.dropped
-    replayed: dict[str, int] = {}
-    if settings.replay:
-        drawn, replayed = join_older(
-            columns, drawn, settings, settings.replay, group_size=training.group_size,
-            policy_version=training.policy_version, key=philox_key(seed, "replay", stage, window),
-        )  # fmt: skip
+    drawn, counts = _choose_samples(columns, settings, training, seed=seed, name=(stage, window))
     chosen = drawn.columns
     units = Units.of(chosen, training.group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
@@ -132,10 +119,34 @@ def build_window(
         "straggler_ratio": straggler_ratio(costs, plan.step_starts, training.ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
-    counts = {reason: len(rows) for reason, rows in dropped.items()} | left_out
-    plan.stats |= {f"dropped_{reason}": count for reason, count in counts.items() if count} | replayed
+    plan.stats |= counts | {f"dropped_{reason}": count for reason, count in left_out.items() if count}
     plan.digest = plan_digest(plan)
     return plan
+
+
+def _choose_samples(
+    columns: Columns, settings: sections.Plan, training: Training, *, seed: int, name: tuple[str, int]
+) -> tuple[Drawn, dict[str, int]]:
+    """Select, draw and replay the samples of a window; name: its (stage, window).
+
+    Returns them, and statistics: `dropped_<reason>` counts, and what was replayed.
+    """
+    own = columns.take(~columns.replayed) if settings.replay else columns
+    chosen, dropped = select(own, settings, group_size=training.group_size, policy_version=training.policy_version)
+    if training.most_groups:
+        chosen, surplus = first_groups(chosen, training.most_groups)
+        dropped |= surplus
+    limited = fresh_limit(settings) if columns.replayed.any() else settings
+    drawn = draw(chosen, limited, training.group_size, philox_key(seed, "draw", *name))
+    dropped |= drawn.dropped
+    counts = {f"dropped_{reason}": len(rows) for reason, rows in dropped.items() if len(rows)}
+    if not settings.replay:
+        return drawn, counts
+    drawn, replayed = join_older(
+        columns, drawn, settings, settings.replay, group_size=training.group_size,
+        policy_version=training.policy_version, key=philox_key(seed, "replay", *name),
+    )  # fmt: skip
+    return drawn, counts | replayed
 
 
 def recorded_settings(settings: sections.Plan, training: Training, steps: int) -> dict[str, Any]:

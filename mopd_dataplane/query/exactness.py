@@ -23,6 +23,49 @@ SAMPLER_GAPS = """
     from events where kind = 'sampler_gap' order by stage, "window" """
 """Trainer against sampler on the policy's own samples, at the first step of each window, in nat."""
 
+GAPS_BY_POSITION = """
+    with opening as (select stage, "window", min(step) as step from steps group by stage, "window"),
+    measured as (
+      select token_stats.stage, "window", abs(unnest(logprob_gap))::double as gap,
+             generate_subscripts(logprob_gap, 1) - 1 as position
+      from token_stats join opening on opening.stage = token_stats.stage and opening.step = token_stats.step
+        join samples on samples.uid = token_stats.uid
+      where logprob_gap is not null and samples.policy = token_stats.stage
+        and samples.policy_version_first = token_stats.policy_version
+        and samples.policy_version_last = token_stats.policy_version),
+    placed as (select *, (4 ** floor(log(position + 1.5) / log(4)))::int - 1 as start from measured)
+    select stage, "window", start, 4 * start + 2 as last, count(*) as tokens, avg(gap)::double as mean,
+           quantile_cont(gap, 0.99)::double as p99
+    from placed group by stage, "window", start order by stage, "window", start"""
+"""Trainer against sampler by position among the trained tokens, at the first step of each window: |difference| in nat,
+on the samples of the step's own policy whose statistics were kept."""
+FACTOR = 4.0
+"""Ratio of the means at the two ends of an answer from which on the position points to a cause."""
+
+
+def gaps_by_position(store: Store, snapshot: Snapshot | None = None) -> list[dict[str, Any]]:
+    """Rows of GAPS_BY_POSITION; none where the store has no statistics of tokens."""
+    if "token_stats" not in (store.names() if snapshot is None else snapshot.versions):
+        return []
+    rows: list[dict[str, Any]] = store.sql(GAPS_BY_POSITION, snapshot=snapshot).to_pylist()
+    return rows
+
+
+def position_cause(rows: list[dict[str, Any]]) -> str:
+    """Cause that the positions of one window's differences suggest; empty where they suggest none. rows: by position.
+
+    >>> position_cause([{"mean": 0.001}, {"mean": 0.002}, {"mean": 0.01}])
+    'the difference grows along the answer: look at rotary embedding, cache and attention window'
+    """
+    if len(rows) < 2:
+        return ""
+    first, last = rows[0]["mean"], rows[-1]["mean"]
+    if last > FACTOR * first:
+        return "the difference grows along the answer: look at rotary embedding, cache and attention window"
+    if first > FACTOR * last:
+        return "the difference is largest where answers begin: look at the prompt's tokens, its BOS and chat template"
+    return ""
+
 
 def nat(gap: float | None) -> str:
     """A difference in nat with two digits; a dash where the model's own logits were not finite.

@@ -10,7 +10,7 @@ import numpy as np
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.answers import HeldOut, Values, held_out, paired
 from mopd_dataplane.query.change_marks import change_rows
-from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
+from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS, gaps_by_position
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.signal_health import SIGNAL_HEALTH, SIGNAL_PROBES
@@ -139,6 +139,8 @@ class Measures:
     sampler_gaps: Rows = _answer(SAMPLER_GAPS)
     signal_health: Rows = _answer(SIGNAL_HEALTH)
     signal_probes: Rows = _answer(SIGNAL_PROBES)
+    gaps_by_position: Rows
+    """Trainer against sampler by position (query/exactness.py)."""
     job: dict[str, Any]
     """Settings of the job, empty where none made the store."""
     changes: Rows
@@ -159,6 +161,7 @@ class Measures:
             "accuracy_by_version": self.accuracy_by_version,
             **{name: getattr(self, name) for name in QUERIES},
             "recovery": recovery(self),
+            "gaps_by_position": self.gaps_by_position,
             "changes": self.changes,
         }
 
@@ -187,7 +190,7 @@ def measure(store: Store) -> Measures:
     return Measures(
         name=name, uri=store.uri, snapshot=snapshot, rows=rows, starts=starts, held_out=held_out_answers,
         accuracy=newest(by_version), accuracy_by_version=from_the_start(by_version, starts), job=job,
-        changes=change_rows(store, snapshot),
+        changes=change_rows(store, snapshot), gaps_by_position=gaps_by_position(store, snapshot),
         made_with=store.read_json("provenance.json") or {}, **answers,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mopd_dataplane.query.change_marks import change_marks, changed
-from mopd_dataplane.query.exactness import nat, part_name, verdict, worst_gaps
+from mopd_dataplane.query.exactness import nat, part_name, position_cause, verdict, worst_gaps
 from mopd_dataplane.query.measures import Measures, Rows
 from mopd_dataplane.query.plots import Line, grouped
 from mopd_dataplane.query.sections import Cell, Grid, Parts, Plots, Section, build_sections, curves, lines_of
@@ -95,7 +95,27 @@ def exactness(measures: Measures) -> Section:
                 "each stage's window with the largest mean.",
             )
         )
+    grids += _by_position(measures.gaps_by_position, worst_gaps(gaps))
     return Section(text=verdict(checks, gaps), grids=grids)
+
+
+def _by_position(positions: Rows, gaps: Rows) -> list[Grid]:
+    """Differences from the sampler along the answer, of the windows in `gaps`."""
+    rows, causes = [], []
+    for gap in gaps:
+        own = [row for row in positions if (row["stage"], row["window"]) == (gap["stage"], gap["window"])]
+        rows += [
+            [row["stage"], str(row["window"]), f"{row['start']}–{row['last']}", count(row["tokens"]), nat(row["mean"]),
+             nat(row["p99"])]
+            for row in own
+        ]  # fmt: skip
+        if gap["warning"] and (cause := position_cause(own)):
+            causes.append(f"{gap['stage']}: {cause}.")
+    if not rows:
+        return []
+    caption = "The same windows by position among the trained tokens, of samples whose statistics were kept."
+    head = ["stage", "window", "trained tokens", "count", "mean", "99th percentile"]
+    return [Grid(head=head, rows=_cells(rows), words=1, caption=" ".join([caption, *causes]))]
 
 
 def signal_health(measures: Measures) -> Section:

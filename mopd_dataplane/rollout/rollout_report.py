@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mopd_dataplane.rollout.log.filesystem import Level
+from mopd_dataplane.base.log.filesystem import Level
 
 
 @dataclass(kw_only=True)

@@ -18,4 +18,5 @@ health.py               figures of a signal, from the log-probs that are stored 
 health_checks.py        which figures are unhealthy: thresholds, reasons, and what a message says
 probe.py                reference answers and a teacher's own text, scored before the first step
 teacher_comparison.py   compares the teachers of a domain, and a teacher with its quantised weights
+routing.py              proposes a teacher for each domain, from such figures
 """

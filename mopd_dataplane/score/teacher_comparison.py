@@ -44,6 +44,8 @@ class Comparison:
     mean_logprob: float
     """Mean teacher log-prob of the student's tokens; far below the student's own, the text is foreign to the
     teacher."""
+    right_logprob: float
+    """Mean teacher log-prob of the tokens of right answers; NaN where none is right."""
     reverse_kl: float
     """Exact KL(student | teacher), in nat, which training can reduce."""
     entropy: float
@@ -87,6 +89,7 @@ def compare(
         answers=len(answers),
         tokens=len(right),
         **{name: float(columns[name].mean()) for name in _MEANS},
+        right_logprob=float(columns["mean_logprob"][right].mean()),
         discrimination=auroc(columns["answer_logprob"].numpy(), rewards >= 1),
         calibration_error=calibration_error(columns["confidence"][right], columns["chosen"][right]),
         gradient_agreement=float(columns["dot"].sum()) / (pull * push) ** 0.5 if pull * push else float("nan"),

@@ -38,12 +38,11 @@ from mopd_dataplane.base.file_checksums import (
 )
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
-from mopd_dataplane.train.newest import KEEP, LATEST, name_newest, newest_checkpoint
+from mopd_dataplane.train.newest import KEEP, LATEST, STATE, name_newest, newest_checkpoint, window_ends
 from mopd_dataplane.train.optimizer import MasterAdamW
 from mopd_dataplane.train.ranks import Ranks
 
 FORMAT = 3
-_STATE = "state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +73,11 @@ class Checkpoints:
     """The checkpoints of one stage, in one folder. Every rank has one and calls its methods together with the
     others."""
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, *, every: int = 0) -> None:
+        """every: the checkpoints at the end of every so many windows stay; 0: only the last ones do."""
         self.folder = folder
         self._ranks = ranks
+        self._every = every
 
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
         """Write a checkpoint: write, sync, rename, point `latest` at it, remove old ones. Raises ResourceError when the
@@ -152,7 +153,7 @@ class Checkpoints:
             measured |= json.loads(file.read_text())
             file.unlink()
         state = {"format": FORMAT, "position": asdict(position), "identity": asdict(identity)}
-        (staging / _STATE).write_text(json.dumps(state, indent=1))
+        (staging / STATE).write_text(json.dumps(state, indent=1))
         write_checksums(staging, measured=measured)
         fault_point("train.save.written")
         shutil.rmtree(target, ignore_errors=True)
@@ -165,17 +166,13 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _unneeded(self) -> list[Path]:
-        """Return the checkpoints to remove.
-
-        These are all but the newest ones and the one at the beginning of the open window, from which it can be trained
-        again.
-        """
+        """Checkpoints besides the newest ones and, of those at the end of a window, the last ones and each at a version
+        that is kept."""
         paths = sorted(self.folder.glob("step-*"))
-        if len(paths) <= KEEP:
-            return []
-        begins = [path for path in paths if _begins_window(self.folder, path.name)]
-        needed = {*paths[-KEEP:], *begins[-1:]}
-        return [path for path in paths if path not in needed]
+        ends = window_ends(self.folder)
+        versions = {*sorted(ends)[-KEEP:], *(version for version in ends if self._every and not version % self._every)}
+        needed = {*(path.name for path in paths[-KEEP:]), *(ends[version].name for version in versions)}
+        return [path for path in paths if path.name not in needed]
 
     def _check_files(self, folder: Path) -> None:
         """Check the checksum of every file once, shared out over the ranks; all ranks raise when one finds damage."""
@@ -221,14 +218,6 @@ def drop_inside(folder: Path, window: int) -> list[str]:
     return inside
 
 
-def _begins_window(folder: Path, name: str) -> bool:
-    """Check if a checkpoint was taken between two windows; a damaged one counts as no."""
-    try:
-        return _position_of(folder, name)[0].window_step == 0
-    except (DamagedError, MismatchError):
-        return False
-
-
 def _is_inside(position: Position, window: int) -> bool:
     return position.window > window or (position.window == window and position.window_step > 0)
 
@@ -258,10 +247,10 @@ def check_identity(saved: Identity, identity: Identity, folder: Path, *, inside_
 
 
 def _read_state(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / name / _STATE
+    file = folder / name / STATE
     try:
         recorded = read_checksums(file.parent)
-        content = file.read_bytes() if recorded is None else read_recorded(file.parent, _STATE)
+        content = file.read_bytes() if recorded is None else read_recorded(file.parent, STATE)
         state: dict[str, Any] = json.loads(content)
         file_format = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -56,7 +56,7 @@ class Run:
         )  # fmt: skip
         adapted = bool(spec.train.lora.r)
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
-        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks)
+        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, every=spec.checkpoints_every)
         self._position = self._resume()
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []

@@ -59,6 +59,8 @@ class TrainSpec(Section):
     """`policies/<stage>`: versions are published as `v<n>` below it."""
     checkpoint_dir: str
     """`checkpoints/<stage>`: checkpoints and metrics.jsonl."""
+    checkpoints_every: int = Field(default=0, ge=0)
+    """Checkpoints at the end of every so many windows stay; 0: only the last ones do."""
     socket: str
     """Unix socket of the loader."""
     train: Train

@@ -9,7 +9,7 @@ import numpy as np
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.query.change_marks import change_rows, changed
-from mopd_dataplane.query.exactness import SAMPLER_GAPS, SELF_CHECKS
+from mopd_dataplane.query.exactness import GAPS_BY_POSITION, SAMPLER_GAPS, SELF_CHECKS, gaps_by_position
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.run_curves import half_width, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import share
@@ -47,7 +47,8 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
     """Everything the page of a run draws, at the index's snapshot."""
     rollouts = [with_intervals(row) for row in index.rows(rollout_curves(TABLE))]
     scored = _by_teacher(index)
-    measured = store.sql(TOKEN_CURVES, snapshot=index.snapshot).to_pylist() if STATS in index.snapshot.versions else []
+    has_stats = STATS in index.snapshot.versions
+    measured = store.sql(TOKEN_CURVES, snapshot=index.snapshot).to_pylist() if has_stats else []
     steps = store.sql(step_curves(STEP_POINTS), snapshot=index.snapshot).to_pylist()
     for step in steps:
         step["extra"] = json.loads(step["extra"] or "{}")
@@ -58,9 +59,10 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
         "changes": _changes(store, index),
         "self_checks": store.sql(SELF_CHECKS, snapshot=index.snapshot).to_pylist(),
         "sampler_gaps": store.sql(SAMPLER_GAPS, snapshot=index.snapshot).to_pylist(),
+        "gaps_by_position": gaps_by_position(store, index.snapshot),
         "sql": [
             index.over(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip(),
-            SELF_CHECKS.strip(), SAMPLER_GAPS.strip(),
+            SELF_CHECKS.strip(), SAMPLER_GAPS.strip(), *([GAPS_BY_POSITION.strip()] if has_stats else []),
         ],
         "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},
     }  # fmt: skip

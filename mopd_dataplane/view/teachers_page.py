@@ -60,6 +60,7 @@ def teachers_page(store: Store, index: Index) -> dict[str, Any]:
         row["accuracy"] = right.get((row["teacher"], row["domain"]))
     table = store.table("teachers", snapshot=index.snapshot).to_pylist()
     health = store.sql(SIGNAL_HEALTH, snapshot=index.snapshot).to_pylist()
+    statements = [SCORED, *[MEASURED] * has_stats, *[SIGNAL_HEALTH] * bool(health)]
     pairs = dict.fromkeys((row["teacher"], row["domain"]) for row in scored if row["kl"] is not None)
     return {
         "teachers": [{key: value for key, value in row.items() if key != "created_at"} for row in table],
@@ -70,7 +71,7 @@ def teachers_page(store: Store, index: Index) -> dict[str, Any]:
             "warnings": health_warnings(health),
         },
         "examples": {f"{teacher}/{domain}": _examples(index, teacher, domain) for teacher, domain in pairs},
-        "sql": [SCORED.strip(), *([MEASURED.strip()] if has_stats else []), SIGNAL_HEALTH.strip()],
+        "sql": [statement.strip() for statement in statements],
     }  # fmt: skip
 
 

@@ -254,27 +254,35 @@ ROWS = (
 )  # fmt: skip
 
 
-def table(seeds: int) -> str:
-    """Rates of detection as a table in Markdown: every check that fails for a fault, by falling rate."""
+def rates(seed: int) -> dict[str, dict[str, int]]:
+    """How many domains of a seed fail each check, by fault; `any` counts those that fail some."""
     torch.set_num_threads(1)
-    counts: dict[str, Counter[str]] = {fault.name: Counter() for fault in FAULTS}
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as root:
-            ward = Ward(Path(root), seed)
-            for fault in FAULTS:
-                for domain in DOMAINS:
-                    failed = ward.failed(fault, domain)
-                    counts[fault.name].update([*failed, *(["any"] if failed else [])])
-        print(f"seed {seed} done", file=sys.stderr, flush=True)
-    cases = seeds * len(DOMAINS)
+    counts: dict[str, dict[str, int]] = {}
+    with tempfile.TemporaryDirectory() as root:
+        ward = Ward(Path(root), seed)
+        for fault in FAULTS:
+            failed = [ward.failed(fault, domain) for domain in DOMAINS]
+            names = Counter(check for checks in failed for check in checks)
+            counts[fault.name] = dict(names | Counter(any=sum(map(bool, failed))))
+    return counts
+
+
+def table(every: Sequence[dict[str, dict[str, int]]]) -> str:
+    """Rates of detection over seeds as a table in Markdown: the checks that fail for a fault, by falling rate."""
+    cases = len(every) * len(DOMAINS)
     lines = ["| fault | detected | by |", "|---|---|---|"]
-    for name, failed in counts.items():
-        rates = ", ".join(f"{check} {100 * n / cases:.0f} %" for check, n in failed.most_common() if check != "any")
-        lines.append(f"| {name} | {100 * failed['any'] / cases:.0f} % | {rates or 'no check'} |")
+    for fault in FAULTS:
+        counts = sum((Counter(seed[fault.name]) for seed in every), Counter())
+        found = counts.pop("any", 0)
+        shown = ", ".join(f"`{check}` {100 * count / cases:.0f} %" for check, count in counts.most_common())
+        lines.append(f"| {fault.name} | {100 * found / cases:.0f} % | {shown or 'no check'} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print the table of detection rates.")
     parser.add_argument("--seeds", type=int, default=10)
-    print(table(parser.parse_args().seeds))
+    every = []
+    for seed in range(parser.parse_args().seeds):
+        every.append(rates(seed))
+        print(f"{seed + 1} seeds\n{table(every)}", flush=True)

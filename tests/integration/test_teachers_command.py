@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,17 @@ def test_every_teacher_scores_every_domain_as_scoring_did(finished_job: Path, mo
     shown = mopd("teachers", job, "--stage", "student").stdout
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert [line for line in shown.splitlines() if line in ("sums", "words")] == ["sums", "words"]
+
+
+def test_a_probe_proposes_a_routing_that_a_job_can_take_over(finished_job: Path, mopd: Callable) -> None:
+    job = finished_job / "job.toml"
+    shown = mopd("teachers", job, "--stage", "student", "--probe", "16").stdout
+    routing = tomllib.loads(shown[shown.index("[routing]") :])["routing"]
+    assert list(routing) == ["sums", "words"]
+    assert set(routing.values()) <= {"sums", "words"}
+    probed = json.loads(mopd("teachers", job, "--stage", "student", "--probe", "16", "--json").stdout)
+    assert probed["routing"] == routing
+    assert {row["answers"] for row in probed["teachers"]} == {8}
 
 
 def test_teachers_are_compared_on_answers_that_meet_a_condition(finished_job: Path, mopd: Callable) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.log.framing import CLOSE, SYNC
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import FORMAT_1_NAMES
@@ -343,7 +344,7 @@ class Base(_Numbers):
 class Sync(_Numbers):
     """Carries the watermark when no other record does."""
 
-    kind: ClassVar[int] = 10
+    kind: ClassVar[int] = SYNC
     layout: ClassVar[str] = ""
 
 
@@ -366,7 +367,7 @@ class Fence(_Numbers):
 class Close(_Numbers):
     """Last record of a segment that was ended on purpose."""
 
-    kind: ClassVar[int] = 12
+    kind: ClassVar[int] = CLOSE
     layout: ClassVar[str] = ""
 
 

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mopd_dataplane.base.log.framing import Segment, read_segment
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.rollout.log import log_records
-from mopd_dataplane.rollout.log.framing import Segment, read_segment
 from mopd_dataplane.rollout.log.ledger import Ledger
 
 _EPOCH = re.compile(r"[0-9a-f]{8}")

@@ -58,8 +58,9 @@ function kept(rows, options) {
   ];
 }
 
-// Sampler, teachers and trainer beside the plain pass of their models, then the trainer beside the sampler.
-function exactness(checks, gaps) {
+// Sampler, teachers and trainer beside the plain pass of their models, then the trainer beside the sampler, also along
+// the answers.
+function exactness(checks, gaps, positions) {
   const nat = (value) => (value === null ? "–" : Number(value.toPrecision(2)).toString());
   const stage = { title: "stage", word: true, show: (r) => r.stage }, allowed = { title: "allowed", show: (r) => String(r.band) };
   return [
@@ -70,6 +71,8 @@ function exactness(checks, gaps) {
       { title: "mean, nat", show: (r) => nat(r.mean), tip: "Trainer against sampler on the policy's own samples before it is trained on them" }, { title: "99th percentile", show: (r) => nat(r.p99) },
       { title: "outside", show: (r) => percent(r.outside) }, allowed], gaps) : null,
     gaps.filter((r) => r.warning).map((r) => h("p", { class: "lead" }, r.warning)),
+    positions.length ? table([stage, { title: "window", show: (r) => count(r.window) }, { title: "trained tokens", word: true, show: (r) => `${r.start}–${r.last}`, tip: "Positions in the answer, of samples whose statistics were kept" },
+      { title: "count", show: (r) => count(r.tokens) }, { title: "mean, nat", show: (r) => nat(r.mean) }, { title: "99th percentile", show: (r) => nat(r.p99) }], positions) : null,
   ];
 }
 
@@ -167,7 +170,7 @@ export async function runPage(main, { params }, { store }) {
       chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step", ...ofSteps }), extras(steps, ofSteps), kept(run.measured.filter((r) => r.stage === stage), ofSteps))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
     h("h2", {}, "Changes of the job"), changesTable(run.changes),
-    h("h2", {}, "Exactness"), exactness(run.self_checks, run.sampler_gaps),
+    h("h2", {}, "Exactness"), exactness(run.self_checks, run.sampler_gaps, run.gaps_by_position),
     h("h2", {}, "Time"), timeline(run.times, run.steps),
     h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with, 4) : h("p", { class: "empty" }, "The store does not say what it was made with."),
     h("h2", {}, "Settings of the job"), Object.keys(run.job).length ? settings(run.job) : h("p", { class: "empty" }, "No job made this store."),

@@ -15,13 +15,21 @@ from mopd_dataplane.errors import ResourceError
 class SegmentFile:
     """Append-only file.
 
-    A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`. A failed sync is
+    A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`; `words` are the
+    noun of what pauses and what is kept. A failed sync is
     final: after it the kernel may report lost pages as clean, so a second sync proves nothing. Both raise
     ResourceError.
     """
 
     def __init__(
-        self, path: Path, header: bytes, *, syncs: bool, full_disk_wait_s: float, notice: Callable[[str], None]
+        self,
+        path: Path,
+        header: bytes,
+        *,
+        syncs: bool,
+        full_disk_wait_s: float,
+        notice: Callable[[str], None],
+        words: tuple[str, str],
     ) -> None:
         self.path = path
         self.size = 0
@@ -29,7 +37,8 @@ class SegmentFile:
         self._syncs = syncs
         self._full_disk_wait_s = full_disk_wait_s
         self._notice = notice
-        self._disk = f"the disk under {path.parent}"  # formatting paths takes longer than writing a record
+        self._activity, self._outcome = words
+        self._disk = f"the disk under {path.parent}"  # said here: paths take longer to read than records to write
         staging = path.with_suffix(".tmp")
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = self._with_space(lambda: os.open(staging, flags, 0o600))
@@ -62,9 +71,8 @@ class SegmentFile:
         """Make a system call, and repeat it while the disk is full. Returns its result."""
         try:
             return once_there_is_space(
-                call, disk=self._disk, pauses="generation pauses",
-                continues="generation continues", outcome="every logged token is kept", wait_s=self._full_disk_wait_s,
-                notice=self._notice,
+                call, disk=self._disk, pauses=f"{self._activity} pauses", continues=f"{self._activity} continues",
+                outcome=self._outcome, wait_s=self._full_disk_wait_s, notice=self._notice,
             )  # fmt: skip
         except ResourceError:
             raise

@@ -76,9 +76,7 @@ class Flusher:
             while self.synced < lsn:
                 self.check()
                 if not self._changed.wait(timeout=deadline - time.monotonic()):
-                    raise DeadlineError(
-                        f"no sync of the token log in {_SYNC_DEADLINE_S:.0f} s: the disk does not answer"
-                    )
+                    raise DeadlineError(f"no sync of the log in {_SYNC_DEADLINE_S:.0f} s: the disk does not answer")
 
     def check(self) -> None:
         """Raise the failure that killed the log, if any."""
@@ -98,7 +96,7 @@ class Flusher:
         except ResourceError as failure:
             self.fail(failure)
         except BaseException as error:
-            self.fail(ResourceError(f"the thread that syncs the token log died: {error!r}; run again to continue"))
+            self.fail(ResourceError(f"the thread that syncs the log died: {error!r}; run again to continue"))
             raise
 
     def _turn(self) -> bool:
