@@ -352,12 +352,19 @@ QUEUE = TableSpec(
     (
         _field("sample", pa.int64(), "the framework's number of the sample"),
         _field("field", _STRING, "name of the value"),
-        _field("kind", _STRING, "tensor, msgpack, or cleared: the key has no value any more"),
+        _field(
+            "kind",
+            _STRING,
+            "tensor, msgpack, cleared: the key has no value any more, or folded: sample is -1, "
+            "value is the last record of each log that the dataset has",
+        ),
         _field("dtype", _STRING, "of a tensor, as torch names it; else empty"),
         _field("shape", pa.list_(pa.int64()), "of a tensor; else empty"),
         _field("value", pa.large_binary(), "a tensor's bytes in row-major order, or a msgpack document"),
         _field("crc", pa.uint32(), "crc32c of value"),
         _field("put_at", _TIME, "wall clock, informative only"),
+        _field("log", _STRING, "log of the process that put it; with seq the identity of the write", null=True),
+        _field("seq", pa.int64(), "number of the write in that log", null=True),
     ),
     key=(),
     heavy=True,

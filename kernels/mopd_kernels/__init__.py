@@ -7,8 +7,8 @@
     policy_loss        policy-gradient term over packed tokens: advantages, clip, IcePop / TIS / MIS
     fused_policy_loss  token_logprob and policy_loss in one pass
     token_weights      normalisers for packed tokens
-    group_masses       what a sampler draws from, by groups of the vocabulary
-    encode, decode     compact bytes for stored hidden states; row_bytes says how many
+    group_masses       sums of exponentials by groups of the vocabulary, from which a sampler draws
+    encode, decode     compact bytes for stored hidden states; row_bytes gives the size of a row
     explain            which path a call takes and why
     reference          the definition of every op in a few lines of PyTorch
 

@@ -1,4 +1,4 @@
-"""Input checks shared by the ops: each message gives what was found, what is allowed and what to do."""
+"""Input checks shared by the ops: each message names the value found, the values allowed and the next step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOATS = (*HALF, torch.float32, torch.float64)
 
 
 def check_hidden(who: str, hidden: Tensor, head: Tensor | Head) -> int:
-    """Rows of ``hidden`` [N, D], which must fit ``head`` [V, D]."""
+    """Return the number of rows of ``hidden`` [N, D], after checking that it fits ``head`` [V, D]."""
     head = head.weight if isinstance(head, Head) else head
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
         raise ValueError(
@@ -30,7 +30,7 @@ def check_hidden(who: str, hidden: Tensor, head: Tensor | Head) -> int:
 
 
 def check_rows(count: int, device: torch.device | None, **per_row: Tensor | None) -> None:
-    """Every named tensor has ``count`` rows, and lives on ``device`` when one is given."""
+    """Check that every named tensor has ``count`` rows, and is on ``device`` unless that is None."""
     for name, tensor in per_row.items():
         if tensor is None:
             continue
@@ -41,7 +41,7 @@ def check_rows(count: int, device: torch.device | None, **per_row: Tensor | None
 
 
 def check_weights(weights: Tensor | None) -> None:
-    """Weights are constants, one a row."""
+    """Check that weights are constants."""
     if weights is not None and weights.requires_grad:
         raise ValueError("weights must not require grad: they are constants of the loss; pass weights.detach()")
     if weights is not None and weights.dim() != 1:
@@ -61,7 +61,7 @@ def check_reduction(reduction: str) -> None:
 
 
 def common_vocabulary(vocab_size: int | None, smallest: int) -> int:
-    """Leading tokens both heads have; ``smallest`` is the smaller head."""
+    """Return the number of leading tokens that both heads have; ``smallest`` is the size of the smaller head."""
     if vocab_size is None:
         return smallest
     if not 1 <= vocab_size <= smallest:
@@ -73,7 +73,10 @@ def common_vocabulary(vocab_size: int | None, smallest: int) -> int:
 
 
 def check_token_ids(ids: Tensor, columns: int, ignored: int | None = None) -> None:
-    """Integer ids of the vocabulary, or `ignored`. Values are only looked at on the CPU; a GPU gather traps them."""
+    """Check that ids are integers in the vocabulary, or `ignored`.
+
+    Values are only checked on the CPU; a GPU gather traps invalid ones.
+    """
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"token ids must be int32 or int64, got {ids.dtype}")
     if ids.is_cuda or not ids.numel():

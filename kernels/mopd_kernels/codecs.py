@@ -24,7 +24,7 @@ class LossyCodecWarning(UserWarning):
 
 
 def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
-    """Bytes of hidden states: [N, D] float to [N, row_bytes(codec, D)] uint8, one self-contained row each.
+    """Encode hidden states: [N, D] float to [N, row_bytes(codec, D)] uint8, one self-contained row each.
 
     Raises:
         ValueError: unknown codec, wrong shape or dtype, or a value that is not finite.
@@ -60,7 +60,7 @@ def decode(
     *,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Hidden states from bytes: [N, row_bytes(codec, hidden_size)] uint8 to [N, hidden_size] in ``dtype``.
+    """Decode hidden states: [N, row_bytes(codec, hidden_size)] uint8 to [N, hidden_size] in ``dtype``.
 
     Raises:
         ValueError: unknown codec, or rows of another length than this codec and width have.
@@ -82,10 +82,11 @@ def decode(
 
 
 def _rotated(rows: Tensor, span: int) -> Tensor:
-    """Each span of ``rows`` [N, D] times the orthonormal Hadamard matrix of its size, in float32; its own inverse.
+    """Multiply each span of ``rows`` [N, D] by the orthonormal Hadamard matrix of its size, in float32; its own
+    inverse.
 
-    A butterfly of additions instead of a matrix product: a product may round differently with the number of rows, and
-    stored bytes must decode to the same values alone and in company.
+    A butterfly of additions replaces the matrix product: a product may round differently with the number of rows, and
+    stored bytes must decode to the same values alone and together with other rows.
     """
     if span == 1:
         return rows
@@ -99,6 +100,6 @@ def _rotated(rows: Tensor, span: int) -> Tensor:
 
 
 def _row_functions(tensor: Tensor, codec: Codec, requested: Backend) -> ModuleType:
-    """Those of the Triton kernels are for codecs with groups only."""
+    """Return the row functions of the chosen backend; those of Triton support only codecs with groups."""
     chosen, _ = choose_backend(tensor.device, torch.float32, requested)
     return row_functions(chosen if codec.group else "torch", "quant")

@@ -20,12 +20,13 @@ Backend = Literal["auto", "torch", "triton"]
 Mode = Literal["fast", "lean"]
 
 CPU_LOGIT_BYTES = 96 << 20
-"""Float32 products of one head that may exist at once on a CPU."""
+"""Upper bound of one head's float32 products in memory on a CPU, in bytes."""
 CPU_LOGIT_ROWS = (16, 1024)
 GPU_LOGIT_ROWS = 512
-"""Each chunk re-reads the head (0.41 ms for [152k, 4096] at 3 TB/s) under 0.80 ms of products at 512 rows."""
+"""Rows of one chunk on a GPU: each re-reads the head (0.41 ms for [152k, 4096] at 3 TB/s) under 0.80 ms of products."""
 GPU_GRAD_ROWS = (2048, 8192)
-"""Below about 1067 rows the head gradient's traffic costs more than its product; above, 4 groups cover N."""
+"""Bounds of the rows per head-gradient product on a GPU. Below about 1067 rows the head gradient's traffic costs more
+than its product; above, 4 groups cover N."""
 LEAN_ROWS = {"cpu": 256, "cuda": 2048}
 LEAN_COLUMNS = 8192
 
@@ -38,13 +39,13 @@ class Plan:
     why: str
     mode: Mode
     columns: int
-    """Tokens of the vocabulary that take part."""
+    """Number of tokens of the vocabulary that take part."""
     logit_rows: int
     grad_rows: int
     gradient_dtype: torch.dtype
     """Dtype in which logit gradients are stored for the two gradient products."""
     workspace_bytes: int
-    """Largest bytes held besides inputs, outputs and gradients, for a call with two heads."""
+    """Upper bound of the bytes besides inputs, outputs and gradients, for a call with two heads."""
 
     def __str__(self) -> str:
         return (
@@ -62,7 +63,7 @@ def has_triton() -> bool:
 def choose_backend(
     device: torch.device, compute: torch.dtype, requested: Backend
 ) -> tuple[Literal["torch", "triton"], str]:
-    """Backend and the reason for it. Raises ValueError when the requested one cannot run."""
+    """Choose the backend. Returns it with the reason. Raises ValueError when the requested one cannot run."""
     if requested not in get_args(Backend):
         raise ValueError(f"unknown backend {requested!r}; choose one of {', '.join(get_args(Backend))}")
     on_gpu = device.type == "cuda"
@@ -85,7 +86,8 @@ def choose_backend(
 
 
 def row_functions(backend: str, family: str) -> ModuleType:
-    """Row operations of a family, such as ``fdiv``: those of ``triton_rows`` are imported only when chosen."""
+    """Return the row operations of a family, such as ``fdiv``; those of ``triton_rows`` are imported only when
+    chosen."""
     return importlib.import_module(f"mopd_kernels.{backend}_rows.{family}")
 
 
@@ -152,7 +154,7 @@ def explain(
     backend: Backend = "auto",
     mode: Mode = "fast",
 ) -> Plan:
-    """The plan a call with these inputs would follow: backend and reason, chunk sizes, workspace.
+    """Return the plan of a call with these inputs: backend and reason, chunk sizes, workspace.
 
     >>> import torch
     >>> explain(device="cpu", dtype=torch.float32, rows=64, columns=1000).backend

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 LOGIT_FLOOR = -3.0e4
-"""Logits below this count as this: a bias of -inf then means "forbidden" with a finite, very large reverse KL."""
+"""Smallest logit; lower ones are raised to it. A bias of -inf then means "forbidden" with a finite, very large reverse
+KL."""
 
 
 class Epilogue(NamedTuple):
@@ -24,15 +25,15 @@ class Epilogue(NamedTuple):
     """[V], or None."""
 
     def sliced(self, start: int, stop: int) -> Epilogue:
-        """This map for vocabulary columns ``start:stop``."""
+        """Return this map for vocabulary columns ``start:stop``."""
         return self if self.bias is None else self._replace(bias=self.bias[start:stop])
 
     def gathered(self, ids: Tensor) -> Epilogue:
-        """This map for the columns ``ids`` (any shape)."""
+        """Return this map for the columns ``ids`` (any shape)."""
         return self if self.bias is None else self._replace(bias=self.bias[ids])
 
     def apply(self, z: Tensor) -> Tensor:
-        """Logits of raw products ``z`` [..., V]."""
+        """Compute logits of raw products ``z`` [..., V]."""
         x = z if self.bias is None else z + self.bias.to(z.dtype)
         if self.scale != 1.0:
             x = x * self.scale
@@ -43,11 +44,11 @@ class Epilogue(NamedTuple):
         return x.clamp(min=LOGIT_FLOOR)
 
     def of_columns(self, z: Tensor, ids: Tensor) -> Tensor:
-        """Logits [C, k] of the columns ``ids`` [C, k] of raw products z [C, V]."""
+        """Compute logits [C, k] of the columns ``ids`` [C, k] of raw products z [C, V]."""
         return self.gathered(ids).apply(z.gather(1, ids))
 
     def chain(self, x: Tensor) -> Tensor | float:
-        """dx/dz at logits ``x`` [..., V]."""
+        """Compute dx/dz at logits ``x`` [..., V]."""
         linear = self.scale / self.temperature
         if self.softcap is None:
             return linear
@@ -55,7 +56,7 @@ class Epilogue(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Raw products of student and teacher over the same columns, each [C, W], and what finishes them."""
+    """Raw products of student and teacher over the same columns, each [C, W], with the epilogue of each."""
 
     zs: Tensor
     zt: Tensor
@@ -63,6 +64,6 @@ class Products(NamedTuple):
     teacher: Epilogue = Epilogue()
 
     def logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Student and teacher logits of the columns ``start:stop``."""
+        """Return student and teacher logits of the columns ``start:stop``."""
         x = self.student.sliced(start, stop).apply(self.zs[:, start:stop])
         return x, self.teacher.sliced(start, stop).apply(self.zt[:, start:stop])

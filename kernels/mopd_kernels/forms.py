@@ -39,7 +39,7 @@ SERIES_ORDERS = range(2, 7)
 
 @dataclass(frozen=True)
 class Form:
-    """One divergence, in the numbers a row kernel needs."""
+    """One divergence, as the numbers that a row kernel needs."""
 
     code: int
     mu: float
@@ -49,7 +49,7 @@ class Form:
 
     @property
     def needs_mean(self) -> bool:
-        """Whether H takes its own pass; reverse and forward KL know it from the first."""
+        """True if H needs a pass of its own; reverse and forward KL get it from the first pass."""
         return self.code not in (REVERSE, FORWARD)
 
     @property
@@ -71,7 +71,7 @@ def _series(code: int, mu: float, order: int) -> float:
 
 
 def divergence_form(kind: str, *, beta: float = 0.5, alpha: float = 0.1) -> Form:
-    """The form of ``kind``; ``beta`` is read by jsd, ``alpha`` by the skew kinds (alpha 0 is the plain KL).
+    """Return the form of ``kind``; ``beta`` is used by jsd, ``alpha`` by the skew kinds (alpha 0 is the plain KL).
 
     Raises ValueError for an unknown kind, beta outside (0, 1) or alpha outside [0, 1).
     """

@@ -16,13 +16,13 @@ from torch import Tensor
 from mopd_kernels.epilogue import Epilogue
 
 VOCABULARY_BLOCK = 2048
-"""Head rows upcast at a time on devices without a half-in float32-out product."""
+"""Number of head rows upcast at a time on devices without a half-in float32-out product."""
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Head:
-    """An LM head, and its model's scale and softcap of the logits."""
+    """An LM head, with its model's scale and softcap of the logits."""
 
     weight: Tensor
     """[V, D], any float dtype"""
@@ -46,25 +46,25 @@ class Head:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no softcap")
 
     def epilogue(self, columns: int, temperature: float) -> Epilogue:
-        """From raw products of the first ``columns`` tokens to logits."""
+        """Return the map from raw products of the first ``columns`` tokens to logits."""
         bias = None if self.bias is None else self.bias.detach()[:columns]
         return Epilogue(temperature, self.logit_scale, self.softcap, bias)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 when any operand is float64 (references, gradcheck), float32 otherwise."""
+    """Return the dtype of the computation: float64 if any operand is float64 (references, gradcheck), else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Dtype in which a GPU multiplies: the half-precision one of the two, so a mixed pair keeps its tensor cores."""
+    """Return the dtype in which a GPU multiplies: the half-precision one of the two, so that tensor cores are used."""
     if hidden.dtype in HALF:
         return hidden.dtype
     return weight.dtype if weight.dtype in HALF else compute_dtype(hidden, weight)
 
 
 def upcast_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of head rows in ``dtype``; the whole matrix at once when it already has it."""
+    """Yield blocks of head rows in ``dtype``; the whole matrix at once if it already has that dtype."""
     step = len(weight) if weight.dtype == dtype else VOCABULARY_BLOCK
     for start in range(0, len(weight), step):
         block = slice(start, min(start + step, len(weight)))
@@ -72,7 +72,7 @@ def upcast_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, T
 
 
 def products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """``hidden @ weight.T`` [C, V] in the compute dtype, from hidden [C, D] and weight [V, D]."""
+    """Compute ``hidden @ weight.T`` [C, V] in the compute dtype, from hidden [C, D] and weight [V, D]."""
     dtype = compute_dtype(hidden, weight)
     operand = operand_dtype(hidden, weight)
     if hidden.is_cuda and operand in HALF:
@@ -87,9 +87,9 @@ def products(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def target_logits(hidden: Tensor, head: Head, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Logits [N] of one token for each row of hidden [N, D], token_ids [N] int64, in the compute dtype; no gradient.
+    """Compute the logit of one token for each row of hidden [N, D]: [N], in the compute dtype, without gradient.
 
-    One row of the head is read for each token, not all of it.
+    token_ids: [N] int64. Only one row of the head is read for each token.
     """
     dtype = compute_dtype(hidden, head.weight)
     z = (hidden.detach().to(dtype) * head.weight.detach()[token_ids].to(dtype)).sum(1)
@@ -97,8 +97,7 @@ def target_logits(hidden: Tensor, head: Head, token_ids: Tensor, *, temperature:
 
 
 def as_head(who: str, head: Tensor | Head, bias: Tensor | None, softcap: float | None, logit_scale: float) -> Head:
-    """One head from a plain matrix and its model's logit settings; a :class:`Head`, which has both, is returned as it
-    is.
+    """Build a head from a plain matrix and its model's logit settings; a :class:`Head` is returned unchanged.
 
     Raises ValueError when a :class:`Head` comes with separate settings that would have to overrule it.
     """

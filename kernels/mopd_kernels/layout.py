@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 ROTATION_SPAN = 128
 ROW_ALIGNMENT_BYTES = 16
-"""Every row starts on this boundary, so scales and codes can be read as aligned words."""
+"""Alignment of rows, so that scales and codes can be read as aligned words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +40,16 @@ class Codec:
     rotated: bool = False
 
     def rotation(self, width: int) -> int:
-        """Elements a Hadamard span has: the largest power of two up to 128 that divides ``width``; 1 when unrotated."""
+        """Return the elements of a Hadamard span: the largest power of two up to 128 that divides ``width``; 1 when
+        unrotated."""
         return min(width & -width, ROTATION_SPAN) if self.rotated else 1
 
     def groups(self, width: int) -> int:
-        """Number of scales in a row; the last group may be short."""
+        """Return the number of scales in a row; the last group may be short."""
         return -(-width // self.group) if self.group else 0
 
     def codes_offset(self, width: int) -> int:
-        """Byte offset of the first code inside a row."""
+        """Return the byte offset of the first code inside a row."""
         return self.groups(width) * self.scale_bytes
 
     def codes_bytes(self, width: int) -> int:
@@ -72,7 +73,7 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_named(name: str) -> Codec:
-    """Look a codec up. Raises ValueError for an unknown name."""
+    """Return the codec of this name. Raises ValueError for an unknown name."""
     try:
         return CODECS[name]
     except KeyError:
@@ -80,7 +81,7 @@ def codec_named(name: str) -> Codec:
 
 
 def row_bytes(codec: str, width: int) -> int:
-    """Bytes of one encoded row of ``width`` numbers, padding included.
+    """Return the bytes of one encoded row of ``width`` numbers, with padding.
 
     >>> row_bytes("bf16", 576), row_bytes("int8", 576), row_bytes("mxfp4", 576)
     (1152, 608, 320)

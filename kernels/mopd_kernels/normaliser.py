@@ -1,4 +1,4 @@
-"""Per-token weights that turn a sum over packed tokens into the mean a recipe asks for."""
+"""Per-token weights that turn a sum over packed tokens into the mean that a recipe needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def token_weights(
     total: float | Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """n_t of every packed token, [N]; zero where ``loss_mask`` is zero.
+    """Compute the weight n_t of every packed token, [N]; zero where ``loss_mask`` is zero.
 
     * ``token_mean`` (DAPO): 1 / total, total = loss tokens of the batch.
     * ``sequence_mean`` (GRPO, MiMo): 1 / (tokens of its sequence * total), total = sequences with a loss token. A whole

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def logits(hidden: Tensor, head: Head, *, temperature: float = 1.0, vocab_size: int | None = None) -> Tensor:
-    """[N, V] logits of hidden [N, D], softcap, scale, bias and temperature applied."""
+    """Compute the logits [N, V] of hidden [N, D], with softcap, scale, bias and temperature."""
     z = hidden @ head.weight[:vocab_size].t()
     if head.bias is not None:
         z = z + head.bias[:vocab_size]
@@ -39,7 +39,7 @@ def logits(hidden: Tensor, head: Head, *, temperature: float = 1.0, vocab_size: 
 
 
 def divergence(student: Tensor, teacher: Tensor, *, kind: str, beta: float = 0.5, alpha: float = 0.1) -> Tensor:
-    """[N] divergence of logits [N, V]."""
+    """Compute the divergence of logits [N, V]: [N]."""
     log_q, log_p = student.log_softmax(1), teacher.log_softmax(1)
     if kind == "reverse":
         return _kl(log_q, log_p)
@@ -60,12 +60,12 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def _mix(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
-    """log(share a + (1 - share) b)"""
+    """Compute log(share a + (1 - share) b)."""
     return torch.logaddexp(log_a + math.log(share), log_b + math.log1p(-share))
 
 
 def row_stats(student: Tensor, teacher: Tensor) -> RowStats:
-    """Statistics of logits [N, V]."""
+    """Compute the statistics of logits [N, V]."""
     log_q, log_p = student.log_softmax(1), teacher.log_softmax(1)
     return RowStats(
         _kl(log_q, log_p),
@@ -78,7 +78,7 @@ def row_stats(student: Tensor, teacher: Tensor) -> RowStats:
 
 
 def token_logprob(student: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of token_ids [N] and entropy, each [N], of logits [N, V]."""
+    """Compute the log-prob of token_ids [N] and the entropy, each [N], of logits [N, V]."""
     log_q = student.log_softmax(1)
     return log_q.gather(1, token_ids[:, None])[:, 0], -(log_q.exp() * log_q).sum(1)
 
@@ -93,7 +93,7 @@ def topk_divergence(
     beta: float = 0.5,
     alpha: float = 0.1,
 ) -> Tensor:
-    """[N] divergence of logits [N, V] from k stored tokens, every slot used."""
+    """Compute the divergence of logits [N, V] from k stored tokens, with every slot used: [N]."""
     log_q, log_p = student.log_softmax(1).gather(1, topk_ids), topk_logprobs
     if mode == "renormalised":
         return divergence(log_q, log_p, kind=kind, beta=beta, alpha=alpha)
@@ -122,7 +122,7 @@ def policy_loss(
     correction: str = "none",
     band: tuple[float, float] = (0.5, 5.0),
 ) -> Tensor:
-    """0-dim sum over tokens, every argument [N]."""
+    """Compute the 0-dim sum over tokens; every argument is [N]."""
     ratio, rho = (logprob - old).exp(), (old - sampler).exp().detach()
     inside = ((rho >= band[0]) & (rho <= band[1])).to(rho.dtype)
     w = {"none": torch.ones_like(rho), "icepop": rho * inside, "tis": rho.clamp(*band), "mis": rho * inside}[correction]

@@ -34,12 +34,12 @@ Pass = Callable[[Tensor, Tensor, Tensor | None, Upstream, Needs], PassResult]
 
 
 def times_upstream(factor: Tensor, upstream: Upstream) -> Tensor:
-    """A factor of each row [N], times the gradient of the first output."""
+    """Multiply a factor of each row [N] by the gradient of the first output."""
     return factor if upstream is None or upstream[0] is None else factor * upstream[0].to(factor.dtype)
 
 
 def _scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply in place; a factor of one, the usual case, must cost neither a pass over memory nor a host sync."""
+    """Multiply in the tensor itself; the usual factor of one must cost neither a pass over memory nor a host sync."""
     if gradient.is_cuda and has_triton():
         from mopd_kernels.triton_rows.scale import scale_unless_one
 
@@ -90,7 +90,7 @@ def _reduced(result: PassResult, summed: bool) -> tuple[Tensor, ...]:
 def row_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Pass, *, summed: bool, outputs: int = 1
 ) -> tuple[Tensor, ...]:
-    """``outputs`` per-row outputs of ``run``, or the sum of its only one, followed by its statistics."""
+    """Compute ``outputs`` per-row outputs of ``run``, or the sum of its only one, followed by its statistics."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
         return _RowLoss.apply(hidden, weight, bias, run, summed, outputs)  # type: ignore[no-any-return,no-untyped-call]
     result = run(hidden, weight, bias, None, Needs())

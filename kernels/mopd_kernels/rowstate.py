@@ -77,16 +77,17 @@ def _merge_pair(a: RowState, b: RowState) -> RowState:
 
 
 def merge_row_states(parts: Iterable[RowState]) -> RowState:
-    """State of the whole vocabulary from the states of its parts, in any grouping.
+    """Merge the states of parts of the vocabulary, in any grouping, into that of the whole.
 
-    ``*_top`` of each part must already be a column of the whole vocabulary. On a tie the earlier part wins, as argmax
-    does. Raises TypeError when ``parts`` is empty.
+    ``*_top`` of each part must already be a column of the whole vocabulary. On a tie the earlier part wins, as in
+    argmax.
+    Raises TypeError when ``parts`` is empty.
     """
     return reduce(_merge_pair, parts)
 
 
 def finish_row_state(state: RowState) -> RowStats:
-    """Statistics of rows whose vocabulary is complete."""
+    """Compute the statistics of rows whose vocabulary is complete."""
     student_log, teacher_log = state.student_sum.log(), state.teacher_sum.log()
     # Rounding can leave an exact zero a few ulp below; a KL is never negative.
     return RowStats(

@@ -1,4 +1,4 @@
-"""Softmax over a sampling mask: for each row only the columns that its token was sampled from, U at most."""
+"""Softmax over a sampling mask: for each row only the columns from which its token was sampled, U at most."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mopd_kernels.torch_rows.softmax import SoftmaxRows
 
 
 def check_sampling_mask(sampling_mask: Tensor | None, token_ids: Tensor, columns: int, ignored: int) -> Tensor | None:
-    """The sampling masks [N, U], or None when no row has one. Raises ValueError unless they fit the sampled ids [N].
+    """Return the sampling masks [N, U], or None when no row has one.
 
-    Values are only looked at on the CPU.
+    Raises ValueError unless they fit the sampled ids [N]. Values are only checked on the CPU.
     """
     if sampling_mask is None:
         return None
@@ -45,21 +45,23 @@ class MaskColumns:
     """The sampling masks of a chunk."""
 
     ids: Tensor
-    """[C, U] int64; the row's first id in place of each -1"""
+    """[C, U] int64; each -1 is replaced by the row's first id"""
     there: Tensor
-    """[C, U] bool"""
+    """[C, U] bool, false where the mask had -1"""
     cut: Tensor
-    """[C] bool, false where the row has no set: then every column is kept"""
+    """[C] bool, false if the row has no mask: then every column takes part"""
 
     @classmethod
     def of(cls, sampling_mask: Tensor) -> MaskColumns:
-        """From ids [C, U] with -1 behind the last of each row."""
+        """Build from ids [C, U] with -1 after the last of each row."""
         there = sampling_mask >= 0
         return cls(torch.where(there, sampling_mask, sampling_mask[:, :1]).clamp(min=0).long(), there, there[:, 0])
 
     def softmax(self, softmax_rows: SoftmaxRows, z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
-        """Log-partition and entropy over the kept columns of raw products z [C, V]; ``softmax_rows`` is over
-        all of them."""
+        """Compute log-partition and entropy over the mask's columns of raw products z [C, V].
+
+        ``softmax_rows``: those over all columns, used for rows without a mask.
+        """
         x = epilogue.of_columns(z, self.ids)
         maximum = torch.where(self.cut, x.masked_fill(~self.there, -torch.inf).amax(1), softmax_rows.maximum)
         x = x - maximum[:, None]
@@ -74,7 +76,7 @@ class MaskColumns:
         )
 
     def narrow(self, gradient: Tensor) -> None:
-        """Clear the columns of ``gradient`` [C, V] that are not kept; what stood there may be infinite."""
+        """Clear the columns of ``gradient`` [C, V] outside the mask; their values may be infinite."""
         kept_gradient = gradient.gather(1, self.ids)
         gradient.masked_fill_(self.cut[:, None], 0)
         gradient.scatter_(1, self.ids, kept_gradient)

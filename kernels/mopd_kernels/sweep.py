@@ -1,8 +1,8 @@
 """The loop that all ops share: logits of one chunk of rows at a time, and the two gradient products.
 
 Rows are cut twice. A *logit chunk* bounds the float32 products that exist at once; a *gradient group* of several logit
-chunks amortises the read-modify-write of the [V, D] head gradient. Where logit gradients have the logits' own dtype
-they overwrite them, and group and chunk are one.
+chunks amortises the read-modify-write of the [V, D] head gradient. If logit gradients have the logits' own dtype, they
+overwrite them, and group and chunk are the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from mopd_kernels.heads import HALF, compute_dtype, operand_dtype, products, upc
 Rows = slice | Tensor
 """Rows of [N, ...] tensors: a slice (a view) or an int64 index (a copy)."""
 DIRECT_ADDITIONS = 4
-"""Gradient groups that may add straight into a half-precision head gradient. Each addition rounds at 2^-9 of the
-running value; four keep the head gradient's error near the 1.6e-3 that half-precision logit gradients cost anyway."""
+"""Number of gradient groups that may add straight into a half-precision head gradient. Each addition rounds at 2^-9
+of the running value; four keep the head gradient's error near the 1.6e-3 that half-precision logit gradients cost
+anyway."""
 
 
 class Needs(NamedTuple):
-    """Gradients that the caller needs."""
+    """The gradients that the caller needs."""
 
     hidden: bool = False
     weight: bool = False
@@ -43,7 +44,7 @@ when asked, writes dL/dz into ``gradient`` [C, V] (may be z)."""
 
 
 def cut(rows: Rows, step: int) -> Iterator[Rows]:
-    """Consecutive pieces of at most ``step`` rows."""
+    """Cut rows into consecutive pieces of at most ``step`` rows."""
     if isinstance(rows, slice):
         for start in range(rows.start, rows.stop, step):
             yield slice(start, min(start + step, rows.stop))
@@ -73,10 +74,10 @@ class _Sink:
         direct = self.tensor_cores and weight.dtype == self.operand and groups <= DIRECT_ADDITIONS
         widened = needs.weight and weight.dtype != dtype and not direct
         self.wide = torch.empty_like(self.weight, dtype=dtype) if widened else None
-        """The head gradient in the compute dtype while it accumulates; None when it accumulates in its own."""
+        """The head gradient in the compute dtype while it accumulates; None if it accumulates in its own dtype."""
 
     def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
-        """Fold in one group: hidden [C, D], logit gradients [C, V]."""
+        """Add one group: hidden [C, D], logit gradients [C, V]."""
         if self.hidden_grad is not None:
             self.hidden_grad[rows] = self._hidden_product(gradient).to(self.hidden_grad.dtype)
         if self.weight_grad is not None:
@@ -98,7 +99,7 @@ class _Sink:
         first, self.weight_written = not self.weight_written, True
         if total.dtype == gradient.dtype:
             operand = hidden.to(gradient.dtype)
-            # The first group stores, so that the gradient is never zeroed and read back.
+            # The first group stores instead of adding, so the gradient is never zeroed and read back.
             torch.mm(gradient.t(), operand, out=total) if first else total.addmm_(gradient.t(), operand)
             return
         narrow = hidden.to(self.operand)
@@ -127,7 +128,7 @@ def sweep(
     needs: Needs,
     step: Step,
 ) -> Gradients:
-    """Run ``step`` over every row of ``segments`` and return the gradients it asked for.
+    """Run ``step`` over every row of ``segments`` and return the requested gradients.
 
     hidden [N, D]; weight [V', D] and bias [V'], of which the first ``plan.columns`` are used. Rows in no segment keep a
     zero gradient. A gradient group never crosses a segment.

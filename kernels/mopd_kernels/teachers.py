@@ -12,8 +12,8 @@ from mopd_kernels.heads import Head
 from mopd_kernels.sweep import Rows
 
 TeacherHead = Tensor | Head | Sequence[Head] | Callable[[int], Head]
-"""One head; one head a teacher; or a function from teacher number to head, called once a teacher, in row order of
-teachers, each time its rows come up (so it may load and drop weights)."""
+"""One head; one head per teacher; or a function from teacher number to head. The function is called once per teacher,
+when its rows come up in the order of teachers, so it may load and drop weights."""
 
 
 class Teachers:
@@ -24,12 +24,12 @@ class Teachers:
 
     @property
     def smallest_vocabulary(self) -> int:
-        """Tokens that every teacher has, as far as heads are known before their turn."""
+        """Number of tokens that every teacher has, among the heads that are available before their turn."""
         heads = self._heads if isinstance(self._heads, Sequence) else ()
         return min((len(head.weight) for head in heads), default=sys.maxsize)
 
     def head(self, teacher: int) -> Head:
-        """The head of ``teacher``; the previous one is let go first. Raises ValueError for an unknown number."""
+        """Return the head of ``teacher``, dropping the previous one first. Raises ValueError for an unknown number."""
         if isinstance(self._heads, Sequence):
             if not 0 <= teacher < len(self._heads):
                 raise ValueError(
@@ -46,7 +46,7 @@ class Teachers:
 
 
 def _as_rows(index: Tensor, device: torch.device) -> Rows:
-    """A slice when the index is one run, so that sorted rows are never copied."""
+    """Return a slice if the index is one run, so that sorted rows are never copied."""
     first, last = int(index[0]), int(index[-1])
     return slice(first, last + 1) if last - first + 1 == len(index) else index.to(device)
 
@@ -54,7 +54,7 @@ def _as_rows(index: Tensor, device: torch.device) -> Rows:
 def row_segments(
     rows: int, row_teacher_ids: Tensor | None, weights: Tensor | None, device: torch.device
 ) -> list[tuple[int, Rows]]:
-    """``(teacher, rows)`` in teacher order; one teacher is number 0.
+    """Return ``(teacher, rows)`` in teacher order; a single teacher is number 0.
 
     On a CPU, rows of weight zero are left out. Elsewhere that would need a host sync, so they stay and the row kernel
     skips them; a caller that knows its masked rows should drop them before the call.
@@ -78,5 +78,5 @@ def row_segments(
 
 
 def live_rows(weights: Tensor) -> list[Rows]:
-    """Rows of weights [N] that one model works on; those of weight zero are left out where row_segments does so."""
+    """Return the rows to compute for a single model, without those of weight zero [N] where row_segments drops them."""
     return [rows for _, rows in row_segments(len(weights), None, weights, weights.device)]

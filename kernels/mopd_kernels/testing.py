@@ -54,23 +54,23 @@ TINY_CASES = tuple(
     Case(rows=rows, vocabulary=vocabulary, student_width=16, teacher_width=24)
     for rows, vocabulary in ((1, 127), (5, 1187), (33, 1187), (5, 4099))
 )
-"""For float64 comparisons on a CPU: odd sizes on both sides of a kernel's tile."""
+"""Cases for float64 comparisons on a CPU: odd sizes on both sides of a kernel's tile."""
 CPU_CASES = (
     Case(rows=1024, vocabulary=49_152, student_width=576, teacher_width=576, distance=0.3),
     Case(rows=1024, vocabulary=151_936, student_width=512, teacher_width=512, distance=0.3),
 )
-"""For CPU timings: SmolLM2-135M's head, and a narrow head over Qwen3's vocabulary."""
+"""Cases for CPU timings: SmolLM2-135M's head, and a narrow head over Qwen3's vocabulary."""
 GPU_CASES = (
     Case(rows=8192, vocabulary=151_936, student_width=4096, teacher_width=4096, distance=0.3),
     Case(rows=8192, vocabulary=151_936, student_width=2048, teacher_width=4096),
     Case(rows=8192, vocabulary=129_280, student_width=4096, teacher_width=7168),
     Case(rows=8192, vocabulary=151_936, student_width=1024, teacher_width=2560),
 )
-"""For GPU timings; the first is the shape of every goal."""
+"""Cases for GPU timings; the first has the shape for which performance goals are stated."""
 
 
 def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Inputs:
-    """Inputs of ``case``, the same on every device for one seed."""
+    """Generate the inputs of ``case``, the same on every device for one seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -93,6 +93,6 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, device: str =
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the difference over that of the truth, in float64."""
+    """Compute the Frobenius norm of the difference over that of the truth, in float64."""
     truth = truth.double()
     return float((value.double() - truth).norm() / truth.norm().clamp(min=1e-300))

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 
 def crc32c(*buffers: bytes | NDArray[np.generic], start: int = 0) -> int:
-    """crc32c (Castagnoli) over the concatenation of the buffers, continuing from `start`.
+    """Compute the crc32c (Castagnoli) of the concatenated buffers, continuing from `start`.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -18,7 +18,7 @@ def crc32c(*buffers: bytes | NDArray[np.generic], start: int = 0) -> int:
 
 
 def payload_crc(*arrays: NDArray[np.generic] | None) -> int:
-    """crc32c over a payload: each array preceded by its length in bytes, so that shifted boundaries differ.
+    """Compute the crc32c of a payload: each array preceded by its length in bytes, so that shifted boundaries differ.
 
     None (a null list) counts as length 2^64 - 1 without bytes.
     """
@@ -32,7 +32,7 @@ def payload_crc(*arrays: NDArray[np.generic] | None) -> int:
 
 
 def _readable(buffer: bytes | NDArray[np.generic]) -> bytes | NDArray[np.uint8]:
-    """The buffer in a form that the C extension reads without a copy: bytes, or a contiguous uint8 array."""
+    """Return the buffer in a form that the C extension reads without a copy: bytes, or a contiguous uint8 array."""
     if isinstance(buffer, bytes):
         return buffer
     return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)

@@ -26,7 +26,7 @@ EXTRAS = {
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """Advice on what to install for a failed import; None when no extra brings the package.
+    """Return advice on what to install after a failed import, or None when no extra installs the package.
 
     >>> missing_package(ModuleNotFoundError("no obstore", name="obstore.store"))
     "this needs the package 'obstore', which is not installed: pip install 'mopd-dataplane[s3]'"
@@ -36,13 +36,14 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
 
 
 def require(modules: Iterable[str]) -> None:
-    """Raises InputError that names all of these modules that are not installed, and one command that installs them."""
+    """Check that all of these modules are installed. Raises InputError that names those missing and one command to
+    install them."""
     if missing := [module for module in modules if not is_installed(module)]:
         raise InputError(_to_install(missing))
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported: no finder refuses it, and it is no mere folder of that name."""
+    """Check if a module can be imported: no finder refuses it, and it is no mere folder of that name."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:

@@ -1,7 +1,7 @@
-"""Named places where a process may die, so that tests can make it die exactly there.
+"""Named points where tests can make a process die.
 
-Product code calls `fault_point("commit.payload")` between two writes. It does nothing until a test process installs
-an observer; no environment variable, option or file can install one.
+Product code calls `fault_point("commit.payload")` between two writes. It does nothing until a test process installs an
+observer; no environment variable, option or file can install one.
 """
 
 from collections.abc import Callable

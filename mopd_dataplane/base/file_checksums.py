@@ -1,7 +1,7 @@
 """Checksums of folders whose files are never rewritten: policies, checkpoints, discriminators.
 
 `checksums.json` beside the files holds the size in bytes and the crc32c of each; for weights also the sha256, from
-which their digest is made. It is written before the folder gets its name.
+which their digest is computed. It is written before the folder gets its final name.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Recorded(TypedDict):
 def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping[str, Recorded] | None = None) -> None:
     """Write `checksums.json` for every file of a finished folder, before it is published. Not yet durable.
 
-    identities: also record their sha256. measured: records of files that were read already.
+    identities: also record the sha256 of weights. measured: records of files that were read already.
     """
     recorded = measured or {}
     files = {name: recorded.get(name) or measure_file(folder / name, identity=identities) for name in _names(folder)}
@@ -38,7 +38,7 @@ def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping
 
 
 def measure_file(path: Path, *, identity: bool = False) -> Recorded:
-    """Measure a file; identity: with its sha256."""
+    """Read a file and return its size and checksums. identity: include its sha256."""
     whole, crc, count = hashlib.sha256(), 0, 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -51,7 +51,7 @@ def measure_file(path: Path, *, identity: bool = False) -> Recorded:
 
 
 def read_checksums(folder: Path) -> dict[str, Recorded] | None:
-    """Records of a folder's files; None for a folder without them. Raises DamagedError."""
+    """Read the records of a folder's files. Returns None for a folder without records. Raises DamagedError."""
     try:
         content = (folder / CHECKSUMS).read_bytes()
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def read_checksums(folder: Path) -> dict[str, Recorded] | None:
 
 
 def read_recorded(folder: Path, name: str) -> bytes:
-    """A small file of a recorded folder, as it was written. Raises DamagedError when it is not, or has no record."""
+    """Read a small file of a recorded folder. Raises DamagedError when it differs from its record, or has none."""
     record = (read_checksums(folder) or {}).get(name)
     if record is None:
         raise DamagedError(f"{folder / name} is not in {CHECKSUMS}; use another one")
@@ -73,7 +73,7 @@ def read_recorded(folder: Path, name: str) -> bytes:
 
 
 def find_damage(folder: Path) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong) for each file of a recorded folder that is not as it was written; reads every byte."""
+    """Yield (file, description) for each file of a recorded folder that differs from its record; reads every byte."""
     try:
         recorded = read_checksums(folder)
     except DamagedError as error:
@@ -92,10 +92,10 @@ _lock = threading.Lock()
 
 
 def check_folder(folder: str | Path) -> dict[str, Recorded] | None:
-    """Check a folder's files against their records, and return these; None for a folder without records.
+    """Check a folder's files against their records. Returns the records, or None for a folder without them.
 
-    A folder is read once per process, and again when another one has taken its name. Raises DamagedError naming every
-    file that differs.
+    A folder is read once per process, and again when another one has taken its name.
+    Raises DamagedError naming every file that differs.
     """
     root = Path(folder).resolve()
     try:
@@ -118,7 +118,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def file_damage(path: Path, record: Recorded) -> str:
-    """Damage of a file, in words; empty when it is as it was written."""
+    """Describe how a file differs from its record; empty if it does not."""
     try:
         measured = measure_file(path)
     except OSError as error:

@@ -1,9 +1,9 @@
 """Files by path or by URL: every file that a user names, except the store itself, is read and written through this
 module.
 
-A URL is whatever fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only), `memory://`,
-and what its plug-ins add. S3, Google and Azure go through obstore where it is installed, so that a file and a store
-find their credentials in one place. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the
+A URL is anything that fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only),
+`memory://`, and the protocols of its plug-ins. S3, Google and Azure go through obstore if it is installed, so that a
+file and a store use the same credentials. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the
 environment, or a file under ~/.config/fsspec. Writing is atomic as for local files (files.py): a name has its whole
 content, or does not exist.
 """
@@ -28,14 +28,14 @@ PathOrUrl = str | Path
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "adl", "abfs", "abfss")
 _WHOLE_WRITES = (*_OBJECT_STORES, "hf", "memory")
-"""Protocols under which a name appears with its whole content; elsewhere a file is written beside it and renamed."""
+"""Protocols under which a name appears only with its whole content; elsewhere a file is renamed when it is complete."""
 _READ_ONLY = ("http", "https", "github", "git", "zip", "tar")
 _WEB = ("http://", "https://")
 _GLOB = set("*?[")
 
 
 def is_url(location: PathOrUrl) -> bool:
-    """Whether a place is a URL; `file://` is a path.
+    """Check if a location is a URL; `file://` is a path.
 
     >>> is_url("s3://bucket/a.jsonl"), is_url("runs/a.jsonl"), is_url("file:///tmp/a")
     (True, False, False)
@@ -44,12 +44,12 @@ def is_url(location: PathOrUrl) -> bool:
 
 
 def local_path(location: PathOrUrl) -> Path:
-    """The path of a place that is no URL."""
+    """Return the path of a location that is no URL."""
     return Path(str(location).removeprefix("file://"))
 
 
 def joined(folder: PathOrUrl, name: str) -> str:
-    """Place of a file that a folder's path leads to; `..` goes up.
+    """Resolve a relative path in a folder, given by path or URL; `..` goes up.
 
     >>> joined("s3://bucket/jobs/", "job.toml")
     's3://bucket/jobs/job.toml'
@@ -61,17 +61,17 @@ def joined(folder: PathOrUrl, name: str) -> str:
 
 
 def folder_of(location: PathOrUrl) -> str:
-    """The folder that a file lies in."""
+    """Return the folder of a file."""
     return str(location).rpartition("/")[0] if is_url(location) else str(local_path(location).parent)
 
 
 def suffix_of(location: PathOrUrl) -> str:
-    """Suffix of a file's name, as `.jsonl`; a URL's query is no part of it."""
+    """Return the suffix of a file's name, such as `.jsonl`, without a URL's query."""
     return Path(str(location).partition("?")[0] if str(location).startswith(_WEB) else str(location)).suffix
 
 
 def is_file(location: PathOrUrl) -> bool:
-    """Whether there is a file. Raises what read_file raises, except for a missing file."""
+    """Check if a file exists. Raises the errors of read_file, except for a missing file."""
     if not is_url(location):
         return local_path(location).is_file()
     with _reached(location) as (system, path):
@@ -79,7 +79,7 @@ def is_file(location: PathOrUrl) -> bool:
 
 
 def exists(location: PathOrUrl) -> bool:
-    """Whether there is a file or a folder. Raises what read_file raises, except for a missing file."""
+    """Check if a file or a folder exists. Raises the errors of read_file, except for a missing file."""
     if not is_url(location):
         return local_path(location).exists()
     with _reached(location) as (system, path):
@@ -87,9 +87,9 @@ def exists(location: PathOrUrl) -> bool:
 
 
 def read_file(location: PathOrUrl, most: int | None = None) -> bytes:
-    """Content of a file, its first `most` + 1 bytes where a bound is given.
+    """Read a file, or its first `most` + 1 bytes if a bound is set.
 
-    Raises UnknownNameError when there is none, InputError for a URL nothing here can open or that is refused,
+    Raises UnknownNameError when the file does not exist, InputError for a URL that cannot be opened or is refused,
     DeadlineError or ResourceError when its server does not answer or fails.
     """
     with open_file(location) as file:
@@ -101,8 +101,10 @@ def read_file(location: PathOrUrl, most: int | None = None) -> bytes:
 
 @contextmanager
 def open_file(location: PathOrUrl) -> Iterator[BinaryIO]:
-    """A file, open for reading in bytes and seekable; one at a URL is downloaded first, since not every server supports
-    byte ranges. Raises what read_file raises."""
+    """Open a file for reading bytes, seekable.
+
+    A file at a URL is downloaded first, since not every server supports byte ranges. Raises the errors of read_file.
+    """
     if not is_url(location) and not local_path(location).is_file():
         raise UnknownNameError(f"no file {local_path(location)}")
     with local_copy(location) as path, path.open("rb") as file:
@@ -110,8 +112,9 @@ def open_file(location: PathOrUrl) -> Iterator[BinaryIO]:
 
 
 def files_at(location: PathOrUrl, suffixes: Iterable[str]) -> list[str]:
-    """The files with these suffixes at a place: the file itself, those under a folder, or those that match a pattern
-    with `*`, `?` or `[…]`; sorted by name, numbers by value. Raises InputError when there is none.
+    """List the files with these suffixes: the file itself, those under a folder, or those that match a pattern.
+
+    A pattern has `*`, `?` or `[…]`. Files are sorted by name, numbers by value. Raises InputError when there is none.
     """
     endings = tuple(suffixes)
     paths = _remote_files(location) if is_url(location) else _local_files(str(local_path(location)))
@@ -134,7 +137,7 @@ def _local_files(location: str) -> list[str]:
 
 
 def _remote_files(location: PathOrUrl) -> list[str]:
-    if str(location).startswith(_WEB):  # a `?` is a query, and only some servers list a folder
+    if str(location).startswith(_WEB):  # here a `?` begins a query, and few servers list a folder
         return [str(location)]
     with _reached(location) as (system, path):
         if _GLOB & set(path):
@@ -146,9 +149,9 @@ def _remote_files(location: PathOrUrl) -> list[str]:
 
 @contextmanager
 def local_copy(location: PathOrUrl) -> Iterator[Path]:
-    """A file or a folder as a local path: its own, or a copy of a URL's that lives as long as the context.
+    """Provide a file or a folder as a local path: its own, or a copy of a URL's for as long as the context.
 
-    Raises what read_file raises.
+    Raises the errors of read_file.
     """
     if not is_url(location):
         yield local_path(location)
@@ -160,9 +163,9 @@ def local_copy(location: PathOrUrl) -> Iterator[Path]:
 
 
 def kept_copy(location: PathOrUrl, cache_folder: Path) -> Path:
-    """A folder behind a URL as a local folder that stays: downloaded once for each state that its listing shows.
+    """Provide a folder behind a URL as a local folder in the cache, downloaded once for each state of its listing.
 
-    Names, sizes and the server's tags of the files say which state it is. Raises what read_file raises.
+    Names, sizes and the server's tags of the files identify the state. Raises the errors of read_file.
     """
     with _reached(location) as (system, path):
         listing = system.find(path, detail=True)
@@ -183,13 +186,13 @@ def kept_copy(location: PathOrUrl, cache_folder: Path) -> Path:
         try:
             publish_folder(arrived, folder)
         except OSError:
-            if not folder.is_dir():  # another process has brought the same folder meanwhile
+            if not folder.is_dir():  # another process has downloaded it meanwhile
                 raise
     return folder
 
 
 def _download(location: PathOrUrl, target: Path) -> None:
-    """A file or a folder of a URL to a new local path."""
+    """Download a file or a folder of a URL to a new local path."""
     with _reached(location) as (system, path):
         if str(location).startswith(_WEB) or system.isfile(path):
             system.get_file(path, str(target))
@@ -208,8 +211,10 @@ def _download(location: PathOrUrl, target: Path) -> None:
 
 
 def write_file(location: PathOrUrl, content: bytes) -> None:
-    """Replace a small file; a reader sees the old content or the new. Raises what read_file raises, and InputError for
-    a place that cannot be written to."""
+    """Replace a small file; a reader sees the old content or the new.
+
+    Raises the errors of read_file, and InputError for a location that cannot be written to.
+    """
     if not is_url(location):
         publish_file(local_path(location), content)
         return
@@ -220,7 +225,7 @@ def write_file(location: PathOrUrl, content: bytes) -> None:
 
 
 def check_new(location: PathOrUrl) -> None:
-    """Raise InputError if the place is taken, or cannot be written to."""
+    """Check that a location is free and can be written to. Raises InputError if not."""
     if is_url(location):
         _check_writable(location)
     if exists(location):
@@ -233,7 +238,7 @@ def check_new(location: PathOrUrl) -> None:
 
 @contextmanager
 def scratch_beside(location: PathOrUrl) -> Iterator[Path]:
-    """A temporary folder on the disk where a local place lies, or anywhere for a URL: for publish_new."""
+    """Create a temporary folder on the disk of a local location, or anywhere for a URL; see publish_new."""
     parent = None if is_url(location) else local_path(location).parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -242,9 +247,9 @@ def scratch_beside(location: PathOrUrl) -> Iterator[Path]:
 
 
 def publish_new(staging: Path, location: PathOrUrl) -> None:
-    """Move a finished file or folder of scratch_beside to its place, durably.
+    """Move a finished file or folder of scratch_beside to its final location, durably.
 
-    A folder goes to a URL file by file, the JSON files that lie at its top last: what reads it begins with them.
+    A folder is copied to a URL file by file, with the JSON files at its top last, because readers begin with them.
     """
     if not is_url(location):
         publish_folder(staging, local_path(location))
@@ -285,9 +290,9 @@ def _check_writable(location: PathOrUrl) -> None:
 
 @contextmanager
 def _reached(location: PathOrUrl) -> Iterator[tuple[Any, str]]:
-    """(file system, path in it) of a URL; what goes wrong inside becomes an error of the tree.
+    """Provide (file system, path in it) of a URL, and turn errors inside the block into this package's own.
 
-    Messages of servers may hold what was signed, so only their kind is passed on.
+    Messages of servers may hold credentials, so only their kind is passed on.
     """
     url = str(location)
     host = url.partition("://")[2].partition("/")[0]
@@ -331,12 +336,12 @@ def _reached(location: PathOrUrl) -> Iterator[tuple[Any, str]]:
 
 _CLIENTS = ("aiohttp", "obstore", "_obstore", "botocore", "aiobotocore", "gcsfs", "adlfs", "huggingface_hub", "httpx",
             "ftplib", "paramiko")  # fmt: skip
-"""Top-level modules whose errors are those of a server or its client."""
+"""Top-level modules whose exceptions come from a server or its client."""
 
 
 @cache
 def _prefer_obstore(protocol: str) -> None:
-    """Object stores through obstore, where it is installed: it reads the environment as the store does."""
+    """Use obstore for object stores if it is installed: it reads the same environment variables as the store."""
     if protocol in _OBJECT_STORES and find_spec("obstore"):
         from obstore.fsspec import register
 

@@ -17,13 +17,13 @@ from typing import Any, BinaryIO, TypeVar
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 
 _PUBLISH_S = 60.0
-"""Longest wait for another process that publishes the same file."""
+"""Longest wait for another process that publishes the same file, in seconds."""
 _LOOK_S = 0.002
-"""Pause between two looks at a lock."""
+"""Pause between two tries of a lock, in seconds."""
 _MAKE_S = 3600.0
-"""Longest wait for another process that makes the same folder: it may download a model."""
+"""Longest wait for another process that makes the same folder, in seconds: it may download a model."""
 _SPACE_POLL_S = 0.2
-"""Pause between two tries on a full disk."""
+"""Pause between two tries on a full disk, in seconds."""
 
 Result = TypeVar("Result")
 
@@ -31,10 +31,11 @@ Result = TypeVar("Result")
 def publish_file(target: Path, content: bytes) -> None:
     """Replace a small file atomically and durably; processes that do so at the same time take turns.
 
-    Raises InputError when something else than a file has the name, DeadlineError when another process never ends.
+    Raises InputError when the name belongs to something else than a file, DeadlineError when another process never
+    ends.
     """
     check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
         file.truncate()
@@ -46,12 +47,13 @@ def publish_file(target: Path, content: bytes) -> None:
 
 
 def create_file(target: Path, content: bytes) -> bool:
-    """Write a small file atomically and durably unless there is one. Returns whether this call made it.
+    """Write a small file atomically and durably unless it exists. Returns whether this call created it.
 
-    Processes that do so at the same time take turns, so one of them makes the file. Raises what publish_file does.
+    Processes that do so at the same time take turns, so exactly one creates the file. Raises the errors of
+    publish_file.
     """
     check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
         if target.exists():
@@ -67,7 +69,7 @@ def create_file(target: Path, content: bytes) -> bool:
 
 
 def publish_figure(figure: Any, target: Path, *, dpi: int) -> None:
-    """A matplotlib figure into a file, in the form that its ending names, as publish_file does. Raises InputError."""
+    """Write a matplotlib figure to a file, in the format of its suffix, as publish_file does. Raises InputError."""
     forms = figure.canvas.get_supported_filetypes()
     if (form := target.suffix[1:].lower()) not in forms:
         raise InputError(f"{target} ends in none of .{', .'.join(sorted(forms))}; give a picture's name")
@@ -77,7 +79,7 @@ def publish_figure(figure: Any, target: Path, *, dpi: int) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Raise InputError unless a file can be put there: devices, pipes, sockets and folders are never replaced."""
+    """Check that a file may be written at a path. Raises InputError for devices, pipes, sockets and folders."""
     try:
         kind = os.stat(target).st_mode
     except FileNotFoundError:
@@ -89,7 +91,7 @@ def check_target(target: Path) -> None:
 
 
 def unlink_socket(path: Path) -> None:
-    """Remove a socket that nobody listens on. Raises InputError when something else has the name."""
+    """Remove a socket that nobody listens on. Raises InputError when the name belongs to something else."""
     try:
         kind = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -101,7 +103,7 @@ def unlink_socket(path: Path) -> None:
 
 @contextmanager
 def _owned(staging: Path) -> Iterator[BinaryIO]:
-    """The file of that name, open for writing and locked: whoever had it before has renamed it, or is dead."""
+    """Open the file of that name for writing, locked. Its former owner has renamed it, or is dead."""
     until = time.monotonic() + _PUBLISH_S
     while time.monotonic() < until:
         with open(os.open(staging, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb") as file:
@@ -113,7 +115,8 @@ def _owned(staging: Path) -> Iterator[BinaryIO]:
 
 
 def try_lock(file: BinaryIO | int, seconds: float = 0.0) -> bool:
-    """Lock an open file or descriptor for this process alone; False when another one has it for so long."""
+    """Lock an open file or descriptor for this process alone. Returns False if another process has it after
+    `seconds`."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -126,19 +129,27 @@ def try_lock(file: BinaryIO | int, seconds: float = 0.0) -> bool:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether the name still means what was opened: its last owner may have renamed it before it let go."""
+    """Check if a path still names the open file: its last owner may have renamed it before releasing the lock."""
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
         return False
 
 
-def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
-    """Make a folder once and durably; one that is there is left alone.
+def make_durable_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder and those above it that are missing; their names survive a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    for path in missing:
+        fsync(path.parent)
 
-    `fill` writes into an empty folder beside it, which then takes its name. Processes that want the same folder take
-    turns, so that all but one find it made; what a killed one left unfinished is removed.
-    Raises DeadlineError when another process does not come to an end.
+
+def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
+    """Create a folder once and durably, unless it exists.
+
+    `fill` writes into an empty temporary folder, which then gets the name. Processes that want the same folder take
+    turns, so that all but one find it complete; an unfinished folder of a killed process is removed.
+    Raises DeadlineError when another process does not finish.
     """
     staging = target.with_name(f".{target.name}.tmp")
     until = time.monotonic() + _MAKE_S
@@ -155,7 +166,7 @@ def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _owned_folder(folder: Path) -> Iterator[bool]:
-    """Whether the folder of that name is this process's alone, for as long as the block runs."""
+    """Lock a folder for the block. Yields whether this process has it alone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:  # its owner has just renamed it
@@ -171,7 +182,7 @@ def _fill(staging: Path, target: Path, fill: Callable[[Path], object]) -> None:
     try:
         for left in staging.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-        if not target.exists():  # another process may have made it since we looked
+        if not target.exists():  # another process may have made it meanwhile
             fill(staging)
             publish_folder(staging, target)
     finally:
@@ -179,17 +190,23 @@ def _fill(staging: Path, target: Path, fill: Callable[[Path], object]) -> None:
 
 
 def publish_folder(staging: Path, target: Path) -> None:
-    """Sync every file of a folder, rename it into place and sync the directory."""
+    """Sync every file of a folder, rename the folder to its final path and sync the directory."""
     for file in [*staging.rglob("*"), staging]:
         fsync(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     staging.rename(target)
     fsync(target.parent)
 
 
+def rename_folder(folder: Path, target: Path) -> None:
+    """Give a folder whose files are durable another name in the same parent, durably."""
+    folder.rename(target)
+    fsync(target.parent)
+
+
 def duplicate_file(file: Path, target: Path) -> None:
-    """A durable copy of a file that shares nothing with it: damage of one is not damage of the other."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Write a durable copy of a file that shares no blocks with it: damage of one is not damage of the other."""
+    make_durable_folder(target.parent)
     staging = target.with_name(f".{target.name}.copied")
     shutil.copyfile(file, staging)
     fsync(staging)
@@ -198,7 +215,7 @@ def duplicate_file(file: Path, target: Path) -> None:
 
 
 def read_into(descriptor: int, position: int, memory: memoryview) -> bool:
-    """Fill memory, of bytes, with those of an open file from a position on; False when the file ends before."""
+    """Fill memory with bytes of an open file from a position on. Returns False if the file ends before."""
     done = 0
     while done < len(memory):
         read = os.preadv(descriptor, [memory[done:]], position + done)
@@ -209,7 +226,7 @@ def read_into(descriptor: int, position: int, memory: memoryview) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file, hex."""
+    """Return the sha256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -224,12 +241,13 @@ def fsync(path: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error means that the disk, or the quota, takes no more; libraries in Rust say so in words only."""
+    """Check if an error means that the disk, or the quota, is full; libraries in Rust report it only in their
+    message."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
 
 
 def out_of_descriptors(where: str, error: BaseException) -> ResourceError | None:
-    """The error to raise where the process, or the machine, may open no more files; None for other errors."""
+    """Return the error for a process, or a machine, that may open no more files; None for other errors."""
     if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE) and "Too many open files" not in str(error):
         return None
     return ResourceError(
@@ -248,9 +266,10 @@ def once_there_is_space(
     wait_s: float,
     notice: Callable[[str], None],
 ) -> Result:
-    """Make a call, and repeat it while the disk is full; its result. Every other error passes.
+    """Make a call, and repeat it while the disk is full. Returns its result; every other error passes.
 
-    disk, pauses, continues, kept: words for the notices, and for the ResourceError when the disk is full for `wait_s`.
+    disk, pauses, continues, outcome: words for the notices, and for the ResourceError when the disk is full for
+    `wait_s`.
     """
     full_since: float | None = None
     while True:
@@ -276,7 +295,7 @@ def once_there_is_space(
 
 @contextmanager
 def full_disk_named() -> Iterator[None]:
-    """A full disk becomes a ResourceError that says how to go on; every other error passes."""
+    """Turn a full disk into a ResourceError that says how to continue; every other error passes."""
     try:
         yield
     except Exception as error:

@@ -3,9 +3,9 @@
     request(call) / gather(calls) ──▶ a thread with an event loop ──▶ the server
     stream(call)                      deadline, limit of size, retries with back-off
 
-The caller only waits for that thread, so Ctrl-C and SIGTERM end the wait at once, whatever the server is doing. What
-can pass (429, 5xx, a connection that is cut or refused) is tried again for `patience_s`; everything else is an error
-that names server, request and what came back.
+The caller only waits for that thread, so Ctrl-C and SIGTERM end the wait at once, whatever the server is doing.
+Failures that may pass (429, 5xx, a connection that is cut or refused) are retried for `patience_s`. Everything else is
+an error that names server, request and reply.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ if TYPE_CHECKING:
     import httpx2
 
 STATUS_S = 60.0
-"""Deadline of a question that a server answers from memory."""
+"""Deadline of a request that a server answers from memory, in seconds."""
 WORK_S = 600.0
-"""Deadline of a request for which a server computes: retries and pauses included."""
+"""Deadline of a request for which a server computes, in seconds, with retries and pauses."""
 BODY_S = 60.0
-"""Longest time from an answer's headers to its last byte. Servers of models send headers when the work is done."""
+"""Longest time from an answer's headers to its last byte, in seconds. Servers of models send headers when the work is
+done."""
 PATIENCE_S = 120.0
-"""How long failures that can pass are tried again; a server that is started anew may need it."""
+"""How long failures that may pass are retried, in seconds: enough for a server to restart."""
 SILENCE_S = 600.0
-"""Longest time between two parts of a stream."""
+"""Longest time between two parts of a stream, in seconds."""
 SMALL_BYTES = 16 << 20
-"""Limit of an answer whose size does not depend on the request."""
+"""Limit in bytes of an answer whose size does not depend on the request."""
 LINE_BYTES = 16 << 20
-"""Longest line of a stream."""
+"""Longest line of a stream, in bytes."""
 STOP_GRACE_S = 2.0
-"""Time that a server has to answer once Ctrl-C or SIGTERM has asked a rollout to stop."""
+"""Seconds that a server has to answer once Ctrl-C or SIGTERM has asked a rollout to stop."""
 _CONNECT_S = 10.0
 _JOIN_S = 10.0
 _POLL_S = 0.2
 _PAUSE_S = 0.5
-"""First pause; each later one is twice as long, up to _LONGEST_PAUSE_S, and shortened by chance so that the requests of
-one run do not all come back together."""
+"""First pause in seconds. Each later one is twice as long, up to _LONGEST_PAUSE_S, and shortened at random so that the
+requests of one run do not all come back together."""
 _LONGEST_PAUSE_S = 20.0
 _TELLS_AT = 3
-"""Failed try from which on the user is told that a server is being waited for."""
+"""Number of failed tries after which the user is told that a server is being waited for."""
 _SHOWN = 300
-"""Characters of an answer that an error repeats."""
+"""Characters of an answer that an error shows."""
 _LASTING = (501, 505)
-"""Statuses from 500 on that no retry changes."""
+"""Statuses of 500 and more that are not retried."""
 _PASSING = (408, 425, 429)
-"""Statuses below 500 that a retry can change."""
+"""Statuses below 500 that are retried."""
 
 Value = TypeVar("Value")
 Form = TypeVar("Form", bound=BaseModel)
@@ -68,16 +69,16 @@ Form = TypeVar("Form", bound=BaseModel)
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A request."""
+    """One request."""
 
     method: str = "POST"
     url: str
     body: Mapping[str, Any] | None = None
     purpose: str = ""
-    """What is asked for, for messages: `log-probs of 412 tokens`."""
+    """Description for messages: `log-probs of 412 tokens`."""
     deadline_s: float = field(default_factory=lambda: WORK_S)
     limit_bytes: int = SMALL_BYTES
-    """Size from which on an answer is refused."""
+    """Size in bytes above which an answer is refused."""
 
     def __str__(self) -> str:
         purpose = f" ({self.purpose})" if self.purpose else ""
@@ -86,7 +87,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete answer with any status that no retry changes."""
+    """A complete answer, with any status that is not retried."""
 
     call: Call
     status: int
@@ -99,17 +100,17 @@ class Answer:
 
     @property
     def shown(self) -> str:
-        """Status, type and beginning, for messages."""
+        """Status, content type and beginning, for messages."""
         return _shown(self.status, self.content_type, self.content)
 
     def require_success(self) -> Answer:
-        """The answer itself. Raises EngineError for a status outside 200 to 299."""
+        """Return the answer itself. Raises EngineError for a status outside 200 to 299."""
         if not self.is_success:
             raise EngineError(f"{self.call} failed: the server answered {self.shown}; {_next_step(self.status)}")
         return self
 
     def read(self, form: type[Form]) -> Form:
-        """The JSON of a successful answer. Raises EngineError when it has another form."""
+        """Parse the JSON of a successful answer. Raises EngineError when it has another form."""
         self.require_success()
         try:
             return form.model_validate_json(self.content)
@@ -117,7 +118,7 @@ class Answer:
             raise self.refused(validation_problem(error)) from None
 
     def refused(self, problem: str) -> EngineError:
-        """Error for an answer whose content is not usable."""
+        """Return the error for an answer whose content is not usable."""
         return EngineError(
             f"{self.call} failed: {problem}; the server answered {self.shown}; nothing of it was stored: check that "
             "the url is that of a vLLM server, then run again to continue"
@@ -125,11 +126,11 @@ class Answer:
 
 
 class BrokenOffError(EngineError):
-    """A stream was cut after its beginning; what has arrived is whole."""
+    """A stream was cut after it had begun; the lines that arrived are complete."""
 
 
 class _Passing(Exception):
-    """A failure that a retry may mend."""
+    """A failure that may pass, so that a retry makes sense."""
 
     def __init__(self, problem: str, pause_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -139,7 +140,7 @@ class _Passing(Exception):
 class HttpClient:
     """Connections to one server, and the thread that runs them.
 
-    most: requests at a time. Raises InputError without httpx2.
+    most: number of requests at a time. Raises InputError without httpx2.
     """
 
     def __init__(self, *, headers: Mapping[str, str], most: int, patience_s: float | None = None) -> None:
@@ -158,13 +159,13 @@ class HttpClient:
         self._room = asyncio.Semaphore(most)
 
     def request(self, call: Call) -> Answer:
-        """The answer to one request, see Answer. Raises EngineError, DeadlineError."""
+        """Send one request and return its answer. Raises EngineError, DeadlineError."""
         return self._wait(self.start(self._exchange(call)), call)
 
     def gather(self, calls: Sequence[Call], read: Callable[[int, Answer], Value]) -> list[Value]:
-        """What `read` makes of the answer to each request, by its index; several requests run at a time.
+        """Send requests, several at a time, and return `read(index, answer)` of each.
 
-        The first failure cancels the others. Raises EngineError, DeadlineError, and what `read` raises.
+        The first failure cancels the others. Raises EngineError, DeadlineError, and the errors of `read`.
         """
 
         async def one(index: int, call: Call) -> Value:
@@ -195,9 +196,9 @@ class HttpClient:
         self._loop.close()
 
     async def stream(self, call: Call) -> AsyncGenerator[str]:
-        """Lines of an answer as they arrive. Raises EngineError, DeadlineError.
+        """Yield the lines of an answer as they arrive. Raises EngineError, DeadlineError.
 
-        Failures before the first byte of a successful answer are tried again; later ones are not, because what has
+        Failures before the first byte of a successful answer are retried; later ones are not, because lines that
         arrived may have been used. The caller closes the generator.
         """
         retries = _Retries(call, self._patience_s)
@@ -239,7 +240,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def _opened(self, call: Call) -> AsyncGenerator[httpx2.Response]:
-        """The answer once its headers are here. Raises _Passing for what a retry can change, else EngineError."""
+        """Open an answer, once its headers are here. Raises _Passing for failures to be retried, else EngineError."""
         http = self._http
         try:
             async with self._client.stream(call.method, call.url, json=call.body) as response:
@@ -294,7 +295,7 @@ class HttpClient:
         return Answer(call, response.status_code, kind, b"".join(parts))
 
     def _wait(self, future: Future[Value], call: Call) -> Value:
-        """The result of work in the client's thread; an exception in the waiting thread cancels the work."""
+        """Return the result of work in the client's thread; an exception in the waiting thread cancels the work."""
         try:
             while not wait([future], timeout=_POLL_S).done:
                 if StopRequest.pending_s() > STOP_GRACE_S:
@@ -320,12 +321,12 @@ class _Retries:
         self._patience_s = patience_s
         self._began = asyncio.get_running_loop().time()
         self.tries = 0
-        """Tries that failed."""
+        """Number of failed tries."""
         self.last = ""
-        """Problem of the newest one."""
+        """Problem of the newest failed try."""
 
     async def pause(self, failure: _Passing) -> None:
-        """Wait before the next try. Raises EngineError when patience is at its end."""
+        """Wait before the next try. Raises EngineError after `patience_s`."""
         self.tries += 1
         self.last = str(failure)
         elapsed_s = asyncio.get_running_loop().time() - self._began
@@ -344,7 +345,7 @@ class _Retries:
 
 
 async def _lines(call: Call, parts: AsyncIterator[bytes]) -> AsyncGenerator[str]:
-    """Lines of a stream. Raises EngineError for one without end, DeadlineError for a silent stream."""
+    """Yield the lines of a stream. Raises EngineError for a line without end, DeadlineError for a silent stream."""
     rest = b""
     while True:
         try:
@@ -370,7 +371,7 @@ async def _lines(call: Call, parts: AsyncIterator[bytes]) -> AsyncGenerator[str]
 
 
 def validation_problem(error: ValidationError) -> str:
-    """First difference between a reply and its form: where, what is expected, what was found.
+    """Describe the first difference between a reply and its form: where, what is expected, what it has.
 
     >>> class Reply(BaseModel):
     ...     rank: int
@@ -388,7 +389,7 @@ def validation_problem(error: ValidationError) -> str:
 
 
 def check_root(url: str) -> str:
-    """A server's API root without a slash at its end. Raises InputError for an impossible one."""
+    """Return a server's API root without a slash at its end. Raises InputError for an impossible one."""
     root = url.rstrip("/")
     if not root.startswith(("http://", "https://")) or not root.endswith("/v1"):
         raise InputError(f"url {redacted(url)!r}: give the server's API root, like http://127.0.0.1:8000/v1")
@@ -396,7 +397,7 @@ def check_root(url: str) -> str:
 
 
 def _pause_asked(headers: Mapping[str, str]) -> float:
-    """Seconds of a Retry-After header; 0 without one, or when it is a date."""
+    """Return the seconds of a Retry-After header; 0 without one, or when it is a date."""
     text = headers.get("retry-after", "")
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0
 
@@ -414,6 +415,6 @@ def _shown(status: int, content_type: str, content: bytes) -> str:
 
 
 def _start(content: bytes) -> str:
-    """Beginning of an answer on one line."""
+    """Return the beginning of an answer on one line."""
     text = redacted(content[: 4 * _SHOWN].decode(errors="replace"))
     return repr(text[:_SHOWN]) + ("…" if len(content) > len(text[:_SHOWN].encode()) else "")

@@ -1,4 +1,4 @@
-"""Keeps memory that large work frees, for use in the same work; or has it returned to the kernel at once."""
+"""Keeps memory that large work frees for use in the same work, or returns it to the kernel at once."""
 
 import ctypes
 from collections.abc import Iterator
@@ -8,19 +8,19 @@ _LIBC = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Parameters of glibc's mallopt."""
 RETURNED_BYTES = 1 << 20
-"""Size of a freed array, or of what is free at the end of a heap, from which on it is returned."""
+"""Size in bytes from which a freed array, or free memory at the end of a heap, is returned."""
 USUAL_MAPPINGS = 65_536
 KEPT_BYTES = 64 << 20
 
 
 @contextmanager
 def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
-    """Inside the block, the memory of freed arrays is used for new ones; at its end it is returned to the kernel.
+    """Reuse the memory of freed arrays inside the block, and return it to the kernel at its end.
 
-    A plan of millions of samples takes and frees arrays of tens of megabytes, and so does a large commit, in Lance.
+    A plan of millions of samples allocates and frees arrays of tens of megabytes, and so does a large commit, in Lance.
     glibc returns each to the kernel immediately, which clears every page before it is used again: a sixth of the
-    planner's time. Without glibc nothing changes.
-    return_it: False keeps up to KEPT_BYTES at the end, for the next block.
+    planner's time. Without glibc nothing changes. return_it: False keeps up to KEPT_BYTES at the end, for the next
+    block.
     """
     if not hasattr(_LIBC, "mallopt"):
         yield
@@ -38,20 +38,20 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
 
 
 def freed_memory_returned() -> None:
-    """From now on, arrays of a megabyte and more are returned to the kernel when they are freed.
+    """Return arrays of a megabyte and more to the kernel when they are freed, from now on.
 
-    Else glibc keeps blocks as large as the largest that was ever freed, in pieces between those that are in use. For
-    processes that make much out of more and then stay. Without glibc nothing changes.
+    Otherwise glibc keeps blocks as large as the largest that was ever freed, between those in use. For processes that
+    make much out of more and then stay. Without glibc nothing changes.
     """
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def trim_heap() -> None:
-    """Return to the kernel what was freed, and from now on what is freed at the end of any thread's heap.
+    """Return freed memory to the kernel now, and from now on whatever is freed at the end of any thread's heap.
 
-    glibc keeps as much there, for each thread, as twice the largest block that was ever freed, and trimming leaves it
-    alone in all heaps but the first. Without glibc nothing happens.
+    glibc keeps there, for each thread, up to twice the largest block that was ever freed, and its own trimming covers
+    only the first heap. Without glibc nothing happens.
     """
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.mallopt(TRIM_THRESHOLD, RETURNED_BYTES)

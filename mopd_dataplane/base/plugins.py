@@ -23,15 +23,16 @@ from typing import Any
 from mopd_dataplane.errors import UnknownNameError, nearest
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__file__, "<frozen ")
-"""Where files of this package and of the import system begin."""
+"""Path prefixes of this package and of the import system."""
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Where files of Python and of installed packages begin."""
+"""Path prefixes of Python's library and of installed packages."""
 
 
 def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
-    """The plug-in called `name`: one of `built_in`, an entry point of `group`, or `package.module:Name`, in this order.
+    """Return the plug-in called `name`: one of `built_in`, an entry point of `group`, or `package.module:Name`, in this
+    order.
 
-    Raises UnknownNameError that names what there is, or why the module cannot be imported.
+    Raises UnknownNameError that lists the names, or says why the module cannot be imported.
     """
     if name in built_in:
         return built_in[name]
@@ -46,7 +47,7 @@ def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
         raise UnknownNameError(
             f"{what}: cannot import {module_name!r}: {error}; install it, or put its folder on PYTHONPATH"
         ) from None
-    except Exception as error:  # the module is the user's, and raises whatever it likes
+    except Exception as error:  # the module is the user's and may raise anything
         raise UnknownNameError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error!s:.200} ({raised_at(error)}); "
             "mend the module, then run the same command again"
@@ -59,9 +60,10 @@ def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
 
 
 def raised_at(error: BaseException) -> str:
-    """FILE:LINE of the user's code that an error came from: its innermost line outside Python and installed packages.
+    """Return FILE:LINE of the user's code that raised an error: its innermost line outside Python and installed
+    packages.
 
-    For an installed plug-in, its outermost line.
+    For an installed plug-in, it is the outermost line of the plug-in.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

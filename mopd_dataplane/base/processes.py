@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and folders that the next run sweeps when their owner was killed.
+"""Child processes that end with their parent, and scratch folders that the next run removes after a kill.
 
 subprocess.Popen(command, env=parent_named())      in the parent, from a thread that lives as long as the child
 end_with_parent()                                  the child's first statement
@@ -20,32 +20,32 @@ from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.errors import EngineError, MopdError
 
 PARENT = "MOPD_PARENT"
-"""Environment variable by which a child learns whose it is."""
+"""Environment variable with the process id of a child's parent."""
 KILLED_S = 30.0
-"""How long the kernel may take to end a process that was killed."""
+"""How long the kernel may take to end a killed process, in seconds."""
 _PR_SET_PDEATHSIG = 1
 _SCRATCH = "mopd-scratch-"
 _NEW_S = 60.0
-"""Age under which a folder may belong to a process that has not locked it yet."""
+"""Age in seconds below which a folder may belong to a process that has not locked it yet."""
 
 
 def parent_named() -> dict[str, str]:
-    """The environment for a child that is to end with this process."""
+    """Return the environment for a child that is to end with this process."""
     return {**os.environ, PARENT: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies; without `parent_named` nothing changes."""
+    """Let the kernel kill this process when its parent dies; without `parent_named` nothing changes."""
     parent = os.environ.pop(PARENT, "")
     if not parent.isdigit():
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before the kernel was told
+    if os.getppid() != int(parent):  # the parent died before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop_child(process: subprocess.Popen[Any], deadline_s: float) -> int:
-    """Ask a child to end, and kill it when it does not in time; its exit code. One that has ended stays as it is."""
+    """Ask a child to end, and kill it when it does not in time. Returns its exit code, also if it had ended before."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -57,7 +57,7 @@ def stop_child(process: subprocess.Popen[Any], deadline_s: float) -> int:
 
 
 def exit_error(what: str, code: int) -> MopdError:
-    """The error that a child's exit code stands for: of the class it ended with, else EngineError."""
+    """Return the error for a child's exit code: of the class it ended with, else EngineError."""
     for kind in MopdError.__subclasses__():
         if kind.exit_code == code:
             return kind(f"{what} stopped with the error above; mend it and run the same command again to continue")

@@ -1,7 +1,7 @@
 """JSON objects that carry their own checksum: the small files that describe a store, a snapshot or a checkpoint.
 
-The key `crc32c` holds eight hex digits over the rest of the object in one fixed writing (keys sorted, no spaces), so a
-file may be laid out for people to read. A changed value, a missing key and a file that is no JSON are all damage.
+The key `crc32c` holds eight hex digits over the rest of the object in one fixed form (keys sorted, no spaces), so the
+file itself may be formatted for people. A changed value, a missing key and a file that is no JSON all count as damage.
 """
 
 import json
@@ -15,19 +15,19 @@ SEAL = "crc32c"
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """The object with its checksum, as the bytes of a file."""
+    """Return the object with its checksum, as the bytes of a file."""
     return (json.dumps({**value, SEAL: _crc(value)}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def seal_line(value: Mapping[str, Any]) -> str:
-    """The object with its checksum on one line, without a newline."""
+    """Return the object with its checksum on one line, without a newline."""
     return json.dumps({**value, SEAL: _crc(value)})
 
 
 def unseal(content: bytes | str, where: str) -> dict[str, Any]:
-    """The object of a file that `seal` wrote, without its checksum.
+    """Parse the content of a file that `seal` wrote, and return the object without its checksum.
 
-    Raises DamagedError when it is not what was written.
+    Raises DamagedError when the content differs from what was written. where: name of the file, for the error.
     """
     try:
         value = json.loads(content)

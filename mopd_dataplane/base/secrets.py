@@ -6,13 +6,13 @@ from urllib.parse import urlsplit
 
 _NAMED = re.compile(r"(^|_)(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)(_|$)")
 _SHORTEST = 8
-"""Values below this length are words that messages use, and no secrets."""
+"""Length below which a value is taken for an ordinary word, not for a secret."""
 _IN_URL = re.compile(r"(?<=://)[^/\s@'\"]+@")
 HIDDEN = "***"
 
 
 def redacted(text: str) -> str:
-    """The text without the values of secret environment variables, and without user names and passwords in URLs.
+    """Remove the values of secret environment variables, and user names and passwords in URLs, from a text.
 
     >>> redacted("http://me:pass@host/v1 refused")
     'http://***@host/v1 refused'
@@ -24,8 +24,10 @@ def redacted(text: str) -> str:
 
 
 def check_server_url(url: str) -> str:
-    """The URL of a server, unchanged. Raises ValueError, without repeating what it found, when it carries a user, a
-    password or options, or is no http URL."""
+    """Return the URL of a server unchanged after checking it.
+
+    Raises ValueError, without repeating the URL, when it carries a user, a password or options, or is no http URL.
+    """
     if not url:
         return url
     try:

@@ -2,7 +2,7 @@
 
 
 def literal(text: str) -> str:
-    """The text as an SQL string literal.
+    """Return the text as an SQL string literal.
 
     >>> literal("it's")
     "'it''s'"

@@ -13,7 +13,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest(contextlib.ExitStack):
-    """In the main thread, the first signal only sets `is_requested` and the second one interrupts immediately."""
+    """Delays the first signal: in the main thread it only sets `is_requested`; the second one interrupts
+    immediately."""
 
     is_requested = False
     _asked_at = 0.0
@@ -35,8 +36,9 @@ class StopRequest(contextlib.ExitStack):
 
     @classmethod
     def pending_s(cls) -> float:
-        """Seconds since a signal asked for a stop that has not been made yet; 0 when none did.
+        """Return the seconds since a signal asked for a stop that has not happened yet; 0 without such a signal.
 
-        What waits for another machine looks here, because that wait may be long and a first signal does not end it.
+        Code that waits for another machine checks this, because that wait may be long and a first signal does not end
+        it.
         """
         return max((time.monotonic() - stop._asked_at for stop in cls._entered if stop.is_requested), default=0.0)

@@ -9,6 +9,8 @@ write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by
 commits.py       a store under many small commits: time, memory, files
 wal.py           speed of the token log
+queue.py         the queue under 1 to 64 writers, beside the disk
+queue_client.py  one of these writers
 sample.py        cost of drawing a token
 decode.py        a decode step beside transformers' generate
 adapters.py      many teachers that are adapters on one base

@@ -2,6 +2,7 @@
 
     app.py      the command tree and how it ends: exit codes, errors, Ctrl-C
     jobs.py     run, rollout, score, reward, plan, train
+    forks.py    fork, rewind
     sweep.py    a job at every combination of settings and seeds
     answers.py  query, show, report, compare, schema
     view.py       a store in a browser, or as files
@@ -10,7 +11,7 @@
     interchange.py  import, export
     load.py       load serve
     recipes.py    the recipes, a copy of one, and what a key of a job file means
-    bench.py      bench plan, load, write, wal, view
+    bench.py      bench plan, load, write, wal, queue, view
     register.py   how a function becomes a command
     rows.py       rows of a query in the width there is
     output.py     tables, JSON, CSV and errors on a terminal

@@ -116,12 +116,15 @@ def show(
     red where a lower one. Also reward, policy versions, interruptions, signals and lineage.
     """
     from mopd_dataplane import open_store
+    from mopd_dataplane.query.ancestry import origin_of
     from mopd_dataplane.query.show import read_sample
     from mopd_dataplane.query.show_terminal import render
 
     opened = open_store(store)
     chosen, why = _chosen(opened, uid, {"worst": worst, "disagreement": disagreement, "random": random}, domain)
     view = read_sample(opened, chosen, teacher=teacher, tokenizer=tokenizer)
+    if (origin := origin_of(opened)) is not None:
+        note(f"{store} goes on from {origin.text}")
     if why:
         note(why)
     if as_json:

@@ -19,7 +19,7 @@ from mopd_dataplane import __version__
 from mopd_dataplane.base.extras import missing_package
 from mopd_dataplane.base.files import full_disk_named, out_of_descriptors
 from mopd_dataplane.base.processes import end_with_parent
-from mopd_dataplane.cli import answers, bench, evaluate, interchange, jobs, load, recipes, stores, sweep, view
+from mopd_dataplane.cli import answers, bench, evaluate, forks, interchange, jobs, load, recipes, stores, sweep, view
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import InputError, MopdError
 from mopd_dataplane.store.remote.network import answering
@@ -154,7 +154,7 @@ def root(
     """
 
 
-for commands in (jobs, sweep, recipes, load, answers, view, evaluate, stores, interchange, bench):
+for commands in (jobs, forks, sweep, recipes, load, answers, view, evaluate, stores, interchange, bench):
     commands.add_to(app)
 
 

@@ -128,6 +128,27 @@ def wal(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def queue(
+    processes: Annotated[
+        list[int] | None, Option("--processes", min=1, help="Writers; repeatable (default: 1, 4, 16, 64).")
+    ] = None,
+    seconds: Annotated[float, Option("--seconds", min=0.1, help="Seconds of each part.")] = 5.0,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """The queue under many small writers: puts, folding, gets and memory, beside the disk's own syncs."""
+    from mopd_dataplane.bench.queue import FIGURES, measure
+
+    rows = []
+    for count in processes or [1, 4, 16, 64]:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-queue-") as scratch:
+            rows.append(measure(Path(scratch), count, seconds))
+    if as_json:
+        print_json(rows)
+        return
+    print_fitting(FIGURES, [[round(row[name], 2) for name in FIGURES] for row in rows])
+
+
 def sample(
     vocabulary: Annotated[int, Option("--vocabulary", min=1, help="Entries of a row of logits.")] = 151_936,
     slots: Annotated[int, Option("--slots", min=1, help="Sequences decoded together.")] = 16,
@@ -340,6 +361,7 @@ def add_to(app: Typer) -> None:
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, commits, "mopd bench commits --commits 2000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
+    register(group, queue, "mopd bench queue", "mopd bench queue --processes 16 --seconds 10 --json")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, decode, "mopd bench decode", "mopd bench decode --size tiny --model llama --json")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")

@@ -30,14 +30,19 @@ LEFT_BEHIND = "plans, snapshots, checkpoints and the token log"
 def info(store: StoreUri, as_json: AsJson = False) -> None:
     """Show what a store holds: tables, rows, versions, bytes, and bytes that can be freed."""
     from mopd_dataplane import open_store
+    from mopd_dataplane.query.ancestry import forks_of, origin_of
+    from mopd_dataplane.store.format.dataset_format import FORKED_FROM
 
     opened = open_store(store)
     name_unfinished(opened)
-    facts = plain(opened.info())
+    facts = plain(opened.info()) | {"forks": [fork.folder for fork in forks_of(opened)]}
     if as_json:
         print_json(facts)
         return
     tables, snapshots = facts.pop("tables"), facts.pop("snapshots")
+    if (origin := origin_of(opened)) is not None:
+        facts[FORKED_FROM] = origin.text
+    facts["forks"] = ", ".join(facts["forks"]) or "none beside it"
     # Names end in the iteration: one line says which stages are pinned how often, --json every name.
     pinned = Counter(name.rpartition("-")[0] or name for name in snapshots)
     print_facts({**facts, "snapshots": ", ".join(f"{count} of {stage}" for stage, count in pinned.items()) or "none"})
@@ -170,6 +175,7 @@ def delete(
     those that used the samples, and the policies trained on them, are listed. After a kill, the same command continues.
     """
     from mopd_dataplane import open_store
+    from mopd_dataplane.query.ancestry import tree_of
     from mopd_dataplane.run import delete as deleting
 
     opened = open_store(store)
@@ -197,6 +203,9 @@ def delete(
         for part in deleting.delete(opened, chosen, where):
             note(part)
         note(f"deleted; their bytes leave the disk with: mopd store compact {opened.uri} --now")
+        others = [other.folder for other in tree_of(opened) if not other.is_this]
+        if others:
+            note(f"not deleted from the stores that share files with it, which may have them too: {', '.join(others)}")
     if as_json:
         print_json({"deleted": not dry_run, "continued": continued, **plain(facts)})
 

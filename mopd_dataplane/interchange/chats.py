@@ -1,4 +1,5 @@
-"""Conversations: chat completions as served or logged, files for supervised fine-tuning, files of preferences."""
+"""Readers of conversations: chat completions as served or logged, files for supervised fine-tuning and of
+preferences."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +22,10 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system", "tool": "t
 
 
 def read_openai(fields: Fields, location: str) -> Iterator[Row]:
-    """Each choice of a chat completion, or the last message of a logged conversation.
+    """Read each choice of a chat completion, or the last message of a logged conversation.
 
-    The request and the response lie in one object, or under `request` and `response`. Token ids are read where the
-    server told them (vLLM: `return_token_ids`), and with them the sampler's log-probs.
+    The request and the response are in one object, or under `request` and `response`. Token ids and the sampler's
+    log-probs are read if the server returned them (vLLM: `return_token_ids`).
     """
     request, response = part(fields, "request", location), part(fields, "response", location)
     whole = {**fields, **request, **part(response, "body", location), **response}
@@ -57,8 +58,11 @@ def read_openai(fields: Fields, location: str) -> Iterator[Row]:
 
 
 def read_sft(fields: Fields, location: str) -> Iterator[Row]:
-    """A prompt with its completion, or a conversation, of which every message of the assistant is a response to what
-    was said before it (`messages`, or `conversations` as ShareGPT names them)."""
+    """Read a prompt with its completion, or a conversation.
+
+    A conversation (`messages`, or `conversations` as ShareGPT names them) gives one response for every message of the
+    assistant, with the messages before it as prompt.
+    """
     chat = chat_options(fields, location)
     if fields.get("completion") is not None:
         prompt, completion = read_prompt(fields, "prompt", location), read_response(fields, "completion", location)
@@ -85,7 +89,8 @@ def read_sft(fields: Fields, location: str) -> Iterator[Row]:
 
 
 def read_preference(fields: Fields, location: str) -> Iterator[Row]:
-    """The chosen answer with reward 1 and the rejected one with 0; what both begin with is the prompt, unless given."""
+    """Read the chosen answer with reward 1 and the rejected one with 0. Their common beginning is the prompt, unless
+    the row has one."""
     chat = chat_options(fields, location)
     if fields.get("prompt") is not None:
         prompt = read_prompt(fields, "prompt", location)

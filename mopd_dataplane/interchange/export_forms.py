@@ -1,6 +1,6 @@
-"""The forms of an exported row, each for tools that read it.
+"""The forms of an exported row, each for certain tools.
 
-plain     everything that is stored of a sample; `mopd import plain` reads it back
+plain     all stored columns of a sample; `mopd import plain` reads it back
 sft       prompt and completion as text: TRL, Unsloth, Axolotl
 messages  a conversation of one question and its answer: TRL, Unsloth, Axolotl's chat_template
 tokens    input_ids, labels and completion_mask, with one column a teacher: the exact tokens
@@ -31,21 +31,21 @@ IGNORED = -100
 """Label of a token that is not trained, in Hugging Face's losses."""
 
 Sampled = dict[str, Any]
-"""A sample: its columns of `samples` and `tokens`, `question` (a row of `prompts`), `rewards` and `signals`."""
+"""A sample: its columns of `samples` and `tokens`, `question` (its row of `prompts`), `rewards` and `signals`."""
 
 
 class Form(Protocol):
-    """Rows of an export."""
+    """Converts samples to the rows of an export."""
 
     schema: pa.Schema | None
-    """Columns; None: rows are nested documents, written as JSONL only."""
+    """Columns of the rows; None if rows are nested documents, which are written as JSONL only."""
 
     def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
-        """One row a sample."""
+        """Return one row per sample."""
 
 
 def _type_of(name: str) -> pa.DataType:
-    """Arrow type of a field of an exported row: the store's own."""
+    """Return the Arrow type of a field of an exported row, which is the store's own."""
     stored = SAMPLES if name in SAMPLES.schema.names else TOKENS
     return stored.schema.field(name).type
 
@@ -61,7 +61,7 @@ SCHEMA = pa.schema(
         ("signals", pa.list_(ENTRY)),
     ]
 )  # fmt: skip
-"""Columns of a row of the plain form."""
+"""Columns of the plain form."""
 
 
 class _Plain:
@@ -83,7 +83,7 @@ class _Plain:
 
 
 _ABOUT = [("uid", pa.string()), ("domain", pa.string()), ("reward", pa.float64())]
-"""Columns of the other forms for filters; reward is the mean over verifiers."""
+"""Columns for filters in the other forms; reward is the mean over verifiers."""
 
 
 def _about(sample: Sampled) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _about(sample: Sampled) -> dict[str, Any]:
 
 
 class _Text:
-    """Forms of decoded text; a trainer's tokeniser need not give the sampled tokens back."""
+    """Forms of decoded text. A trainer's tokeniser may encode the text to other tokens than the sampled ones."""
 
     schema: pa.Schema | None = None
 
@@ -102,7 +102,7 @@ class _Text:
         self._decoder = find_decoder(store)
 
     def decoded(self, samples: list[Sampled]) -> list[tuple[str, str]]:
-        """(prompt, response) as the student read and wrote them, without special tokens."""
+        """Return (prompt, response) as the student read and wrote them, without special tokens."""
         lengths = [sample["prompt_len"] for sample in samples]
         prompts = [sample["tokens"][:length] for sample, length in zip(samples, lengths, strict=True)]
         responses = [sample["tokens"][length:] for sample, length in zip(samples, lengths, strict=True)]
@@ -124,7 +124,7 @@ _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
 def _opened_thought(prompt: str) -> str:
-    """The beginning of a thought with which a prompt ends, and which belongs to what the assistant said."""
+    """Return the beginning of a thought at the end of a prompt, which belongs to the assistant's answer."""
     start = prompt.rfind("<think>")
     return prompt[start:] if start >= 0 and not prompt[start:].removeprefix("<think>").strip() else ""
 
@@ -133,7 +133,8 @@ class _Messages(_Text):
     schema = pa.schema([("messages", pa.list_(_MESSAGE)), *_ABOUT])
 
     def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
-        """The question as it is before the student's template, which the reader's own chat template stands in for."""
+        """Return rows with the question before the student's template, since the reader applies its own chat
+        template."""
         return [
             {
                 "messages": [
@@ -147,7 +148,7 @@ class _Messages(_Text):
 
 
 class _Tokens:
-    """Exact tokens; signals of a teacher in columns that end in its name."""
+    """Form of exact tokens; the columns of a teacher's signals end in its name."""
 
     def __init__(self, store: Store, said: SignalsOut, kind: str) -> None:
         ids, mask = pa.list_(pa.int32()), pa.list_(pa.int8())
@@ -198,7 +199,7 @@ _TEACHER_COLUMNS: dict[str, dict[str, pa.DataType]] = {
 
 
 def _teacher_columns(kind: str) -> dict[str, pa.DataType]:
-    """Those of one kind; another package's has a number for every token of input_ids."""
+    """Return the columns of one kind of signal; another package's has a number for every token of input_ids."""
     return _TEACHER_COLUMNS.get(kind) or {kind: pa.list_(pa.float32())}
 
 

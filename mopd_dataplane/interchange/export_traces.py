@@ -1,7 +1,7 @@
 """Samples as episodes of verifiers and prime-rl: one trace each, its messages as nodes with tokens and log-probs.
 
-verifiers/v1/trace.py (TRACE_VERSION 1) and episode.py: a node holds the tokens that its message adds, a mask of those
-the policy sampled, and log-probs for these only. Log-probs are written with every digit.
+The format is that of verifiers/v1/trace.py (TRACE_VERSION 1) and episode.py. A node holds the tokens that its message
+adds, a mask of those that the policy sampled, and log-probs for these only. Log-probs are written with every digit.
 """
 
 from itertools import groupby, pairwise
@@ -16,7 +16,7 @@ from mopd_dataplane.store.read.decode import find_decoder
 
 TRACE_VERSION = 1
 _FINISH = {"stop": "stop", "length": "length"}
-"""Finish reasons that a trace knows; it says nothing for the others."""
+"""Finish reasons that a trace can express; others are left out."""
 
 
 class Traces:
@@ -25,13 +25,13 @@ class Traces:
     schema: pa.Schema | None = None
 
     def __init__(self, store: Store, said: SignalsOut, kind: str) -> None:
-        """Raises InputError for another kind than jsonl."""
+        """Prepare to write episodes. Raises InputError for another kind than jsonl."""
         if kind != "jsonl":
             raise InputError(f"traces are written as jsonl, not as {kind}; end the name in .jsonl")
         self._decoder = find_decoder(store)
 
     def rows(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One episode a sample. Raises InputError for a sample with log-probs of several teachers."""
+        """Return one episode per sample. Raises InputError for a sample with log-probs of several teachers."""
         return [self._episode(sample) for sample in samples]
 
     def _episode(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Traces:
         }  # fmt: skip
 
     def _reference(self, sample: dict[str, Any]) -> tuple[str | None, list[float] | None]:
-        """Name and [R] log-probs of the one teacher that is asked for; none where no log-probs are."""
+        """Return name and [R] log-probs of the one teacher that is exported, or (None, None) without log-probs."""
         entries = [entry for entry in sample["signals"] if entry["kind"] == "logprob"]
         if len(entries) > 1:
             names = ", ".join(entry["teacher"]["name"] for entry in entries)

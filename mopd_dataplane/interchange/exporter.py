@@ -31,12 +31,13 @@ from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 
 KINDS = ("parquet", "jsonl", "arrow", "datasets")
 _ROWS = 512
-"""Samples in memory at once; with hidden states fewer."""
+"""Number of samples in memory at once; fewer with hidden states."""
 _ROWS_HIDDEN = 16
 
 
 def kind_of(out: PathOrUrl) -> str:
-    """Export kind that a place's name says: its suffix, or `datasets` for a folder. Raises InputError for another."""
+    """Return the export kind for a path: that of its suffix, or `datasets` for a folder. Raises InputError for another
+    suffix."""
     suffix = suffix_of(out).removeprefix(".")
     if suffix in KINDS[:-1]:
         return suffix
@@ -60,14 +61,15 @@ def export_samples(
     snapshot: Snapshot | None = None,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> int:
-    """Write samples to a new file (parquet, jsonl, arrow) or folder (datasets) and say how many.
+    """Write samples to a new file (parquet, jsonl, arrow) or folder (datasets). Returns their number.
 
-    out: a path or a URL; it appears when it is complete. kind: one of KINDS; by default what the name of `out` says.
-    form: what a row is, one of export_forms.FORMS. signals: kinds of signals that rows carry; hidden states bring the
-    heads of their teachers, in the folder `<out>.heads`. teachers: whose; by default every teacher's.
+    out: a path or a URL; it appears when it is complete. kind: one of KINDS; by default that of the suffix of `out`.
+    form: form of a row, one of export_forms.FORMS. signals: kinds of signals in the rows; for hidden states the heads
+    of their teachers are written to the folder `<out>.heads`. teachers: names of teachers; by default every teacher.
     where: a condition over the table of rollouts, such as "domain = 'math' and reward > 0".
-    Raises InputError when the place is taken, the form has no such kind or the kind needs a package that is missing,
-    UnknownNameError when no sample fits or there is no such teacher.
+    Raises InputError when `out` exists, the form does not support the kind, or the kind needs a package that is
+    missing.
+    Raises UnknownNameError when no sample matches or a teacher does not exist.
     """
     kind = kind or kind_of(out)
     require_known(kind, KINDS, "no export kind", InputError)
@@ -93,7 +95,7 @@ def export_samples(
 
 
 def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
-    """[n] rows of `samples` that fit, in row order."""
+    """Return the rows [n] of `samples` that match, in row order."""
     rollouts = Conditions(store, snapshot, job_questions(store))
     return rollouts.sample_rows if where is None else rollouts.rows(where)
 
@@ -130,7 +132,7 @@ def _rewards(store: Store, snapshot: Snapshot) -> dict[str, list[dict[str, Any]]
 
 
 def _write(file: Path, kind: str, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
-    """Rows as a JSONL or an Arrow file; as a Parquet file, which a folder of datasets is made of, for other kinds."""
+    """Write rows as a JSONL or an Arrow file; for the other kinds as a Parquet file, from which datasets are made."""
     import pyarrow.parquet as pq
 
     if kind == "jsonl":
@@ -147,12 +149,12 @@ def _write(file: Path, kind: str, batches: Iterator[list[dict[str, Any]]], schem
 
 
 def _as_text(value: bytes) -> str:
-    """Bytes in JSON."""
+    """Encode bytes for JSON."""
     return base64.b64encode(value).decode()
 
 
 def _publish_heads(store: Store, teachers: Iterable[Teacher], out: PathOrUrl, scratch: Path) -> None:
-    """Copies of the heads beside the export."""
+    """Copy the heads of teachers beside the export."""
     for teacher in teachers:
         if not teacher.head_file:
             continue
@@ -168,7 +170,7 @@ def _publish_heads(store: Store, teachers: Iterable[Teacher], out: PathOrUrl, sc
 
 
 def _as_dataset(parquet: Path, scratch: Path) -> Path:
-    """The rows as a folder for `datasets.load_from_disk`; they pass through a cache on disk, not through memory."""
+    """Convert the rows to a folder for `datasets.load_from_disk`, through a cache on disk instead of memory."""
     import datasets
 
     datasets.disable_progress_bars()

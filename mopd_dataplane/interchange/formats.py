@@ -1,6 +1,6 @@
 """Readers of each format: they turn its fields into Row, which is the same for all formats.
 
-The files and fields of each are in docs/import_export.md.
+docs/import_export.md lists the files and fields of each format.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def _trl(fields: Fields, location: str) -> Iterator[Row]:
 
 def _skyrl(fields: Fields, location: str) -> Iterator[Row]:
     if fields and all(isinstance(value, int | float) for value in fields.values()):
-        return  # aggregated_results.jsonl, which lies beside the rollouts
+        return  # aggregated_results.jsonl, which is beside the rollouts
     score = fields.get("score")
     total = sum(floats(score, "score", location)) if isinstance(score, list) else number(fields, "score", location)
     extras = fields.get("env_extras")
@@ -128,17 +128,17 @@ STATED = (
     "uid", "prompt_id", "group_id", "effort", "stage", "writer", "policy", "finish_reason", "resume", "tokenizer",
     "sampler", "group_index", "writer_seq", "top_k", "interruptions", "temperature", "top_p",
 )  # fmt: skip
-"""Columns of `samples` that a plain row may state as they are."""
+"""Columns of `samples` that a plain row may contain as they are."""
 _LISTS = (*(field for field in PAYLOAD if field.axis == "span"), *RECORDED)
 SAMPLE_FIELDS = (*STATED, *(field.name for field in _LISTS))
 """Fields of a sample that a plain row may have besides PLAIN_FIELDS, domain, iteration and turns."""
 PLAIN_FIELDS = tuple(field.name for field in PAYLOAD if field.axis != "span")
-"""Fields that it says with the length of its prompt."""
+"""Fields of a plain row with one value per token, beside the length of its prompt."""
 _PLAIN = {
     *SAMPLE_FIELDS, *PLAIN_FIELDS, "prompt", "response", "tokens", "prompt_len", "prompt_ids", "response_ids", "reward",
     "rewards", "question_fields", "answer", "domain", "iteration", "turns", "signals",
 }  # fmt: skip
-"""Every field of a plain row that is read."""
+"""All fields of a plain row that are read."""
 QUESTION_FIELDS = ("split", "effort", "source", "teacher_context", "verifier_data", "messages")
 """Fields of a prompt that a plain row may have besides text, answer and domain."""
 
@@ -164,7 +164,7 @@ def _truth(fields: Fields, name: str, location: str) -> bool | None:
 
 
 def _stated(fields: Fields, location: str) -> dict[str, Any]:
-    """Fields of Sample that a plain row states, checked."""
+    """Check the fields of Sample in a plain row, and return them."""
     there = (name for name in STATED if fields.get(name) is not None)
     stated = {name: stored(fields, SAMPLES.schema.field(name), location) for name in there}
     for listed in _LISTS:

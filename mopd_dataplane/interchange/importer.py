@@ -1,4 +1,4 @@
-"""Imports rows of another framework into a store: all rows are checked, then written; importing twice adds nothing."""
+"""Imports rows of another framework into a store: all rows are checked, then written. Importing twice adds nothing."""
 
 import hashlib
 import json
@@ -30,20 +30,20 @@ from mopd_dataplane.store.format.sample_values import log_probs, other_content, 
 from mopd_dataplane.store.read.decode import keep_tokenizer
 
 BATCH = 1024
-"""Samples committed together, at most."""
+"""Upper bound of the samples in one commit."""
 BATCH_BYTES = 256 << 20
-"""Signals committed together, about."""
+"""Approximate bytes of signals in one commit."""
 IMPORTED = "imported"
-"""In place of the weights' digest of a teacher of whom only log-probs are known."""
+"""Weights digest of a teacher that is known only by its log-probs."""
 CHECKED = ("uid", "prompt_id", "group_id", "stage", "tokenizer")
-"""Fields that a row may state and that are compared, or made where it does not."""
+"""Fields that a row may state, and that are otherwise derived; stated values are compared."""
 SPLIT = "import"
-"""Split of imported prompts: no rollout samples them, no evaluation asks them."""
+"""Split of imported prompts: neither rollouts nor evaluations use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSettings:
-    """Values for what the rows do not state; a value that a plain row states takes precedence.
+    """Values for fields that the rows do not have; a value in a plain row takes precedence.
 
     Example: ImportSettings(format="verl", stage="student", domain="math").
     """
@@ -56,11 +56,11 @@ class ImportSettings:
     """Name of the policy that sampled them."""
     temperature: float = 1.0
     teacher: str = "imported"
-    """Name of the teacher whose log-probs the rows hold."""
+    """Name of the teacher that gave the rows' log-probs."""
     rewritten: Literal["refuse", "split"] = "refuse"
-    """What to do with a conversation whose earlier answers the chat template writes in another way once more messages
-    follow, for example without their thoughts. `split` makes each answer a sample, after the messages before it as the
-    template writes them then."""
+    """What to do with a conversation whose earlier answers the chat template writes differently once more messages
+    follow, for example without their thoughts. `split` makes each answer a sample of its own, with the messages before
+    it as the template writes them at that point."""
 
 
 @dataclass
@@ -68,27 +68,28 @@ class ImportReport:
     """Result of an import."""
 
     rows: int = 0
-    """Rows read."""
+    """Number of rows read."""
     samples: int = 0
-    """Samples they make; a trajectory that does not continue itself makes several."""
+    """Number of samples in them; a trajectory whose steps do not continue each other makes several."""
     inserted: int = 0
-    """Samples the store did not have."""
+    """Number of samples that the store did not have."""
     tokenised: int = 0
-    """Samples whose ids were made here, from text."""
+    """Number of samples that were tokenised by the import, from text."""
     ended: int = 0
-    """Samples made of text that got the token which ends an answer (the chat template's, else the tokenizer's)."""
+    """Number of text samples to which the token that ends an answer was added (the chat template's, else the
+    tokenizer's)."""
     split: int = 0
-    """Conversations that were cut into a sample for each answer, as `rewritten = "split"` asks."""
+    """Number of conversations cut into one sample per answer by `rewritten = "split"`."""
     without_thought: int = 0
-    """Samples whose answer begins before the thought that the chat template opens, because it has none."""
+    """Number of samples whose answer begins before the thought that the chat template opens, because it has none."""
     with_logprobs: int = 0
-    """Samples that came with the sampler's log-probs; the others have none (null)."""
+    """Number of samples with the sampler's log-probs; the others store null."""
     rewards: int = 0
-    """Rewards the store did not have."""
+    """Number of rewards that the store did not have."""
     signals: int = 0
-    """Signals of teachers the store did not have."""
+    """Number of teachers' signals that the store did not have."""
     ignored: list[str] = field(default_factory=list)
-    """Fields of the rows that nothing was made of; only the plain format knows its fields."""
+    """Fields of the rows that were not used; only the plain format knows its fields."""
 
 
 def import_rollouts(
@@ -99,14 +100,14 @@ def import_rollouts(
     *,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> ImportReport:
-    """Import a file, all .jsonl and .parquet files of a folder, or those that match a pattern; a path or a URL.
+    """Import a file, all .jsonl and .parquet files of a folder, or those that match a pattern, by path or URL.
 
-    store: a store, or the path or URI of one, which is created once every row is checked.
-    Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
-    follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
-    Raises UnknownNameError for an unknown format, InputError naming file and row: not JSON, a field of
-    another type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content,
-    a teacher of that name that the store has scored with.
+    store: a store, or the path or URI of one, which is created once every row is checked. Every row is read and checked
+    before anything is written, so a malformed one leaves the store as it was. uids follow from the content: the same
+    rows again add nothing, and a killed import continues when it is repeated.
+    Raises UnknownNameError for an unknown format, and InputError naming file and row: not JSON, a field of another
+    type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content, or a
+    teacher name with which the store has scored.
     """
     reader = find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_at(path, SUFFIXES)
@@ -149,9 +150,9 @@ def _batches(converted: Iterator[tuple[Row, Prompt, Sample]]) -> Iterator[list[t
 def _check(
     store: Store | None, path: PathOrUrl, converted: Iterator[tuple[Row, Prompt, Sample]], teachers: Teachers
 ) -> dict[str, Prompt]:
-    """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name.
+    """Convert every row, and compare its prompt and its uid with those of that name in the store and in other rows.
 
-    Returns the prompts by name: a question that came by another format before stays as that brought it.
+    Returns the prompts by name. A question that was imported in another format before stays as it was.
     """
     prompts_by_id = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
     places: list[str] = []
@@ -180,7 +181,7 @@ def _check(
 
 
 def _is_same_question(prompt: Prompt, other: Prompt) -> bool:
-    """Whether two prompts ask the same. The text of messages is only for people, and their source is no part of it."""
+    """Check if two prompts ask the same. The text of messages is for people only, and the source does not count."""
     shown = other.text if prompt.messages and prompt.messages == other.messages else prompt.text
     return replace(prompt, source=other.source, text=shown) == other
 
@@ -214,7 +215,7 @@ def _write(
 def _samples(
     reader: Callable[..., Any], files: Sequence[str], settings: ImportSettings, vocabulary: Vocabulary
 ) -> Iterator[tuple[Row, Prompt, Sample]]:
-    """Every row as prompt and sample, checked."""
+    """Yield every row with its prompt and its sample, checked."""
     seen: dict[str, int] = {}
     groups: dict[str, int] = {}
     ordinal = 0
@@ -230,7 +231,8 @@ def _samples(
 
 
 def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], location: str) -> list[Row]:
-    """Rows that an importer makes of one row of a file. Raises InputError for an invalid one of another package."""
+    """Return the rows that an importer makes of one row of a file. Raises InputError for an invalid row of a
+    plug-in."""
     if name in FORMATS:
         return list(reader(fields, location))
     try:
@@ -310,7 +312,7 @@ def _converted(
 
 
 def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocabulary) -> TeacherSignal:
-    """Log-probs of a reference model as a signal of a teacher of whom nothing else is known."""
+    """Build a signal from the log-probs of a reference model that is known only by its name."""
     mask = sample.loss_mask.astype(bool)
     logprob = np.where(mask, np.array(values, np.float32), np.float32(0))
     own = logprob[mask].astype(np.float64)
@@ -326,7 +328,8 @@ def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocab
 
 
 def _divided(row: Row, settings: ImportSettings, vocabulary: Vocabulary) -> list[Row]:
-    """The row with its token ids; a row for each answer where the template rewrites earlier ones and `split` is set.
+    """Return the row with its token ids, or one row per answer if the template rewrites earlier ones and `split` is
+    set.
 
     Raises InputError for text that cannot be tokenised as its template writes it.
     """
@@ -354,10 +357,10 @@ def _divided(row: Row, settings: ImportSettings, vocabulary: Vocabulary) -> list
 
 
 def _tokenised(row: Row, vocabulary: Vocabulary) -> Row:
-    """The row with token ids of its text or messages.
+    """Return the row with the token ids of its text or messages.
 
-    A text does not show the token that the policy sampled last, so an answer gets it, unless its source says that it
-    was cut off.
+    A text does not show the token that the policy sampled last, so it is added to the answer unless the source says
+    that the answer was cut off.
     """
     is_cut_off = row.sample.get("finish_reason") == "length"
     if isinstance(row.prompt, str) and (row.rendered or vocabulary.template != "chat"):
@@ -383,7 +386,7 @@ def _tokenised(row: Row, vocabulary: Vocabulary) -> Row:
 
 
 def _as_messages(row: Row) -> tuple[Messages, Messages]:
-    """Prompt and response as messages."""
+    """Return prompt and response as messages."""
     assert row.prompt is not None
     assert row.response is not None
     prompt, response = row.prompt, row.response
@@ -394,7 +397,7 @@ def _as_messages(row: Row) -> tuple[Messages, Messages]:
 
 
 def _checked_ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-    """Token ids of prompt and response, which are in the vocabulary and not empty."""
+    """Return the token ids of prompt and response, checked to be in the vocabulary and not empty."""
     prompt_ids, response_ids = row.prompt_ids or [], row.response_ids or []
     highest = max([*prompt_ids, *response_ids], default=0)
     if highest >= vocabulary.size:
@@ -405,14 +408,16 @@ def _checked_ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]
 
 
 def _recorded(row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Recorded fields as Sample has them; what the row does not state is left out."""
+    """Return the row's recorded fields in the form of Sample; missing ones are left out."""
     stated = [field for field in RECORDED if field.name in row.sample]
     return arguments(Sample, {field.name: _array(field, row, length, mask, vocabulary) for field in stated})
 
 
 def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """A recorded field of a row of `length` tokens with this loss mask [R], in its dtype; [places, W] of a field with
-    several values a place."""
+    """Convert a recorded field of a row of `length` tokens with this loss mask [R] to an array in its dtype.
+
+    A field with W values per position gives [positions, W].
+    """
     array = np.array(row.sample[field.name], np.float64 if field.is_float else np.int64)
     if field.token_ids and array.max(initial=0) >= vocabulary.size:
         raise InputError(
@@ -434,7 +439,7 @@ def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vo
 
 
 def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
-    """The prompt of a row; its name follows from what it asks, unless the row names it."""
+    """Build the prompt of a row. Its name is a hash of the question, unless the row names it."""
     question: str | Messages = "" if row.prompt is None else row.prompt
     messages = ""
     if not isinstance(question, str):
@@ -457,7 +462,7 @@ def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
 def _uid(
     stage: str, row: Row, tokens: np.ndarray, logprobs: np.ndarray | None, mask: np.ndarray, seen: dict[str, int]
 ) -> str:
-    """128-bit identity of the content; `seen` counts equal rows of one import, so that each has its own."""
+    """Return a 128-bit identity of the content. `seen` counts equal rows of one import, so that each gets its own."""
     whole = hashlib.blake2b(f"{stage}\0{row.iteration}".encode(), digest_size=16, person=b"mopd-import")
     for array in (tokens, mask, *(() if logprobs is None else (logprobs,))):
         whole.update(array.tobytes() + b"\0")

@@ -1,4 +1,4 @@
-"""JSONL, Parquet and Arrow files, row by row, each with its position; and checks of a field's type."""
+"""Reads JSONL, Parquet and Arrow files row by row, each with its location, and checks the types of fields."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from mopd_dataplane.errors import InputError
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _LINE_BYTES = 256 << 20
-"""Longest line of a JSONL file: about twenty million tokens."""
+"""Longest line of a JSONL file, in bytes: about twenty million tokens."""
 _ROWS = 64
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -20,16 +20,16 @@ Fields = dict[str, Any]
 
 
 def read_rows(file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
-    """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet and Arrow, from 1.
+    """Yield (location, fields) of every row: line numbers of JSONL, row numbers of Parquet and Arrow, from 1.
 
-    Raises InputError with the place of a row that cannot be read.
+    Raises InputError with the location of a row that cannot be read.
     """
     with open_file(file) as content:
         yield from rows_in(content, file)
 
 
 def rows_in(content: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
-    """The rows of an open file, as read_rows gives them; its name says of which form it is."""
+    """Yield the rows of an open file like read_rows; the suffix of its name selects the format."""
     try:
         yield from _tabular(content, file) if suffix_of(file) in (".parquet", ".arrow") else _jsonl(content, file)
     except OSError as error:
@@ -67,8 +67,10 @@ def _tabular(content: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]
 
 
 def _batches(content: BinaryIO, suffix: str) -> Iterable[Any]:
-    """Those of a Parquet file, an Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets
-    holds."""
+    """Yield the record batches of a Parquet file, an Arrow file, or an Arrow stream.
+
+    A folder of Hugging Face datasets holds Arrow streams.
+    """
     if suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -81,11 +83,11 @@ def _batches(content: BinaryIO, suffix: str) -> Iterable[Any]:
 
 
 _ARROW_FILE = b"ARROW1"
-"""First bytes of an Arrow file; a stream begins otherwise."""
+"""First bytes of an Arrow file; a stream begins differently."""
 
 
 def text(fields: Fields, name: str, location: str, *, default: str | None = None) -> str:
-    """A string field. Raises InputError when it is missing without a default, or something else."""
+    """Return a string field. Raises InputError when it has another type, or is missing without a default."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
@@ -96,7 +98,8 @@ def text(fields: Fields, name: str, location: str, *, default: str | None = None
 
 
 def check_unicode(value: str, name: str, location: str) -> None:
-    """Raise InputError for half a surrogate pair, which JSON can write and no file of ours can hold."""
+    """Check that a text has no half of a surrogate pair, which JSON can write and our files cannot. Raises
+    InputError."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -106,7 +109,7 @@ def check_unicode(value: str, name: str, location: str) -> None:
 def _checked(
     fields: Fields, name: str, location: str, fits: Callable[[Any], bool], expected: str, default: Any = None
 ) -> Any:
-    """A field, the default where it is missing. Raises InputError when it is something else than expected."""
+    """Return a field, or the default if it is missing. Raises InputError when it does not fit."""
     value = fields.get(name)
     if value is not None and not fits(value):
         raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected {expected}")
@@ -114,7 +117,7 @@ def _checked(
 
 
 def integer(fields: Fields, name: str, location: str, *, default: int = 0) -> int:
-    """An integer field; missing is the default."""
+    """Return an integer field, or the default if it is missing."""
     return int(_checked(fields, name, location, _is_whole, "an integer", default))
 
 
@@ -125,18 +128,18 @@ def _is_whole(value: Any) -> bool:
 
 
 def number(fields: Fields, name: str, location: str) -> float | None:
-    """A finite number, None when the field is missing."""
+    """Return a finite number, or None if the field is missing."""
     value = _checked(fields, name, location, _is_number, "a finite number")
     return None if value is None else float(value)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that a column of float32 can hold; JSON has integers of any length."""
+    """Check if a value is a number that fits a float32 column; JSON has integers of any length."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def stored(fields: Fields, column: pa.Field, location: str) -> Any:
-    """A field by the type of the column that will hold it: as text, integer or number."""
+    """Return a field in the type of its column: as text, integer or number."""
     kind = column.type
     read: Callable[[Fields, str, str], Any]
     read = text if pa.types.is_string(kind) else integer if pa.types.is_integer(kind) else number
@@ -144,7 +147,7 @@ def stored(fields: Fields, column: pa.Field, location: str) -> Any:
 
 
 def integers(value: Any, name: str, location: str) -> list[int]:
-    """A list of integers that fit 32 bits and are not negative."""
+    """Return a list of non-negative integers that fit 32 bits."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected a list of token ids")
     for position, item in enumerate(value):
@@ -156,7 +159,7 @@ def integers(value: Any, name: str, location: str) -> list[int]:
 
 
 def floats(value: Any, name: str, location: str) -> list[float]:
-    """A list of finite numbers."""
+    """Return a list of finite numbers."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected a list of numbers")
     for position, item in enumerate(value):
@@ -166,7 +169,7 @@ def floats(value: Any, name: str, location: str) -> list[float]:
 
 
 def objects(fields: Fields, name: str, location: str) -> list[Fields]:
-    """A list of objects; missing is an empty one."""
+    """Return a list of objects; an empty one if the field is missing."""
     items: list[Fields] = _checked(fields, name, location, _is_objects, "a list of objects", [])
     return items
 
@@ -176,7 +179,7 @@ def _is_objects(value: Any) -> bool:
 
 
 def part(fields: Fields, name: str, location: str) -> Fields:
-    """An object; missing is an empty one."""
+    """Return an object; an empty one if the field is missing."""
     member: Fields = _checked(fields, name, location, lambda value: isinstance(value, dict), "an object", {})
     return member
 

@@ -1,4 +1,4 @@
-"""Row, into which every format is read: one response, with as much as its source recorded, and its messages."""
+"""Row, the common form of every format: one response, with as much as its source recorded, and its messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Row:
-    """One response, in whatever detail its source has it; what is None was not recorded.
+    """One response, in the detail of its source; a field that is None was not recorded.
 
     Example: Row(place="7.jsonl:1", prompt="3 + 4 =", response=" 7", iteration=7, rewards={"score": 1.0}).
     """
@@ -26,73 +26,73 @@ class Row:
     """File and line or row number."""
     prompt: str | Messages | None = None
     rendered: bool = False
-    """Whether the prompt's text is what the model read, chat template and special tokens included."""
+    """True if the prompt's text is what the model read, with chat template and special tokens."""
     response: str | Messages | None = None
     """Text, or the messages from the policy's first turn on; the assistant's are the policy's."""
     chat: ChatOptions = NO_OPTIONS
     """Tools of the conversation and variables of its template."""
     prompt_ids: list[int] | None = None
     response_ids: list[int] | None = None
-    """Both or neither; without them the text is tokenised."""
+    """Token ids of the response, present if and only if those of the prompt are; else the text is tokenised."""
     logprobs: list[float] | None = None
     """Sampler log-prob of each response token."""
     loss_mask: list[int] | None = None
-    """1 on response tokens that the policy wrote; None: on all."""
+    """1 on response tokens that the policy wrote; None means all."""
     teacher_logprobs: list[float] | None = None
-    """Log-prob that a reference model gives each response token; those that are not trained on are not read."""
+    """Log-prob of each response token under a reference model; values of untrained tokens are not read."""
     answer: str = ""
     domain: str = ""
     iteration: int = 0
-    """Training step that asked for it."""
+    """Training step in which the response was sampled."""
     turns: int = 1
     rewards: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By verifier and its version."""
+    """Rewards by verifier and its version."""
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Further results of a verifier, by its name: `detail`, and `correct` if it says what is right."""
+    """Further results of a verifier, by its name: `detail`, and `correct` if it judges correctness."""
     signals: list[TeacherSignal] = field(default_factory=list)
     """Signals of teachers for the response."""
     sample: dict[str, Any] = field(default_factory=dict)
-    """Fields of records.Sample that the source states."""
+    """Fields of records.Sample that the source has."""
     question: dict[str, Any] = field(default_factory=dict)
-    """Fields of records.Prompt that the source states."""
+    """Fields of records.Prompt that the source has."""
     ignored: tuple[str, ...] = ()
-    """Fields of the source's row that nothing was made of, where a reader knows them all."""
+    """Fields of the source's row that were not used, if a reader knows them all."""
     ended: bool = False
-    """Whether the import added the token that ends an answer; readers leave it."""
+    """True if the import added the token that ends an answer; set by the import, not by readers."""
     from_text: bool = False
-    """Whether the import made the token ids, of text; readers leave it."""
+    """True if the import tokenised the row from text; set by the import, not by readers."""
     is_part: bool = False
-    """Whether the row is one answer of a conversation that was cut into several; readers leave it."""
+    """True if the row is one answer of a conversation that was split; set by the import, not by readers."""
     without_thought: bool = False
-    """Whether the answer begins before the thought that the chat template opens; readers leave it."""
+    """True if the answer begins before the thought that the chat template opens; set by the import, not by readers."""
 
 
 Reader = Callable[[Fields, str], Iterator[Row]]
-"""(fields of one line or row, its place) -> the responses in it. Another package offers one as an entry point of
+"""(fields of one line or row, its location) -> its responses. Another package offers a reader as an entry point of
 `mopd.importers`, or it is named as `package.module:function`."""
 
 _FINISHED = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 
 
 def finish_reason(value: Any) -> dict[str, Any]:
-    """Fields of a sample that follow from a source's finish reason; empty for an unknown one."""
+    """Return the sample's fields for a source's finish reason; empty for an unknown one."""
     return {"finish_reason": _FINISHED[value]} if isinstance(value, str) and value in _FINISHED else {}
 
 
 def drawn(fields: Fields, location: str) -> dict[str, Any]:
-    """Sampling parameters of a policy, as far as its source has them."""
+    """Return the sampling parameters that a source recorded."""
     stated: dict[str, Any] = {name: number(fields, name, location) for name in ("temperature", "top_p")}
     stated["top_k"] = max(0, integer(fields, "top_k", location)) or None
     return {name: value for name, value in stated.items() if value is not None}
 
 
 def read_prompt(fields: Fields, name: str, location: str, *, optional: bool = False) -> str | Messages | None:
-    """A prompt: text or messages. Raises InputError for something else, or none where it is not optional."""
+    """Return a prompt: text or messages. Raises InputError for another type, or if it is missing and not optional."""
     return None if optional and fields.get(name) is None else _said(fields, name, location, "a list of messages")
 
 
 def read_response(fields: Fields, name: str, location: str) -> str | Messages:
-    """A response: text, or messages of which the first is the assistant's."""
+    """Return a response: text, or messages of which the first is the assistant's."""
     content = _said(fields, name, location, "messages of the assistant")
     return content if isinstance(content, str) else as_response(content, name, location)
 
@@ -107,9 +107,9 @@ def _said(fields: Fields, name: str, location: str, or_messages: str) -> str | M
 
 
 def as_response(messages: Messages, name: str, location: str) -> str | Messages:
-    """Messages from the policy's first turn on: a single one without tool calls is its text.
+    """Return messages from the policy's first turn on as a response: a single one without tool calls becomes its text.
 
-    What follows the assistant's last message taught the policy nothing, and is left out.
+    Messages after the assistant's last one are dropped, because no token of the policy follows them.
     """
     if not messages or messages[0]["role"] != "assistant":
         role = messages[0]["role"] if messages else "no message"
@@ -122,7 +122,7 @@ def as_response(messages: Messages, name: str, location: str) -> str | Messages:
 
 
 def chat_options(fields: Fields, location: str) -> ChatOptions:
-    """Tools and template variables of a conversation, as requests to servers and files for training name them.
+    """Read tools and template variables of a conversation, named as in requests to servers and files for training.
 
     `tools`: a list of JSON schemas, or its JSON. `chat_template_kwargs`: variables of the template.
     """
@@ -139,11 +139,11 @@ def chat_options(fields: Fields, location: str) -> ChatOptions:
 
 
 _OPTIONS = {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
-"""Arguments of `apply_chat_template` that are not for a template's own use."""
+"""Arguments of `apply_chat_template` that are not variables of a template."""
 
 
 def conversation_text(messages: Messages) -> str:
-    """Messages as text for people to read, tool calls with their arguments included."""
+    """Format messages as text for people, with the arguments of tool calls."""
     return "\n".join(f"{message['role']}: {_spoken(message)}" for message in messages)
 
 
@@ -154,9 +154,9 @@ def _spoken(message: Mapping[str, Any]) -> str:
 
 
 def read_messages(value: Any, name: str, location: str) -> Messages:
-    """Chat messages as templates read them: text in `content`, arguments of tool calls as objects.
+    """Parse chat messages for templates: text in `content`, arguments of tool calls as objects.
 
-    Raises InputError for what is no message, or holds more than text.
+    Raises InputError for a value that is no message, or holds more than text.
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"{location}: field {name!r} is {value!r:.60}, expected a list of messages")
@@ -196,7 +196,7 @@ def _content(value: Any, name: str, location: str) -> str:
 
 
 def _call(value: Any, name: str, location: str) -> dict[str, Any]:
-    """A tool call as chat templates read it. verifiers writes name and arguments flat, OpenAI under `function`."""
+    """Convert a tool call for chat templates. verifiers writes name and arguments flat, OpenAI under `function`."""
     function = value.get("function") or value if isinstance(value, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(f"{location}: {name} holds {value!r:.60}, expected a call with a function's name")
@@ -205,9 +205,9 @@ def _call(value: Any, name: str, location: str) -> dict[str, Any]:
         try:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
-            parsed = None  # what the model wrote is no JSON: kept as it wrote it
+            parsed = None  # the model wrote no JSON: keep its text
         arguments = parsed if isinstance(parsed, dict) else arguments
-    elif isinstance(arguments, dict):  # Parquet gives every call the arguments of all, null where it has none
+    elif isinstance(arguments, dict):  # Parquet gives every call the arguments of all, null if unused
         arguments = {key: value for key, value in arguments.items() if value is not None}
     call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return {**call, "id": value["id"]} if isinstance(value.get("id"), str) else call

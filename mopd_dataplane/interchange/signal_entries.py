@@ -36,33 +36,33 @@ ENTRY = pa.struct(
         *((name, pa.float32()) for name in _FACTS),
     ]
 )  # fmt: skip
-"""One signal of one sample. width: values of each position (K, or bytes of a hidden state), where a position has
-several; arrays are flat, row after row. values: of a kind of another package, [R]."""
+"""One signal of one sample. width: number of values per position (K, or bytes of a hidden state), if there are several;
+arrays are flat, row after row. values: [R], for a kind of another package."""
 
 
 @dataclass(frozen=True)
 class TeacherSignal:
-    """A signal that an imported row brings, and whose it is.
+    """A signal of an imported row, with its teacher.
 
     Example: TeacherSignal(Teacher(name="reference", …), Signal(uid="", sample_row=-1, kind="logprob", logprob=…)).
     """
 
     teacher: Teacher
-    """`head_file` empty: its LM head, if any, is found beside the file."""
+    """The teacher, with empty `head_file`: its LM head, if any, is beside the imported file."""
     signal: Signal
-    """`uid` and `sample_row` are filled when the sample has them."""
+    """The signal; `uid` and `sample_row` are filled in once the sample has them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Size of its arrays in bytes."""
         return sum(np.asarray(value(self.signal, f.name)).nbytes for f in of_signal(self.signal.kind))
 
 
 class SignalsOut:
-    """The asked signals of any sample of a store, as entries."""
+    """Reads the exported kinds of signals of a store, as entries."""
 
     def __init__(self, store: Store, snapshot: Snapshot, kinds: Sequence[str], teachers: Sequence[str]) -> None:
-        """kinds: of SIGNAL_KINDS, or another package's that the store has. teachers: names; none: all of the store's.
+        """Open the signals. kinds: of SIGNAL_KINDS, or another package's in the store. teachers: names; none means all.
 
         Raises UnknownNameError for a teacher, InputError for a kind.
         """
@@ -83,13 +83,13 @@ class SignalsOut:
             require_known(kind, there, "no signal", InputError)
 
     def has(self, teacher: str, kind: str) -> bool:
-        """Whether a teacher said this of any sample."""
+        """Check if a teacher has a signal of this kind for any sample."""
         return (teacher, kind) in self._facts
 
     def of(self, rows: Sequence[int]) -> list[list[dict[str, Any]]]:
-        """Entries of each of the given rows of `samples`; hidden states that were freed are left out.
+        """Return the entries of each of these rows of `samples`; hidden states that were freed are left out.
 
-        Raises DamagedError where a checksum differs.
+        Raises DamagedError when a checksum differs.
         """
         entries: list[list[dict[str, Any]]] = [[] for _ in rows]
         for name, teacher in self.teachers.items():
@@ -127,7 +127,7 @@ class SignalsOut:
 
 
 def signals_in(fields: Fields, location: str) -> list[TeacherSignal]:
-    """Signals of an exported row. Raises InputError with the place for entries that no export writes."""
+    """Parse the signals of an exported row. Raises InputError with the location for entries that no export writes."""
     return [
         _said(entry, f"{location}: signals[{number_}]")
         for number_, entry in enumerate(objects(fields, "signals", location))
@@ -163,7 +163,7 @@ def _said(entry: Fields, location: str) -> TeacherSignal:
 
 
 def entry_key(field: Field) -> str:
-    """Key of a field in an entry; those of other packages share one."""
+    """Return the key of a field in an entry; fields of other packages share one."""
     return PLUGIN_COLUMN if field.column == PLUGIN_COLUMN else field.name
 
 

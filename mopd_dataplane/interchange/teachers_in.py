@@ -1,4 +1,4 @@
-"""Teachers whose signals are imported: one identity for each name, and the LM heads that lie beside the files."""
+"""Teachers whose signals are imported: one identity for each name, and the LM heads beside the files."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +22,13 @@ def head_beside(location: PathOrUrl, teacher: str) -> str:
 
 
 class Teachers:
-    """The teachers that the rows of an import name."""
+    """The teachers named in the rows of an import."""
 
     def __init__(self, store: Store | None, places: Sequence[str], vocabulary: tuple[str, int]) -> None:
-        """store: where they will go, if it exists. places: files beside which heads may lie.
-        vocabulary: digest and size of the tokenizer that the samples are imported with."""
+        """Prepare an import. store: its target, if it exists. places: files beside which heads may be.
+
+        vocabulary: digest and size of the tokenizer that the samples are imported with.
+        """
         self._stored = store.teachers() if store is not None else {}
         self._places = places
         self._digest, self._size = vocabulary
@@ -34,8 +36,8 @@ class Teachers:
         self._heads: dict[str, str] = {}
 
     def check(self, said: TeacherSignal, location: str, response_len: int, loss_tokens: int) -> None:
-        """Raise InputError with the place for a signal that does not fit its sample, its tokenizer or what is known of
-        its teacher."""
+        """Check a signal against its sample, the tokenizer, and what is recorded of its teacher. Raises InputError with
+        the location if it does not fit."""
         teacher, signal = said.teacher, said.signal
         if teacher.tokenizer_digest != self._digest:
             raise InputError(
@@ -51,7 +53,7 @@ class Teachers:
             raise InputError(f"{location}: topk_ids holds {signal.topk_ids.max()}, the tokenizer has {self._size} ids")
 
     def bring(self, store: Store) -> None:
-        """Have heads and teachers in the store."""
+        """Write the heads and teachers to the store."""
         for name, teacher in self._new.items():
             if name in self._heads:
                 target = f"heads/{name}.safetensors"

@@ -1,8 +1,8 @@
 """Episodes of prime-rl and verifiers: a graph of messages, of which every path from a root to a leaf is a sample.
 
 The format is `Trace` of verifiers 0.4 (verifiers/v1/trace.py, version 1). A node holds the tokens that its message
-adds, a mask of those the policy sampled, and for these only the sampler's log-probs and, where a reference model scored
-them, that model's. verifiers writes log-probs with four decimals unless it is told otherwise.
+adds, a mask of those that the policy sampled, and for these only the sampler's log-probs. If a reference model scored
+them, its log-probs are there too. verifiers writes log-probs with four decimals unless it is configured otherwise.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TRACE_VERSION = 1
 
 
 def read_traces(fields: Fields, location: str) -> Iterator[Row]:
-    """Every trainable path of every trace of an episode, or of a trace alone.
+    """Read every trainable path of every trace of an episode, or of a single trace.
 
     Raises InputError for another version, a parent that is no earlier node, or values that do not fit a mask.
     """
@@ -34,7 +34,7 @@ def read_traces(fields: Fields, location: str) -> Iterator[Row]:
 
 
 def _leaves(nodes: list[Fields], location: str) -> list[int]:
-    """Nodes that no other continues, but for attempts at a shorter context that were never taken up."""
+    """Return the nodes without a successor, except attempts at a shorter context that were never used."""
     parents, attempts, taken_up = set(), set(), set()
     for place_of, node in enumerate(nodes):
         parent = node.get("parent")
@@ -111,7 +111,8 @@ def _tokens(row: Row, nodes: list[Fields], location: str) -> None:
 def _extended(
     values: list[float] | None, node: Fields, name: str, mask: list[int], location: str
 ) -> list[float] | None:
-    """Values of the tokens so far and of a node's, 0 where nothing was sampled; None once a node lacks its own."""
+    """Append a node's values to those so far, with 0 for tokens that were not sampled; None once a node has no
+    values."""
     logprobs = floats(node.get(name) or [], f"nodes.{name}", location)
     if logprobs and len(logprobs) != sum(mask):
         raise InputError(
@@ -124,7 +125,7 @@ def _extended(
 
 
 def _texts(row: Row, nodes: list[Fields], location: str) -> None:
-    """An episode of a client that returns no tokens: its messages are tokenised."""
+    """Fill in a row from messages, for an episode of a client that returns no tokens."""
     first = _first_sampled(nodes)
     for node in nodes[first:]:
         message = node.get("message")
@@ -143,7 +144,7 @@ def _first_sampled(nodes: list[Fields]) -> int:
 
 
 def _reward(trace: Fields, location: str) -> dict[tuple[str, str], float]:
-    """The weighted sum of the trace's rewards, as verifiers makes it; none where nothing was scored."""
+    """Return the weighted sum of the trace's rewards, as verifiers computes it; empty if nothing was scored."""
     scored = [entry for entry in part(trace, "rewards", location).values() if isinstance(entry, dict)]
     if not scored:
         return {}

@@ -1,4 +1,4 @@
-"""Trajectories with token ids: steps whose prompt continues all that came before are one sample."""
+"""Trajectories with token ids: consecutive steps become one sample if each prompt continues all tokens before it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,11 +9,11 @@ from mopd_dataplane.interchange.rows import Row, as_response, drawn, finish_reas
 from mopd_dataplane.interchange.traces import read_traces
 
 _Turn = tuple[list[int], list[int], list[int], list[float] | None]
-"""Prompt, then the policy's tokens with their mask and log-probs."""
+"""Prompt ids, the policy's token ids, their mask and their log-probs."""
 
 
 def read_prime_rl(fields: Fields, location: str) -> Iterator[Row]:
-    """The responses of an episode: of a message graph, or of a list of steps."""
+    """Read the responses of an episode: of a message graph, or of a list of steps."""
     yield from read_traces(fields, location) if {"traces", "nodes"} & fields.keys() else _trajectory(fields, location)
 
 
@@ -53,14 +53,14 @@ def _steps(trajectory: list[Any], location: str) -> Iterator[_Turn]:
 
 
 def read_tinker(fields: Fields, location: str) -> Iterator[Row]:
-    """The responses of a sampling call, of an evaluated conversation or of a trajectory."""
+    """Read the responses of a sampling call, of an evaluated conversation or of a trajectory."""
     if "kind" in fields:
         return _capture(fields, location)
     return _evaluated(fields, location) if "turns" in fields else _transitions(fields, location)
 
 
 def _capture(fields: Fields, location: str) -> Iterator[Row]:
-    """Each sampled sequence of one call; calls that failed, and those that train, hold none."""
+    """Read each sampled sequence of one call; calls that failed, and training calls, have none."""
     kind = text(fields, "kind", location)
     if kind != "sample" or fields.get("status") not in (None, "ok"):
         return
@@ -131,7 +131,7 @@ def _actions(transitions: list[Any], location: str) -> Iterator[_Turn]:
 
 
 def _observation(value: Any, name: str, location: str) -> list[int]:
-    """Token ids of an observation: a list, or a ModelInput of text chunks."""
+    """Return the token ids of an observation: a list, or a ModelInput of text chunks."""
     if isinstance(value, dict) and isinstance(value.get("chunks"), list):
         parts = [chunk.get("tokens") if isinstance(chunk, dict) else None for chunk in value["chunks"]]
         return [token for part in parts for token in integers(part, f"{name}.chunks", location)]
@@ -139,9 +139,10 @@ def _observation(value: Any, name: str, location: str) -> list[int]:
 
 
 def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row]:
-    """One response for turns of which each one's prompt continues all the tokens so far. begin: a row without tokens.
+    """Join turns into responses: a turn continues a response if its prompt continues all the tokens so far.
 
-    To a response that goes on, what the environment said since is appended unmasked, then the policy's tokens.
+    The environment's tokens since the last turn are appended with mask 0, then the policy's tokens. begin: returns a
+    row without tokens.
     """
     row: Row | None = None
     before: list[int] = []
@@ -151,7 +152,7 @@ def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row
                 yield row
             row, before = begin(), prompt
             row.prompt_ids, row.response_ids, row.loss_mask, row.turns = prompt, [], [], 0
-            row.logprobs = []  # None from the first turn on that has none
+            row.logprobs = []  # None from the first turn without log-probs on
         heard = prompt[len(before) :]
         row.response_ids = [*(row.response_ids or []), *heard, *response_ids]
         row.loss_mask = [*(row.loss_mask or []), *([0] * len(heard)), *mask]

@@ -15,28 +15,28 @@ class Vocabulary(Protocol):
     end: int | None
     """Id of the end-of-sequence token."""
     template: str
-    """How the student reads a prompt text; `chat` for its chat template."""
+    """How the student reads a prompt text: a template, or `chat` for its chat template."""
 
     def file(self) -> dict[str, Any] | None:
-        """Content of its tokenizer.json, by which a store shows text; None where it has none."""
+        """Return the content of its tokenizer.json, with which a store shows text, or None if it has none."""
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a prompt text as the student reads it."""
+        """Encode a prompt text as the student reads it."""
 
     def response(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens of its own."""
+        """Encode a text without adding special tokens."""
 
     def conversation(
         self, prompt: Messages, response: Messages, *, options: ChatOptions, is_cut_off: bool
     ) -> AnswerTokens:
-        """Tokens of messages as the chat template writes them; the assistant's are the policy's.
+        """Encode messages as the chat template writes them; the assistant's tokens are the policy's.
 
-        Raises InputError where the chat template does not tell whose a token is.
+        Raises InputError when the chat template does not show which tokens belong to which message.
         """
 
 
 class TokenizerVocabulary:
-    """The Vocabulary of a Hugging Face tokenizer, and how a prompt's text is put to the model."""
+    """The Vocabulary of a Hugging Face tokenizer, with the template for prompts."""
 
     def __init__(self, tokenizer: Any, digest: str, *, template: str = "{prompt}") -> None:
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class TokenizerVocabulary:
         self.end: int | None = tokenizer.eos_token_id
 
     def file(self) -> dict[str, Any] | None:
-        """See Vocabulary: a tokenizer that only Python code knows has no such file."""
+        """See Vocabulary; a tokenizer that exists only as Python code has no such file."""
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         return json.loads(fast.to_str()) if fast is not None else None
 

@@ -2,7 +2,8 @@
 
 section.py      a table of a job file, and the class of a key: what a new value does to a run that has begun
 sections.py     the tables of a job file: every key with its default and its meaning
-further_samples.py  samples beyond those of an iteration's own prompts: further prompts, iterations before
+further_samples.py samples beyond those of an iteration's own prompts: further prompts, iterations before
+scale.py        processes that share the work
 values.py       kinds of values that keys take
 parse.py        what pydantic found wrong, in words, and in which line; a section that another process wrote as JSON
 objectives.py   what a stage minimises, as a sum of terms; the classes that other packages' terms derive from

@@ -11,6 +11,7 @@ from pydantic import Field
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
+from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.job.section import Fixed, Free, Section
 from mopd_dataplane.job.values import Name
 
@@ -117,7 +118,7 @@ class Job(Section):
     """The shared-memory ring between disk and trainer."""
     retain: sections.Retain = sections.Retain()
     """How long hidden states are kept."""
-    scale: sections.Scale = sections.Scale()
+    scale: Scale = Scale()
     """How many processes share the work."""
     objectives: dict[str, Objective] = Field(default_factory=dict)
     """The losses that stages can name, one table an objective."""

@@ -6,6 +6,7 @@ Nothing is checked here beyond what merging needs; `job.py` says what a job may 
 import json
 import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -14,9 +15,11 @@ from mopd_dataplane.base.file_urls import PathOrUrl, folder_of, is_url, local_pa
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.parse import problems_text
-from mopd_dataplane.job.recipes import job_file, with_own_data
+from mopd_dataplane.job.recipes import STORE_JOB, job_file, with_own_data
 from mopd_dataplane.job.section import Section
 
+MARK = "store.json"
+"""File that marks a folder as a store."""
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
 """Longest chain of jobs that extend one another."""
@@ -40,14 +43,23 @@ class Extends(Section):
 def read_job(path: PathOrUrl, overrides: list[str]) -> tuple[Raw, str]:
     """A job file with everything it extends and the overrides applied: (its table, the file's name for messages).
 
-    path: a .toml file, a folder with a job.toml, a URL of either, the name of a recipe, or a store's job.json.
+    path: a .toml file, a folder with a job.toml, a URL of either, the name of a recipe, a store in a folder, or its
+    job.json.
     Raises JobFileError, DamagedError for a job.json that is not as it was written.
     """
     file = job_file(path)
-    raw = _with_parents(file, ())
+    raw = _in_own_store(_with_parents(file, ()), file)
     for override in overrides:
-        _apply_override(raw, override)
+        apply_override(raw, override)
     return raw, file
+
+
+def _in_own_store(raw: Raw, file: str) -> Raw:
+    """The job of a store that was moved since, with the folder in which it lies now."""
+    if is_url(file) or Path(file).name != STORE_JOB or not Path(file).with_name(MARK).exists():
+        return raw
+    folder = Path(file).parent
+    return raw if Path(str(raw.get("store"))).resolve() == folder.resolve() else {**raw, "store": str(folder)}
 
 
 def with_stage_defaults(raw: Raw, where: str) -> Raw:
@@ -156,7 +168,8 @@ def _layered(tables: list[Any]) -> Any:
     return wrong[0] if wrong else {key: value for table in tables for key, value in table.items()}
 
 
-def _apply_override(raw: Raw, override: str) -> None:
+def apply_override(raw: Raw, override: str) -> None:
+    """Set one key of a job's table, `KEY=VALUE` in TOML syntax. Raises JobFileError."""
     key, separator, text = override.partition("=")
     if not separator:
         raise JobFileError(f"--set takes KEY=VALUE, found {override!r}")

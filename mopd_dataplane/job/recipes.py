@@ -10,6 +10,8 @@ from mopd_dataplane.errors import JobFileError, nearest, require_known
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 JOB = "job.toml"
+STORE_JOB = "job.json"
+"""The job that a store keeps."""
 FULL_SCALE = "full.toml"
 """Beside a recipe's job.toml: the same recipe with its published settings, for GPUs."""
 SCHEMA = "job.schema.json"
@@ -21,7 +23,8 @@ def recipe_names() -> list[str]:
 
 
 def job_file(path: PathOrUrl, *, beside: PathOrUrl = "") -> str:
-    """The file that a job's path or URL means: a file, the job.toml of a folder, or a recipe by its name.
+    """The file that a job's path or URL means: a file, the job.toml of a folder, the job.json of a store's folder, or a
+    recipe by its name.
 
     What lies at the path wins over a recipe of that name. beside: folder that relative paths start from.
     Raises JobFileError when there is nothing.
@@ -33,13 +36,14 @@ def job_file(path: PathOrUrl, *, beside: PathOrUrl = "") -> str:
         location = str(path) if is_url(path) else joined(beside, str(path))
         return location if suffix_of(location) in (".toml", ".json") else joined(location, JOB)
     file = Path(beside) / local_path(path)
-    file = file / JOB if file.is_dir() else file
+    if file.is_dir():
+        file = file / (JOB if (file / JOB).exists() or not (file / STORE_JOB).exists() else STORE_JOB)
     if file.is_file():
         return str(file)
     if str(path) in names:
         return str(FOLDER / path / JOB)
     raise JobFileError(
-        f"no job file at {file}; give a .toml file, a folder with a {JOB}, or the name of a recipe "
+        f"no job file at {file}; give a .toml file, a folder with a {JOB}, a store's folder, or the name of a recipe "
         f"({nearest(Path(path).name, names)})"
     )
 

@@ -351,40 +351,6 @@ class Plan(Section):
     `drop` leaves out those that did."""
 
 
-class Scale(Section):
-    """Processes that share the work. No sample, plan or loss depends on them, and they may change at any restart."""
-
-    change = ChangeClass.FREE
-    ranks: int = Field(default=1, ge=1)
-    """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share a pack, each with a part of its tokens, for packs too long for one; divides the ranks of a node.
-    The others are data parallel."""
-    rank_deadline_s: float = Field(default=600.0, gt=0)
-    """Longest wait of one rank for another."""
-    engines: int = Field(default=1, ge=1)
-    """Engine replicas that roll out under `--ray`; those the cluster has no room for join as soon as it has."""
-    engine_cpus: float = Field(default=1.0, ge=0)
-    """Processor cores that each engine replica reserves in the Ray cluster."""
-    engine_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that each engine replica reserves in the Ray cluster."""
-    teacher_cpus: float = Field(default=1.0, ge=0)
-    """Processor cores that each teacher reserves in the Ray cluster while it scores."""
-    teacher_gpus: float = Field(default=0.0, ge=0)
-    """GPUs that each teacher reserves in the Ray cluster while it scores."""
-
-    @property
-    def data_parallel(self) -> int:
-        """Groups of ranks that each read packs of their own."""
-        return self.ranks // self.context_parallel
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> Scale:
-        if self.ranks % self.context_parallel:
-            raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
-        return self
-
-
 class Discriminator(Section):
     """Distinguishes a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
 
@@ -404,15 +370,20 @@ class Discriminator(Section):
 
 
 class Retain(Section):
-    """Retention of hidden states (most bytes of a store) and per-token statistics; 0 is without limit."""
+    """Retention of hidden states (most bytes of a store), per-token statistics and checkpoints."""
 
     change = ChangeClass.FREE
     hidden_passes: int = Field(default=0, ge=0)
-    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
+    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good; 0 is
+    without limit."""
     hidden_versions: int = Field(default=0, ge=0)
-    """Freed once the newest policy is more than this many versions newer than the one that began the sample."""
+    """Freed once the newest policy is more than this many versions newer than the one that began the sample; 0 is
+    without limit."""
     stats_versions: int = Field(default=0, ge=0)
     """Per-token statistics are freed in the same way, while their means stay; 0 keeps them without limit."""
+    checkpoints_every: int = Field(default=0, ge=0)
+    """The checkpoint of every so many policy versions stays, so that `mopd fork` and `mopd rewind` can begin there: 1
+    keeps that of every version, 0 those of the last two alone. 12 bytes a trained parameter each; in a folder."""
 
 
 class Load(Section):

@@ -3,7 +3,7 @@
 plan.py              from metadata columns to a plan window: select, shuffle, batch, pack, order, balance, digest
 columns.py           the planner's metadata of samples: one array per column
 select.py            which samples can be trained on, and why the others cannot
-draw.py              as many of them as a window takes, drawn by weight
+draw.py              draws the samples of a window from the selected ones, by weight
 replay.py            older samples that join a window
 shuffle.py           seeded permutations that are the same on every machine
 mixture.py           domain weights over steps

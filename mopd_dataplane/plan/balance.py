@@ -14,11 +14,11 @@ from mopd_dataplane.plan.shuffle import Floats, Ints
 from mopd_dataplane.records import PlanWindow
 
 LINEAR_COST = 24_576.0
-"""Linear over quadratic FLOPs of a transformer layer, 6 D for hidden size D = 4096 (24 D^2 L over 4 D L^2)."""
+"""Ratio of linear to quadratic FLOPs of a transformer layer: 6 D for hidden size D = 4096 (24 D^2 L over 4 D L^2)."""
 
 
 def pack_costs(lengths: NDArray[np.integer], pack_starts: Ints) -> Floats:
-    """[packs] work of each pack; lengths: [samples] tokens of the samples in pack order."""
+    """Compute the work of each pack: [packs]. lengths: [samples] tokens of the samples in pack order."""
     size = lengths.astype(np.int64)
     tokens = np.add.reduceat(size, pack_starts[:-1])
     size *= size
@@ -26,15 +26,19 @@ def pack_costs(lengths: NDArray[np.integer], pack_starts: Ints) -> Floats:
 
 
 def work_of(tokens: Ints, squares: Ints) -> Floats:
-    """[packs] sum over the sequences of a pack of LINEAR_COST * L + L^2; tokens, squares: its sums of L and of L^2."""
+    """Compute LINEAR_COST * L + L^2 summed over the sequences of each pack: [packs].
+
+    tokens, squares: sums of L and of L^2 in each pack.
+    """
     return np.asarray(LINEAR_COST * tokens + squares, dtype=np.float64)
 
 
 def deal(plan: PlanWindow, lengths: NDArray[np.integer], step: int, ranks: int) -> list[list[int]]:
-    """Pack ids of each rank for one step of the window, the same number for every rank.
+    """Deal the packs of one step of the window to ranks. Returns the pack ids of each rank, equally many for every
+    rank.
 
-    lengths: [samples] tokens of the window's samples. -1 stands for an empty pack where packs run out. Ids ascend
-    within a rank, so teachers stay in order. Another number of ranks re-deals the same packs.
+    lengths: [samples] tokens of the window's samples. -1 marks an empty pack when packs run out. Ids ascend within a
+    rank, so teachers stay in order. For another number of ranks the same packs are dealt differently.
     Raises InputError for a step outside the window.
     """
     steps = len(plan.step_starts) - 1
@@ -48,7 +52,7 @@ def deal(plan: PlanWindow, lengths: NDArray[np.integer], step: int, ranks: int) 
 
 
 def deal_steps(costs: Floats, step_starts: Ints, ranks: int) -> tuple[Ints, Floats]:
-    """Deal many steps at once: (packs [steps, ranks, rounds], -1 where there is none; work [steps, ranks])."""
+    """Deal many steps at once. Returns packs [steps, ranks, rounds], -1 for none, and work [steps, ranks]."""
     sizes = np.diff(step_starts)
     steps, rounds = len(sizes), max(1, -(-int(sizes.max(initial=1)) // ranks))
     packs = np.full((steps, rounds * ranks), -1, dtype=np.int64)
@@ -68,9 +72,10 @@ def deal_steps(costs: Floats, step_starts: Ints, ranks: int) -> tuple[Ints, Floa
 
 
 def _order_of_rows(work: Floats) -> Ints:
-    """[steps, n] columns of each row by work, the least first. Sorts values, several times faster than an argsort.
+    """Return the columns of each row by work, the least first: [steps, n]. Sorting values is much faster than an
+    argsort.
 
-    Floats that are not negative sort as their bits do; the last bits make room for the column.
+    Non-negative floats sort in the order of their bits; the last bits are replaced by the column.
     """
     column_bits = np.uint64((1 << work.shape[1].bit_length()) - 1)
     words = (work.view(np.uint64) & ~column_bits) | np.arange(work.shape[1], dtype=np.uint64)

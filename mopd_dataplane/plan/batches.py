@@ -21,7 +21,7 @@ from mopd_dataplane.plan.shuffle import Floats, Ints, permutation, philox_key, s
 
 @dataclass(slots=True)
 class Layout:
-    """Packs as they were made, of positions in the selected columns, and the steps they are dealt to.
+    """Packs of positions in the selected columns, in the order of packing, and the steps to which they are dealt.
 
     Step s trains on packs order[step_starts[s]:step_starts[s + 1]].
     """
@@ -37,7 +37,7 @@ class Layout:
 class Units:
     """The units of shuffling: samples, or whole groups.
 
-    Group u holds members[starts[u]:starts[u + 1]]; both are None where every sample is its own unit.
+    Group u holds members[starts[u]:starts[u + 1]]; both are None if every sample is its own unit.
     """
 
     domains: NDArray[np.int16]
@@ -54,23 +54,23 @@ class Units:
         return cls(chosen.domains[members[starts[:-1]]], members, starts)
 
     def samples(self, order: Ints) -> tuple[Ints, Ints]:
-        """(samples of the units in that order, where each unit starts among them)."""
+        """Return the samples of the units in that order, and the index at which each unit starts among them."""
         if self.members is None or self.starts is None:
             return order, np.arange(len(order) + 1)
         return gather_groups(self.members, self.starts, order)
 
     def sizes(self) -> Ints:
-        """[units] samples of each unit."""
+        """Return the number of samples of each unit: [units]."""
         return np.ones(len(self.domains), np.int64) if self.starts is None else np.diff(self.starts)
 
     def means(self, values: Floats) -> Floats:
-        """[units] mean over the samples of each unit."""
+        """Return the mean over the samples of each unit: [units]."""
         if self.members is None or self.starts is None:
             return values
         return np.asarray(np.add.reduceat(values[self.members], self.starts[:-1]) / self.sizes())
 
     def tokens(self, lengths: NDArray[np.int32]) -> Ints:
-        """[units] tokens of each unit."""
+        """Return the number of tokens of each unit: [units]."""
         if self.members is None or self.starts is None:
             return lengths.astype(np.int64)
         return np.add.reduceat(lengths[self.members].astype(np.int64), self.starts[:-1])
@@ -86,10 +86,10 @@ def plan_epoch(
     first_step: int,
     left_out: dict[str, int],
 ) -> Layout:
-    """Every selected sample once, or as many as the mixture allows, in an order drawn from (seed, name).
+    """Lay out every selected sample once, or as many as the mixture allows, in an order drawn from (seed, name).
 
-    first_step: step of the stage that the epoch begins with, where scheduled weights start. left_out counts samples
-    that stay outside, by reason. Raises InputError when the settings cannot be met by these samples.
+    first_step: step of the stage with which the epoch begins, for scheduled weights. left_out: counts, by reason, the
+    samples that are not used; updated here. Raises InputError when these samples cannot meet the settings.
     """
     key, pack_key = philox_key(seed, *name, "order"), philox_key(seed, *name, "packs")
     order = permutation(len(units.domains), key)
@@ -148,7 +148,7 @@ def _batches_then_packs(
 def _packs_then_batches(
     packs: Packs, teachers: Ints, shuffled: Ints, settings: sections.Plan, left_out: dict[str, int]
 ) -> Layout:
-    """Deal the packs of a whole epoch, in the order drawn, to steps of an equal number of packs."""
+    """Deal the packs of a whole epoch, in shuffled order, to steps of equally many packs."""
     tokens, samples = int(packs.tokens.sum()), int(packs.sizes.sum())
     per_step = _packs_per_step(tokens, samples, len(packs), settings)
     steps = len(packs) // per_step if settings.drop_last else -(-len(packs) // per_step)
@@ -160,7 +160,7 @@ def _packs_then_batches(
 
 
 def _packs_per_step(tokens: int, samples: int, packs: int, settings: sections.Plan) -> int:
-    """Packs of one step, rounded to a multiple of the largest power of two up to an eighth of it.
+    """Return the packs of one step, rounded to a multiple of the largest power of two up to an eighth of it.
 
     So a step of 8 R packs or more splits evenly over R = 2^k ranks, and the batch is off by at most a sixteenth.
     """
@@ -171,7 +171,8 @@ def _packs_per_step(tokens: int, samples: int, packs: int, settings: sections.Pl
 
 
 def _cut(sizes: Ints, limit: int, name: str) -> Ints:
-    """Cut points of units into batches, each taking units in order while their sizes sum to at most `limit`."""
+    """Return the cut points of units into batches, each taking units in order while their sizes sum to at most
+    `limit`."""
     if int(sizes.max()) > limit:
         raise InputError(f"plan.{name} is {limit:,}; one sample or group has {int(sizes.max()):,}: set at least that")
     total = np.cumsum(sizes)

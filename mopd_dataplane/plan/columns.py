@@ -24,11 +24,11 @@ SAMPLE_COLUMNS = (
     "total_len",
     "loss_tokens",
 )
-"""Columns of `samples` that every plan is made from."""
+"""Columns of `samples` that every plan needs."""
 GROUP_COLUMN = "group_id"
-"""Needed too where groups are planned whole."""
+"""Column that is also needed if groups are planned whole."""
 EFFORT_COLUMN = "effort"
-"""Needed too where a domain has a teacher for each effort mode."""
+"""Column that is also needed if a domain has a teacher for each effort mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +36,10 @@ class Columns:
     """Planner columns, all [n] and aligned; about 40 bytes a sample.
 
     Samples are in the order in which their generation was admitted, not in which they finished or were committed, so
-    that a run that was killed and continued plans what an uninterrupted run plans.
+    that a run that was killed and continued plans the same as an uninterrupted run.
 
-    Example: three samples, the second still waiting for its teacher:
-    Columns(sample_rows=[0, 1, 2], total_len=[9, 7, 12], …, has_signals=[True, False, True], …).
+    Example: three samples, the second still waiting for its teacher: Columns(sample_rows=[0, 1, 2], total_len=[9, 7,
+    12], …, has_signals=[True, False, True], …).
     """
 
     sample_rows: Ints
@@ -53,31 +53,31 @@ class Columns:
     domains: NDArray[np.int16]
     """Index into domain_names."""
     groups: Ints
-    """Samples of one group share a code."""
+    """Code of the sample's group."""
     teachers: NDArray[np.int16]
     """Index into the window's teachers; -1 when the objective needs none."""
     has_signals: Mask
-    """Every signal the objective needs is visible."""
+    """True if every signal that the objective needs is visible."""
     has_reward: Mask
-    """The reward the objective needs is visible."""
+    """True if the reward that the objective needs is visible."""
     abandoned: Mask
-    """The generation was given up, for a recorded reason that does not depend on its content."""
+    """True if the sample was abandoned, for a recorded reason that does not depend on its content."""
     domain_names: tuple[str, ...]
     unscorable: Mask = field(default_factory=lambda: np.empty(0, dtype=bool))
-    """The answer cannot be scored, by the reward function or by its teacher, which is on record. Empty: every answer
-    can."""
+    """True if the reward function or the teacher cannot score the answer, as recorded. Empty: every answer can be
+    scored."""
     group_unscorable: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Number of unscorable answers in the sample's group."""
     failed: NDArray[np.int16] = field(default_factory=lambda: np.empty(0, dtype=np.int16))
-    """Number, from 1 on, of the first condition that the sample does not meet; 0 when it meets all. Empty: all do."""
+    """Number, from 1 on, of the first condition that the sample does not meet; 0 if it meets all. Empty: all do."""
     conditions: tuple[str, ...] = ()
-    """Reasons that `failed` numbers: `where reward > 0`."""
+    """Reasons indexed by `failed`, such as `where reward > 0`."""
     replayed: Mask = field(default_factory=lambda: np.empty(0, dtype=bool))
     """The sample is of an iteration before the window's own. Empty: none is."""
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, dtype=np.float64))
-    """Weight with which the sample is drawn; NaN where its expression has no value. Empty: all alike."""
+    """Weight with which the sample is drawn; NaN if its expression has no value. Empty: all weights are equal."""
     order_values: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, dtype=np.float64))
-    """Value by which samples are put in order; NaN comes last. Empty: all alike."""
+    """Value by which samples are sorted; NaN comes last. Empty: all values are equal."""
 
     def __post_init__(self) -> None:
         for name in ("unscorable", "group_unscorable", "failed", "replayed", "weights", "order_values"):
@@ -92,7 +92,7 @@ class Columns:
         return len(self.sample_rows)
 
     def take(self, index: Ints | Mask) -> Columns:
-        """The samples at `index` (positions or mask), in that order."""
+        """Return the samples at `index` (positions or mask), in that order."""
         count = int(np.count_nonzero(index)) if index.dtype == bool else len(index)
 
         def taken(array: NDArray[Any]) -> NDArray[Any]:
@@ -119,17 +119,16 @@ def collect_columns(
     unscorable: Ints | None = None,
     unreadable: Ints | None = None,
 ) -> Columns:
-    """Planner columns from the metadata tables of one snapshot, in the order of admission.
+    """Collect planner columns from the metadata tables of one snapshot, in the order of admission.
 
-    samples: (rows in `samples`, their metadata) of some samples at a time, the metadata with at least SAMPLE_COLUMNS,
-    with GROUP_COLUMN where groups matter and EFFORT_COLUMN where efforts do. Nothing of it is kept but numbers.
-    limit: the most samples there can be.
-    route: (domain, effort) → teacher name, the effort empty where it was not read; None when the objective needs no
-    teacher.
-    teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
-    signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
-    unscorable: rows whose answers could not be scored; those that have a reward by now count as rewarded. unreadable:
-    rows that their teachers cannot read; those that have every signal by now count as scored.
+    samples: (rows in `samples`, their metadata) of some samples at a time. The metadata has at least SAMPLE_COLUMNS,
+    with GROUP_COLUMN if groups matter and EFFORT_COLUMN if efforts do; only numbers are retained. limit: upper bound of
+    the number of samples. route: (domain, effort) → teacher name, the effort empty if it was not read; None when the
+    objective needs no teacher. teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
+    signals: kinds that every sample must have from its own teacher. rewards: column sample_row; None when none is
+    needed. unscorable: rows whose answers could not be scored; those with a reward by now count as rewarded.
+    unreadable: rows that their teachers cannot read; those with every signal by now count as scored.
+
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
     numbers = _Numbers(limit)
@@ -181,10 +180,10 @@ _NAMES = ("writer", "domain", EFFORT_COLUMN)
 
 
 class _Column:
-    """Numbers of one column, which take no memory as long as each follows from the first one."""
+    """Numbers of one column; takes no memory while each number follows from the first."""
 
     def __init__(self, limit: int, kind: Any, step: int) -> None:
-        """step: from one number to the one that follows it, 0 or 1."""
+        """Reserve a column. step: difference between consecutive numbers while no memory is used, 0 or 1."""
         self._limit = limit
         self._kind = kind
         self._step = step
@@ -206,11 +205,11 @@ class _Column:
         self._array[here] = values
 
     def numbers(self) -> NDArray[Any]:
-        """[n] all of them."""
+        """Return all numbers: [n]."""
         return self._following(slice(0, self._count)) if self._array is None else self._array[: self._count]
 
     def taken(self, order: Ints) -> NDArray[Any]:
-        """[n] the numbers at these places; a column that counts up uses up the memory of `order`."""
+        """Return the numbers at these positions: [n]. A column that counts up reuses the memory of `order`."""
         if self._array is None and self._step:
             order += self._first
             return order
@@ -223,15 +222,15 @@ class _Column:
 
 
 class _Numbers:
-    """The numbers of samples seen so far; strings as codes into the names seen so far."""
+    """Numbers of the samples read so far; strings are codes into the names read so far."""
 
     def __init__(self, limit: int) -> None:
         self.groups: Ints | None = None
-        """[n] place of each group among sorted names, where groups matter; known once the samples are in order."""
+        """[n] index of each group among sorted names, if groups matter; set once the samples are in order."""
         self._group_names: list[pa.Array] = []
         self._columns = {name: _Column(limit, kind, int(name == "row")) for name, kind in _KINDS.items()}
         self._arrays: dict[str, NDArray[Any]] = {}
-        """[n] the columns once all samples were seen."""
+        """Column → [n] numbers, once all samples were read."""
         self._names: dict[str, pa.Array] = {name: pa.array([], pa.string()) for name in _NAMES}
         self._count = 0
 
@@ -253,20 +252,23 @@ class _Numbers:
             self._group_names += column.chunks if isinstance(column, pa.ChunkedArray) else [column]
 
     def codes(self, name: str) -> tuple[NDArray[Any], list[str]]:
-        """Codes of a string column and its names in order, so that codes do not depend on the order of rows."""
+        """Return the codes of a string column and its sorted names, so that codes do not depend on the order of
+        rows."""
         rank, names = _sorted_names(self._names[name])
-        if bool(np.all(rank == np.arange(len(rank)))):  # as good as always: the first samples have every name
+        if bool(np.all(rank == np.arange(len(rank)))):  # the usual case: the first samples have every name
             return self[name], names
         return rank.astype(_KINDS[name])[self[name]], names
 
     def route_to(self, route: Callable[[str, str], str] | None, teachers: list[str]) -> list[str]:
-        """Close the columns, once all samples were seen, and name the domains. The teacher of each sample becomes
-        known; its effort was needed for that alone."""
+        """Close the columns, once all samples were read, and return the names of the domains.
+
+        Also sets the teacher of each sample, which is the only use of its effort.
+        """
         for name in [name for name in self._columns if name != "row"]:
             self._arrays[name] = self._columns.pop(name).numbers()
         self._arrays["domain"], names = self.codes("domain")
         effort, effort_names = self.codes(EFFORT_COLUMN)
-        if not effort_names:  # not read
+        if not effort_names:  # efforts were not read
             effort, effort_names = np.broadcast_to(np.int16(0), self._count), [""]
         del self._arrays[EFFORT_COLUMN]
         teacher: NDArray[np.int16] = np.broadcast_to(np.int16(-1), self._count)
@@ -278,7 +280,7 @@ class _Numbers:
     def put_in_order(self) -> Ints:
         """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer.
 
-        Returns [n] row of each. What only this order needs is given up.
+        Returns the row of each sample: [n]. Frees the columns that only this order needs.
         """
         writers, names = self.codes("writer")
         iteration, admission = self["iteration"], np.require(self["writer_seq"], requirements="W")
@@ -311,7 +313,7 @@ class _Numbers:
             return rows.numbers()
         order = stable_order(admission, spent=True)
         del admission
-        spare: dict[np.dtype[Any], NDArray[Any]] = {}  # memory that was touched before costs less than new memory
+        spare: dict[np.dtype[Any], NDArray[Any]] = {}  # reusing memory costs less than touching new memory
         for name in self._arrays:
             array = self[name]
             if array.strides != (0,):
@@ -322,7 +324,7 @@ class _Numbers:
         return rows.taken(order)
 
     def _coded(self, name: str, column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
-        """[n] place of each string among the names seen so far."""
+        """Return the code of each string among the names read so far: [n]."""
         codes = pc.index_in(column, value_set=self._names[name])
         if codes.null_count:
             unseen = pc.unique(column.filter(pc.is_null(codes)))
@@ -338,12 +340,12 @@ class _Numbers:
 
 
 def _ints(column: pa.ChunkedArray) -> Ints:
-    # Chunks go straight into place: a whole column in Arrow's own type would be one more copy.
+    # Chunks are written straight into the array: a whole column in Arrow's own type would be one more copy.
     return np.concatenate([np.empty(0, np.int64), *(chunk.to_numpy() for chunk in column.chunks)], dtype=np.int64)
 
 
 def _sorted_names(seen: pa.Array) -> tuple[NDArray[np.int32], list[str]]:
-    """(place of each name in the sorted ones, the sorted ones)."""
+    """Return the index of each name among the sorted names, and the sorted names."""
     order = pc.sort_indices(seen)
     return np.argsort(order).astype(np.int32), seen.take(order).to_pylist()
 
@@ -382,7 +384,7 @@ def _route(
 def _has_kind(
     rows: Ints, teacher_codes: NDArray[np.int16], kind: str, scores: pa.Table | None, teachers: list[str]
 ) -> Mask:
-    """[n] whether each sample has a signal of that kind from its own teacher."""
+    """Return whether each sample has a signal of that kind from its own teacher: [n] bool."""
     if scores is None:
         raise InputError(
             f"the objective needs {kind!r} signals, but the planner was given no scores; pass the rows of `scores`"
@@ -396,7 +398,7 @@ def _has_kind(
 
 
 def _among(rows: Ints, chosen: Ints) -> Mask:
-    """[n] whether each row is one of `chosen`: a table look-up, for row numbers are dense."""
+    """Return whether each row is one of `chosen`, [n] bool, by a table look-up, since row numbers are dense."""
     present = np.zeros(int(max(rows.max(initial=-1), chosen.max(initial=-1))) + 1, dtype=bool)
     present[chosen] = True
     return np.asarray(present[rows])

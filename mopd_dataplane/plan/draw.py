@@ -1,6 +1,6 @@
-"""Which of the selected samples a window takes: as many as `plan.limit`, drawn in proportion to `plan.weight`.
+"""Draws the samples of a window from the selected ones: `plan.limit` of them, in proportion to `plan.weight`.
 
-Drawing without replacement by exponential keys: unit i gets the key E_i / w_i with E_i exponential, and the smallest
+Drawing without replacement uses exponential keys: unit i gets the key E_i / w_i with E_i exponential, and the smallest
 keys are taken (Efraimidis and Spirakis 2006). Given the smallest key t that is not taken, unit i is taken with
 probability 1 - exp(-w_i t), so one over it is an unbiased weight of its share in a sum (Cohen and Kaplan 2007).
 """
@@ -24,16 +24,16 @@ class Drawn:
 
     columns: Columns
     dropped: dict[str, Ints] = field(default_factory=dict)
-    """Rows of the others, by reason."""
+    """Rows of the samples that were not drawn, by reason."""
     importance: Floats | None = None
-    """[n] importance weight of each sample that is taken, 1 on average over draws; None where all are alike."""
+    """[n] importance weight of each drawn sample, 1 on average over draws; None if all are equal."""
 
 
 def draw(columns: Columns, settings: sections.Plan, group_size: int, key: int) -> Drawn:
-    """Take `plan.limit` samples, whole groups where there are groups; all of them without a limit.
+    """Draw `plan.limit` samples, in whole groups if there are groups; all of them without a limit.
 
-    By weight where there is one, else the first by `plan.order`, else any. key: of the random numbers. Raises
-    InputError for a negative or infinite weight, and where nothing is left to take.
+    They are drawn by weight if there is one; else they are the first by `plan.order`; else any. key: of the random
+    numbers. Raises InputError for a negative or infinite weight, and when no sample remains to draw.
     """
     if not settings.limit:
         return Drawn(columns=columns)
@@ -81,7 +81,7 @@ def take(columns: Columns, settings: sections.Plan, group_size: int, key: int) -
 
 
 def importance_of(rows: Ints, sample_rows: Ints, importance: Floats) -> list[float]:
-    """Weights of samples in the order of `rows`, for the record. sample_rows: the row that each weight belongs to."""
+    """Return the weights of samples in the order of `rows`, to be recorded. sample_rows: the row of each weight."""
     return [float(f"{value:.9g}") for value in aligned(rows, sample_rows, importance).tolist()]
 
 
@@ -92,7 +92,7 @@ def aligned(rows: Ints, value_rows: Ints, values: Floats) -> Floats:
 
 
 def _checked(columns: Columns) -> Floats:
-    """[n] the weights, 0 where there is none. Raises InputError for one that is negative or infinite."""
+    """Return the weights, with 0 for missing ones: [n]. Raises InputError for a negative or infinite weight."""
     weights = np.nan_to_num(columns.weights, nan=0.0, posinf=np.inf, neginf=-np.inf)
     wrong = np.flatnonzero((weights < 0) | np.isinf(weights))
     if len(wrong):

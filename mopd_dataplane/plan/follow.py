@@ -1,9 +1,9 @@
-"""Plan windows while samples and their signals are still being written.
+"""Plans windows while samples and their signals are still being written.
 
-`next_window` is a pure function: from what is visible now it returns the next window, or a reason to wait. A window is
-a fixed amount of work (one batch) taken in the order in which generations were admitted, and it waits until all of its
-samples are finished. Later samples never take their place, so short samples gain nothing by finishing early, and the
-result does not depend on when the planner looks. Every window lets the trainer publish one policy version.
+`next_window` is a pure function: from the visible samples it returns the next window, or a reason to wait. A window is
+a fixed amount of work (one batch), taken in the order in which generations were admitted, and it waits until all of its
+samples are finished. Later samples never replace them, so short samples gain nothing by finishing early, and the result
+does not depend on when the planner runs. Every window lets the trainer publish one policy version.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled.
+    """The planner's decision: record and train `window`, or wait. In both cases record `dropped` as settled.
 
     A window without steps closes the log: no window follows.
     """
 
     window: PlanWindow | None = None
     wait: str = ""
-    """Why there is no window yet."""
+    """Reason to wait; empty if there is a window."""
     dropped: dict[str, Ints] = field(default_factory=dict)
-    """Rows left out for good by this decision, by reason."""
+    """Rows that this decision excludes for good, by reason."""
 
 
 def next_window(
@@ -53,17 +53,19 @@ def next_window(
     teachers: list[str],
     training: Training,
 ) -> Decision:
-    """The next window of a growing store.
+    """Return the next window of a growing store, or a reason to wait.
 
-    columns: every sample of the stage that is visible. settled_rows: rows planned or dropped before. admission: [n]
-    ordinal of each sample, counted from 0 without gaps in the order generations were admitted; default: the order of
-    their rows, which is the order in which they finished. oldest_in_flight: oldest policy version of generations that
-    are not visible yet; None when there are none. finished: the producers have ended; the remaining samples are
-    planned, those that still lack a signal dropped and recorded. training: how the window would be trained; its
-    policy_version is the version that would start it. With `stale = "drop"`, samples over `max_staleness` are dropped.
-    With "wait" nothing is dropped: the trainer waits while one more version would make unfinished samples older than
-    the bound. With a mixture, the window waits until every weighted domain has its share; at the end, samples beyond a
-    domain's share are dropped and recorded. Raises InputError as build_window does.
+    columns: every visible sample of the stage. settled_rows: rows planned or dropped before. admission: [n] ordinal of
+    each sample, counted from 0 without gaps in the order in which generations were admitted; default: the order of
+    their rows, in which they finished. oldest_in_flight: oldest policy version of generations that are not visible yet;
+    None when there are none. finished: the producers have ended, so the remaining samples are planned, and those
+    without a signal are dropped and recorded. training: how the window would be trained; its policy_version is the
+    version that would start it.
+
+    With `stale = "drop"`, samples over `max_staleness` are dropped. With "wait" nothing is dropped: the trainer waits
+    while one more version would make unfinished samples older than the bound. With a mixture, the window waits until
+    every weighted domain has its share; at the end, samples beyond a domain's share are dropped and recorded.
+    Raises InputError as build_window does.
     """
     policy_version, group_size = training.policy_version or 0, training.group_size
     ordinals = columns.sample_rows if admission is None else admission
@@ -117,7 +119,7 @@ def next_window(
 
 
 def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWindow:
-    """The empty window that closes a stage's plan log: a reader that meets it stops."""
+    """Return the empty window that closes a stage's plan log: its readers stop there."""
     plan = PlanWindow(
         stage=stage,
         window=window,
@@ -135,7 +137,8 @@ def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWi
 
 
 def _first_gap(ordinals: Ints, pending: Mask, numbered: bool) -> int:
-    """First ordinal that is admitted but not ready: still in flight (a gap in the numbers), or pending."""
+    """Return the first ordinal that was admitted but is not ready: still in flight (a gap in the numbers), or
+    pending."""
     gap = len(ordinals) if numbered else np.iinfo(np.int64).max
     if numbered:
         missing = np.flatnonzero(ordinals != np.arange(len(ordinals)))
@@ -146,10 +149,10 @@ def _first_gap(ordinals: Ints, pending: Mask, numbered: bool) -> int:
 def _choose(
     columns: Columns, settings: sections.Plan, training: Training, key: int, usable: Mask, *, whole: bool
 ) -> Mask:
-    """[n] the first batch of usable samples in admission order, or in the mixture's.
+    """Choose the first batch of usable samples, in admission order or in the mixture's: [n] bool.
 
-    key: of the random numbers that decide between domains. While they are not all there: none if `whole`, else those
-    that are.
+    key: of the random numbers that decide between domains. If the batch is not complete yet, no sample is chosen if
+    `whole`, else those that are ready.
     """
     units = _units(columns, np.flatnonzero(usable), training.group_size)
     if settings.mixture and units:
@@ -160,7 +163,7 @@ def _choose(
     total = np.cumsum([weights[unit].sum(dtype=np.int64) for unit in units], dtype=np.int64)
     fits = int(np.searchsorted(total, limit, side="right"))
     room = limit - (int(total[fits - 1]) if fits else 0)
-    # Tokens: full when the next one does not fit. Samples: full when not one more group fits.
+    # By tokens, a batch is full when the next unit does not fit; by samples, when not one more group fits.
     full = fits < len(units) or (not settings.batch_tokens and room < training.group_size)
     chosen = np.zeros(len(usable), dtype=bool)
     if full or not whole:
@@ -169,9 +172,9 @@ def _choose(
 
 
 def _units(columns: Columns, positions: Ints, group_size: int) -> list[Ints]:
-    """Positions of each unit, a sample or a group, units in the order of their first member's admission.
+    """Return the positions of each unit, a sample or a group, in the order of their first member's admission.
 
-    The list ends before the first group that is not whole: what comes later never changes what came before.
+    The list ends before the first incomplete group, so that later samples never change earlier units.
     """
     if group_size == 1:
         return list(positions[:, None])
@@ -186,20 +189,20 @@ def _units(columns: Columns, positions: Ints, group_size: int) -> list[Ints]:
 
 
 def _in_turn(columns: Columns, units: Ints, weights: Mapping[str, Weight], step: int, key: int) -> Ints:
-    """[m] places of the units in the order of the mixture at a step of the stage."""
+    """Return the positions of the units in the order of the mixture at a step of the stage: [m]."""
     names = columns.domain_names
     unknown = set(names) - set(weights)
     if unknown:
         raise InputError(f"plan.mixture weighs {sorted(weights)}; domain {min(unknown)!r} has no weight: give it one")
     if {name for name, weight in weights.items() if weight_at(weight, step) > 0} - set(names):
-        return np.empty(0, dtype=np.int64)  # a weighed domain has no sample at all yet
+        return np.empty(0, dtype=np.int64)  # a weighted domain has no sample at all yet
     return take_mixed(columns.domains[units], names, weights, step, uniforms(len(names), key))
 
 
 def _staleness_wait(
     pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: sections.Plan, policy_version: int
 ) -> str:
-    """Reason to hold the trainer back, or empty."""
+    """Return the reason to hold the trainer back, or an empty string."""
     if not settings.max_staleness or settings.stale != "wait":
         return ""
     versions = pending_versions.tolist() + ([] if oldest_in_flight is None else [oldest_in_flight])

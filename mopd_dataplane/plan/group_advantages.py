@@ -15,7 +15,7 @@ STD_FLOOR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """rewards: [n] f32, NaN where there is none. advantages: [n] f32, 0 where there is none."""
+    """rewards: [n] f32, NaN for a sample without one. advantages: [n] f32, 0 for a sample without a reward."""
 
     rewards: NDArray[np.float32]
     advantages: NDArray[np.float32]
@@ -30,13 +30,12 @@ def group_outcomes(
     verifier: str = "",
     divide_by_std: bool = False,
 ) -> Outcomes:
-    """Rewards and group-relative advantages of given samples.
+    """Compute rewards and group-relative advantages of these samples.
 
     rewards: columns sample_row, verifier, reward. rows: [n] every sample of the store, ascending. groups: [n] the group
-    of each.
-    A group is every rewarded sample with one group_id, whether or not it is planned, so leaving a sample out of
-    training does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its
-    division unless `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
+    of each. A group is every rewarded sample with one group_id, planned or not, so leaving a sample out of training
+    does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its division unless
+    `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
     Raises MismatchError when several verifiers rewarded one sample of these groups and none is named.
     """
     codes = pc.dictionary_encode(groups).combine_chunks().indices.to_numpy()

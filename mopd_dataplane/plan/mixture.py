@@ -1,9 +1,9 @@
 """Domain weights over steps: how many samples of each domain an epoch takes, and at which step each is due.
 
-Nothing is taken twice. The weights of every step say how many units (samples, or whole groups) of each domain that
-step uses; their running sum is the demand. The epoch ends when the first domain is used up. The i-th unit of a domain
-is due at the step where the demand for the domain passes i plus one random offset below 1, so that every stretch of
-the epoch holds each domain as its weights say, within one unit.
+No unit is taken twice. The weights of every step give the number of units (samples, or whole groups) of each domain
+that the step uses; their running sum is the demand. The epoch ends when the first domain is used up. The i-th unit of a
+domain is due at the step where the demand for the domain passes i plus one random offset below 1. So every stretch of
+the epoch holds each domain in proportion to its weights, within one unit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,25 @@ from mopd_dataplane.plan.shuffle import Floats, Ints, stable_order, uniforms
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Number of units that an epoch takes of each domain, and the steps at which.
+    """Number of units of each domain in an epoch, and the steps at which they are due.
 
     Example: weights 2 : 1, 60 and 50 samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up.
     """
 
     quota: Ints
-    """[domains] units the epoch takes."""
+    """[domains] number of units that the epoch takes."""
     demand: Floats
-    """[steps + 1, domains] units used before each step; the last row is the end of the epoch."""
+    """[steps + 1, domains] number of units used before each step; the last row is the end of the epoch."""
 
     def due(self, domain: int, share: Floats) -> Floats:
-        """[n] step, fraction included, at which each share (0 to 1) of the domain's quota is used up."""
+        """Return the step, with fraction, at which each share (0 to 1) of the domain's quota is used up: [n]."""
         used = self.demand[:, domain]
         return np.asarray(np.interp(share * used[-1], used, np.arange(len(used), dtype=np.float64)))
 
 
 def weights_of_steps(weights: Mapping[str, Weight], names: Sequence[str], first_step: int, steps: int) -> Floats:
-    """[steps, names] weight of each name at each step, summing to 1 in a step; a name without a weight has 0.
+    """Return the weight of each name at each step, summing to 1 in a step: [steps, names]. Names without a weight have
+    0.
 
     Raises InputError for a step at which all are 0.
     """
@@ -60,11 +61,11 @@ def plan_mixture(
     step_units: float = 0.0,
     step_tokens: float = 0.0,
 ) -> Mixture:
-    """The most that an epoch can take with the asked shares in every step.
+    """Compute the largest epoch that has the requested shares in every step.
 
-    domains, tokens: [n] of each unit. A step uses `step_units` units, or `step_tokens` tokens (of which a unit of a
-    domain has as many as the mean of its units). first_step: step of the stage that the epoch begins with.
-    Raises InputError when the weights and the domains that have samples differ.
+    domains, tokens: [n] of each unit. A step uses `step_units` units, or `step_tokens` tokens (a unit counts as the
+    mean tokens of its domain's units). first_step: step of the stage with which the epoch begins.
+    Raises InputError when a weighted domain has no samples or a domain with samples has no weight.
     """
     counts = np.bincount(domains, minlength=len(domain_names))
     _check(counts, domain_names, weights)
@@ -86,7 +87,7 @@ def plan_mixture(
 
 
 def thin_and_order(mixture: Mixture, domains: NDArray[np.integer], order: Ints, key: int) -> Ints:
-    """The first `quota` units of each domain in `order`, arranged by the step at which they are due."""
+    """Return the first `quota` units of each domain in `order`, arranged by the step at which they are due."""
     ordered = domains[order]
     kept_rows = [
         order[np.flatnonzero(ordered == domain)[:quota]] for domain, quota in enumerate(mixture.quota.tolist())
@@ -97,9 +98,9 @@ def thin_and_order(mixture: Mixture, domains: NDArray[np.integer], order: Ints, 
 def order_by_due(
     mixture: Mixture, domains: Sequence[int] | NDArray[np.integer], strata: Sequence[Ints], key: int
 ) -> Ints:
-    """Elements of every stratum, in their order, spread over the steps as the domain of the stratum is.
+    """Spread the elements of every stratum, in their order, over the steps in the same way as the stratum's domain.
 
-    domains: domain of each stratum. One random offset per stratum, from `key`, decides where between two places.
+    domains: domain of each stratum. One random offset per stratum, from `key`, shifts its elements between steps.
     """
     due = [
         mixture.due(int(domain), (np.arange(len(stratum)) + offset) / max(len(stratum), 1))
@@ -111,11 +112,11 @@ def order_by_due(
 def take_mixed(
     domains: NDArray[np.integer], domain_names: Sequence[str], weights: Mapping[str, Weight], step: int, offsets: Floats
 ) -> Ints:
-    """[m] places of units in the order in which a growing store uses them, as far as every domain reaches.
+    """Return the positions of units in the order in which a growing store uses them, until a domain runs out: [m].
 
-    domains: [n] of the units that are ready, in admission order. Unit i of a domain of weight w comes at
-    (i + offset) / w; the list ends where the first domain runs out, so that more units never change what came before.
-    offsets: [domains] in [0, 1), new for every window, so that small weights get their share in expectation.
+    domains: [n] of the units that are ready, in admission order. Unit i of a domain of weight w comes at (i + offset) /
+    w. The list ends where the first domain runs out, so that later units never change the earlier order. offsets:
+    [domains] in [0, 1), new for every window, so that small weights get their share in expectation.
     """
     share = weights_of_steps(weights, domain_names, step, 1)[0]
     counts = np.bincount(domains, minlength=len(share))
@@ -131,7 +132,7 @@ def take_mixed(
 
 
 def _when(used: Floats, count: int) -> float:
-    """Step, fraction included, at which the demand reaches `count`; beyond the last one when it never does."""
+    """Return the step, with fraction, at which the demand reaches `count`; beyond the last one if it never does."""
     if used[-1] <= count:
         return float(len(used) - 1)
     after = int(np.searchsorted(used, count, side="right"))

@@ -1,8 +1,8 @@
 """Best-fit-decreasing packing on the histogram of lengths.
 
-Walk the distinct lengths from long to short. All samples of one length are placed at once: the packs with the least
+Walk the distinct lengths from long to short. All samples of one length are packed at once: the packs with the least
 room that still fits take as many copies as they can, and new packs are opened when none fits. Packs of equal room are
-kept as ranges of ids, so the inner loop is integer arithmetic and the work grows with the number of distinct lengths,
+stored as ranges of ids, so the inner loop is integer arithmetic and the work grows with the number of distinct lengths,
 not with the number of samples. The result is exactly that of best-fit-decreasing (Johnson 1973), sample by sample.
 """
 
@@ -21,20 +21,21 @@ from mopd_dataplane.plan.shuffle import BLOCK, Ints, sort_codes, stable_order
 
 @dataclass(slots=True)
 class Packs:
-    """Packs as they were made. What a pack holds of one length is a run; runs are several times fewer than samples.
+    """Packs in the order of packing. The samples of one length in a pack are a run; runs are several times fewer than
+    samples.
 
     Run r is samples[starts[r]:starts[r] + copies[r]], in pack pack_of[r].
     """
 
     samples: Ints
-    """[n] places of the samples in what was packed: by stratum, there the longest first."""
+    """[n] indices of the packed samples: by stratum, there the longest first."""
     starts: Ints
     copies: NDArray[np.int32]
     pack_of: Ints
     strata: Ints
-    """[packs] stratum that all samples of the pack belong to."""
+    """[packs] stratum of all samples of the pack."""
     sizes: Ints
-    """[packs] samples."""
+    """[packs] number of samples."""
     tokens: Ints
     """[packs] sum of lengths."""
     squares: Ints
@@ -44,7 +45,8 @@ class Packs:
         return len(self.sizes)
 
     def gather(self, packs: Ints) -> tuple[Ints, Ints]:
-        """(samples of the given packs, pack after pack, the longest first; [packs + 1] where each pack starts)."""
+        """Return the samples of these packs, pack after pack, the longest first, and the start of each pack: [packs +
+        1]."""
         pack_order = np.full(len(self), len(packs), dtype=np.int64)
         pack_order[packs] = np.arange(len(packs))
         place_of = pack_order[self.pack_of]
@@ -67,8 +69,8 @@ def pack(
     """Pack samples so that no pack exceeds `cap` tokens or mixes two strata.
 
     lengths: [n] tokens, each in 1..cap. strata: [n] non-negative codes; None is one stratum. Samples of equal length
-    are taken in the given order, or in one drawn from `key`: a shuffled order gives shuffled packs. At most 2^31 - 1
-    packs.
+    are taken in their order, or in one drawn from `key`: a shuffled order gives shuffled packs. There are at most 2^31
+    - 1 packs.
     Raises InputError when a length is outside 1..cap.
     """
     shortest, longest = int(lengths.min(initial=cap)), int(lengths.max(initial=1))
@@ -112,7 +114,8 @@ def pack(
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """No cyclic garbage collection: there are no cycles, and it would walk the ranges of packs again and again."""
+    """Turn off cyclic garbage collection: there are no cycles, and it would walk the ranges of packs again and
+    again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,27 +126,27 @@ def _no_collector() -> Iterator[None]:
 
 
 def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tuple[NDArray[np.int32], int]:
-    """Place counts[i] samples of length distinct[i], which descends, when `opened` packs are there already.
+    """Pack counts[i] samples of length distinct[i], which descends, when `opened` packs exist already.
 
     Returns placements in the order of the sorted samples, as [placements, 4] first pack, number of packs, copies that
-    each of them takes, length; and how many packs are open afterwards.
+    each of them takes, length; and the number of open packs afterwards.
     """
     placed: list[int] = []
-    shelf: dict[int, list[int]] = {}  # by room: packs with too little of it by now, as the placements that fill them
-    shelved = bytearray(cap + 1)  # by room: 1 where it has been on the shelf
-    fitting: list[tuple[int, int, int]] = []  # room, first and last of a range of packs: the least that fits is last
+    shelf: dict[int, list[int]] = {}  # by room: placements that fill packs with too little of it by now
+    shelved = bytearray(cap + 1)  # by room: 1 if it has been on the shelf
+    fitting: list[tuple[int, int, int]] = []  # room, first and last of a range of packs: the least room is last
     wide = 0
     for length, count in zip(distinct, counts, strict=True):
         if 2 * length <= cap:
             break
-        # Too long to share a pack with another of these, so every one opens its own.
+        # Samples that are too long to share a pack with each other open one each.
         placed += (opened, count, 1, length)
         if length < cap:
             shelf[cap - length] = [opened, count, 1, cap - length]
             shelved[cap - length] = 1
         opened += count
         wide += 1
-    above = cap + 1  # all rooms on the shelf are below
+    above = cap + 1  # all rooms on the shelf are smaller
     for length, count in zip(distinct[wide:], counts[wide:], strict=True):
         room = shelved.rfind(1, length + 1, above)
         while room > 0:
@@ -154,7 +157,7 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
         if length in shelf:
             packs = shelf.pop(length)
             filled = sum(packs[1::4])
-            if filled <= count:  # they fill up: most packs end so
+            if filled <= count:  # they fill up, as most packs do in the end
                 placed += packs
                 count -= filled
             else:
@@ -191,7 +194,7 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
 
 
 def ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> Ints:
-    """Concatenation of arange(first, first + count), every count 1 or more."""
+    """Concatenate arange(first, first + count); every count is 1 or more."""
     filled = np.ones(int(counts.sum()), dtype=np.int64)
     filled[:1] = firsts[:1]
     filled[np.cumsum(counts[:-1])] = firsts[1:] - (firsts[:-1] + counts[:-1] - 1)
@@ -199,6 +202,6 @@ def ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> Ints:
 
 
 def gather_groups(members: Ints, starts: Ints, groups: Ints) -> tuple[Ints, Ints]:
-    """(members, starts) of the chosen groups, in the chosen order."""
+    """Return (members, starts) of the chosen groups, in that order."""
     sizes = (starts[1:] - starts[:-1])[groups]
     return members[ranges(starts[:-1][groups], sizes)], np.concatenate(([0], np.cumsum(sizes)))

@@ -18,16 +18,16 @@ from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.draw import draw, importance_of
+from mopd_dataplane.plan.draw import Drawn, draw, importance_of
 from mopd_dataplane.plan.replay import fresh_limit, join_older
 from mopd_dataplane.plan.select import first_groups, select
 from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, philox_key, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 CHOICES = ("where", "groups", "limit", "weight", "order", "replay")
-"""Keys of [plan] that say which samples are taken."""
+"""Keys of [plan] that choose samples."""
 WEIGHT_BITS = 24
-"""Packs of a step and teacher are ordered by work in as many steps up to the heaviest pack."""
+"""Bits of a pack's work relative to the heaviest pack, by which packs of a step and teacher are ordered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class Training:
     most_groups: int = 0
     """Groups that are trained on, the first in the order of admission; 0 takes all."""
     policy_version: int | None = None
-    """Version that will train, for the staleness bound."""
+    """Policy version that will train, for the staleness bound."""
     first_step: int = 0
-    """Steps of the stage before this window, where scheduled weights stand."""
+    """Number of steps of the stage before this window, at which scheduled weights are evaluated."""
     teacher_weights: Mapping[str, Weight] = field(default_factory=dict)
-    """Weights of the objective; they change no batch and are recorded with it."""
+    """Weights of the objective; they are recorded and change no batch."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the job that changed in the middle of the stage, with the values that the window goes by."""
+    """Keys of the job that changed in the middle of the stage, with the values used for the window."""
     ranks: int = 1
-    """Data-parallel ranks that the balance is reported for."""
+    """Number of data-parallel ranks for which the balance is reported."""
 
 
 def build_window(
@@ -76,20 +76,7 @@ def build_window(
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
     _check(settings, teachers, columns, training.group_size)
-    own = columns.take(~columns.replayed) if settings.replay else columns
-    chosen, dropped = select(own, settings, group_size=training.group_size, policy_version=training.policy_version)
-    if training.most_groups:
-        chosen, surplus = first_groups(chosen, training.most_groups)
-        dropped |= surplus
-    limited = fresh_limit(settings) if columns.replayed.any() else settings
-    drawn = draw(chosen, limited, training.group_size, philox_key(seed, "draw", stage, window))
-    dropped |= drawn.dropped
-    replayed: dict[str, int] = {}
-    if settings.replay:
-        drawn, replayed = join_older(
-            columns, drawn, settings, settings.replay, group_size=training.group_size,
-            policy_version=training.policy_version, key=philox_key(seed, "replay", stage, window),
-        )  # fmt: skip
+    drawn, counts = _choose_samples(columns, settings, training, seed=seed, name=(stage, window))
     chosen = drawn.columns
     units = Units.of(chosen, training.group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
@@ -132,15 +119,41 @@ def build_window(
         "straggler_ratio": straggler_ratio(costs, plan.step_starts, training.ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
-    counts = {reason: len(rows) for reason, rows in dropped.items()} | left_out
-    plan.stats |= {f"dropped_{reason}": count for reason, count in counts.items() if count} | replayed
+    plan.stats |= counts | {f"dropped_{reason}": count for reason, count in left_out.items() if count}
     plan.digest = plan_digest(plan)
     return plan
 
 
+def _choose_samples(
+    columns: Columns, settings: sections.Plan, training: Training, *, seed: int, name: tuple[str, int]
+) -> tuple[Drawn, dict[str, int]]:
+    """Select, draw and replay the samples of a window; name: its (stage, window).
+
+    Returns them, and statistics: `dropped_<reason>` counts, and what was replayed.
+    """
+    own = columns.take(~columns.replayed) if settings.replay else columns
+    chosen, dropped = select(own, settings, group_size=training.group_size, policy_version=training.policy_version)
+    if training.most_groups:
+        chosen, surplus = first_groups(chosen, training.most_groups)
+        dropped |= surplus
+    limited = fresh_limit(settings) if columns.replayed.any() else settings
+    drawn = draw(chosen, limited, training.group_size, philox_key(seed, "draw", *name))
+    dropped |= drawn.dropped
+    counts = {f"dropped_{reason}": len(rows) for reason, rows in dropped.items() if len(rows)}
+    if not settings.replay:
+        return drawn, counts
+    drawn, replayed = join_older(
+        columns, drawn, settings, settings.replay, group_size=training.group_size,
+        policy_version=training.policy_version, key=philox_key(seed, "replay", *name),
+    )  # fmt: skip
+    return drawn, counts | replayed
+
+
 def recorded_settings(settings: sections.Plan, training: Training, steps: int) -> dict[str, Any]:
-    """The settings that a window of so many steps depends on, for its record; the number of ranks is not one of them.
-    Weights that change over steps are recorded with their value at each step of the window."""
+    """Return the settings that a window of `steps` steps depends on, to be recorded.
+
+    The number of ranks is not among them. Weights that change over steps have one value per step of the window.
+    """
     recorded = {
         **settings.model_dump(mode="json", exclude=_unused(settings)),
         "epochs": training.epochs,
@@ -161,12 +174,12 @@ def recorded_settings(settings: sections.Plan, training: Training, steps: int) -
 
 
 def _unused(settings: sections.Plan) -> set[str]:
-    """Keys of conditions and draws that are not set: left out of the record, so that they do not change its digest."""
+    """Return the unset keys of conditions and draws, which the record omits so that they do not change its digest."""
     return {key for key in CHOICES if getattr(settings, key) == sections.Plan.model_fields[key].default}
 
 
 def plan_digest(plan: PlanWindow) -> str:
-    """32 hex digits over everything in the window except its statistics."""
+    """Return 32 hex digits over everything in the window except its statistics."""
     head = {
         "stage": plan.stage,
         "window": plan.window,
@@ -197,7 +210,7 @@ def _check(settings: sections.Plan, teachers: list[str], columns: Columns, group
 
 @dataclass(slots=True)
 class _Epoch:
-    """An epoch in the order it is trained in: rows of samples, packs, steps."""
+    """An epoch in training order: rows of samples, packs, steps."""
 
     rows: Ints
     pack_starts: Ints
@@ -209,15 +222,15 @@ class _Epoch:
 
 
 def _arrange(layout: Layout, chosen: Columns, steps_before: int) -> _Epoch:
-    """steps_before: steps of the window before this epoch."""
+    """Put an epoch in training order. steps_before: number of steps of the window before this epoch."""
     packed = layout.packs
     costs = work_of(packed.tokens, packed.squares)
     packs = _order_by_teacher(layout, costs, steps_before)
     samples, pack_starts = packed.gather(packs)
     unused, _ = packed.gather(np.setdiff1d(np.arange(len(packed)), packs, assume_unique=True))
-    # Most plans pack every sample, so their sum needs no walk through them in the order of packs.
+    # Most plans pack every sample; their sum then needs no walk in the order of packs.
     loss = chosen.loss_tokens if len(packed.samples) == len(chosen) else chosen.loss_tokens[packed.samples]
-    for first in range(0, len(samples), BLOCK):  # in place: memory that was not touched before is dear
+    for first in range(0, len(samples), BLOCK):  # in the array itself: untouched memory is expensive
         block = samples[first : first + BLOCK]
         block[:] = chosen.sample_rows[block]
     return _Epoch(
@@ -232,9 +245,9 @@ def _arrange(layout: Layout, chosen: Columns, steps_before: int) -> _Epoch:
 
 
 def _order_by_teacher(layout: Layout, costs: Floats, steps_before: int) -> Ints:
-    """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards.
+    """Order packs by step, and inside a step by teacher, heavy packs first. Odd steps take the teachers backwards.
 
-    A step then begins with the teacher the last one ended with, which saves one change of head per step.
+    A step then begins with the teacher that ended the last one, which saves one change of head per step.
     """
     packs = layout.order
     steps = np.repeat(np.arange(steps_before, steps_before + len(layout.step_starts) - 1), np.diff(layout.step_starts))
@@ -248,6 +261,6 @@ def _order_by_teacher(layout: Layout, costs: Floats, steps_before: int) -> Ints:
 
 
 def _join_starts(parts: list[Ints]) -> Ints:
-    """Starts of parts that follow each other; each part begins with 0 and ends with its length."""
+    """Join the starts of consecutive parts; each part begins with 0 and ends with its length."""
     shifts = np.cumsum([0, *(part[-1] for part in parts)])
     return np.concatenate([parts[0][:1], *(part[1:] + shift for part, shift in zip(parts, shifts, strict=False))])

@@ -16,17 +16,17 @@ _NEXT_STEPS = {
         "all of their tokens"
     ),
 }
-"""What to do about samples that are left out for a reason."""
+"""Advice for samples that are left out, by reason."""
 
 
 def select(
     columns: Columns, settings: sections.Plan, *, group_size: int = 1, policy_version: int | None = None
 ) -> tuple[Columns, dict[str, Ints]]:
-    """Apply every filter: (the selected samples in admission order, rows of the others by reason).
+    """Apply every filter. Returns the selected samples in admission order, and the rows of the others by reason.
 
-    group_size > 1: a group is planned whole or not at all, unscorable answers aside. policy_version: the version that
-    will train; with `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
-    Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when nothing is left.
+    group_size > 1: a group is planned whole or not at all, apart from unscorable answers. policy_version: the version
+    that will train; with `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
+    Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when no sample remains.
     """
     keep, dropped = usable(columns, settings, group_size=group_size, policy_version=policy_version)
     if not keep.any():
@@ -62,7 +62,7 @@ def first_groups(columns: Columns, most: int) -> tuple[Columns, dict[str, Ints]]
 
 
 def unusable(columns: Columns, settings: sections.Plan, policy_version: int | None) -> dict[str, Mask]:
-    """Samples that no later signal can make usable: a mask [n] for each reason.
+    """Find the samples that no later signal can make usable: a mask [n] for each reason.
 
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`.
     """
@@ -88,12 +88,12 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
 
 
 def unmet_conditions(columns: Columns) -> dict[str, Mask]:
-    """Samples that do not meet a condition of [plan]: a mask [n] for each reason of `columns.conditions`."""
+    """Find the samples that do not meet a condition of [plan]: a mask [n] for each reason of `columns.conditions`."""
     return {reason: columns.failed == number for number, reason in enumerate(columns.conditions, start=1)}
 
 
 def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict[str, Ints]:
-    """Take the samples that some reason is against out of `keep`; their rows, each under the first of its reasons."""
+    """Remove the samples with a reason against them from `keep`. Returns their rows, each under its first reason."""
     dropped = {}
     for reason, fails in reasons.items():
         hit = keep & fails
@@ -104,7 +104,7 @@ def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict
 
 
 def whole_groups(columns: Columns, keep: Mask, group_size: int) -> Mask:
-    """[n] whether all members of the sample's group are kept, but for those that cannot be scored."""
+    """Return whether all scorable members of the sample's group are in `keep`: [n] bool."""
     _, codes = np.unique(columns.groups, return_inverse=True)
     whole: Mask = np.bincount(codes, weights=keep)[codes] + columns.group_unscorable >= group_size
     return whole

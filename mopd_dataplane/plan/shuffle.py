@@ -1,7 +1,7 @@
 """Seeded permutations that are the same on every machine and with every numpy.
 
-A permutation sorts Philox words whose low bits carry the index: numpy guarantees the raw stream of a bit generator,
-but not the order `Generator.permutation` makes of it, and sorting values is several times faster than an argsort.
+A permutation sorts Philox words whose low bits carry the index: numpy guarantees the raw stream of a bit generator, but
+not the order that `Generator.permutation` makes of it, and sorting values is several times faster than an argsort.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 BLOCK = 1 << 17
-"""Elements that are worked on at once, so that they stay in the cache."""
+"""Number of elements computed at once, so that they stay in the cache."""
 FEWEST_BITS = 16
-"""Random bits that rank equal codes: with fewer, codes are made dense first."""
+"""Smallest number of random bits that rank equal codes; if fewer are free, codes are first made dense."""
 
 
 def philox_key(seed: int, *parts: str | int) -> int:
-    """128-bit key of one named use of the seed.
+    """Return the 128-bit key of one named use of the seed.
 
     >>> philox_key(0, "student", 1) == philox_key(0, "student", "1")
     True
@@ -30,7 +30,7 @@ def philox_key(seed: int, *parts: str | int) -> int:
 
 
 def permutation(n: int, key: int) -> Ints:
-    """[n] int64, a uniformly drawn order of range(n).
+    """Draw a uniformly random order of range(n): [n] int64.
 
     64 - log2(n) random bits rank the elements; a tie (40 bits at 10 M: some 45 pairs) falls back to index order.
     """
@@ -42,16 +42,16 @@ def permutation(n: int, key: int) -> Ints:
 
 
 def uniforms(n: int, key: int) -> Floats:
-    """[n] uniformly drawn numbers in [0, 1)."""
+    """Draw uniform numbers in [0, 1): [n]."""
     return (np.random.Philox(key=key).random_raw(n) >> np.uint64(11)) * np.float64(2.0**-53)
 
 
 def sort_codes(codes: Ints, key: int | None = None) -> tuple[Ints, Ints, Ints]:
-    """Sort non-negative codes: ([distinct] each code once, in order; [distinct] where it starts among the sorted;
-    [n] the position that each of the sorted had). The memory of `codes` is used up.
+    """Sort non-negative codes, reusing their memory.
 
-    Equal codes stay in place, or come in an order drawn from `key`: the bits that code and index leave free rank them
-    (22 bits at 10 M samples of 10 teachers in packs of 32,768: some 60 pairs tie and stay in place).
+    Returns [distinct] each code once, in order; [distinct] its start among the sorted; [n] the original position of
+    each sorted code. Equal codes keep their order, or get one drawn from `key`: the bits that code and index leave free
+    rank them (22 bits at 10 M samples of 10 teachers in packs of 32,768: some 60 pairs tie and keep their order).
     """
     if _code_bits(codes) + len(codes).bit_length() + (FEWEST_BITS if key is not None else 0) > 64:
         distinct, dense = np.unique(codes, return_inverse=True)
@@ -63,23 +63,27 @@ def sort_codes(codes: Ints, key: int | None = None) -> tuple[Ints, Ints, Ints]:
 
 
 def stable_order(codes: NDArray[np.integer], *, spent: bool = False) -> Ints:
-    """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values.
+    """Return positions sorted by non-negative code, equal codes in order: a stable argsort by sorting values. [n]
+    int64.
 
-    spent: the memory of the codes, of 64 bits each, is used up; it is the positions' then.
+    spent: the codes, of 64 bits each, are not needed any more, so the result may take their memory.
     """
     if codes.dtype.itemsize <= 2 or _code_bits(codes) + len(codes).bit_length() > 64:
-        return np.argsort(codes, kind="stable")  # of the small ones, numpy has a radix sort
+        return np.argsort(codes, kind="stable")  # numpy has a radix sort for small ones
     return _positions(_sorted_words(codes.astype(np.int64, copy=not spent), None)[0])
 
 
 def ascends(values: NDArray[np.integer]) -> bool:
-    """Whether each value is larger than the one before it."""
+    """Check if each value is larger than the one before it."""
     blocks = (values[first : first + BLOCK + 1] for first in range(0, len(values), BLOCK))
     return all(bool(np.all(block[1:] > block[:-1])) for block in blocks)
 
 
 def _sorted_words(codes: Ints, key: int | None) -> tuple[NDArray[np.uint64], np.uint64]:
-    """(sorted words, in the memory of the codes: code, random bits with a key, position; the place of the code)."""
+    """Sort words made of code, random bits (with a key) and position, in the memory of the codes.
+
+    Returns the sorted words, and the bit position of the code.
+    """
     n, code_bits = len(codes), _code_bits(codes)
     words, shift, index_bits = codes.view(np.uint64), np.uint64(64 - code_bits), _index_bits(n)
     noise = np.random.Philox(key=key) if key is not None else None
@@ -106,7 +110,7 @@ def _code_bits(codes: NDArray[np.integer]) -> int:
 
 
 def _changes(words: NDArray[np.uint64], shift: np.uint64) -> Iterator[Ints]:
-    """Places where a word differs from the one before it in its high bits."""
+    """Yield the positions where a word differs from the one before it in its high bits."""
     for first in range(0, len(words), BLOCK):
         block = words[first : first + BLOCK + 1] >> shift
         yield np.flatnonzero(block[1:] != block[:-1]) + (first + 1)

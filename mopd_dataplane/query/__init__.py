@@ -16,6 +16,7 @@ exactness.py      self-checks of the models, and trainer against sampler
 signal_health.py  health of teachers' signals, and the checks that fail
 run_curves.py     curves over iterations and steps, which the viewer draws too
 change_marks.py   changes of the job in the middle of a run, as rows and as lines in the curves
+ancestry.py       the run that a store was forked from, and its forks
 spent.py          answers, tokens and seconds that a policy version cost
 sweep.py          curves and paired differences of the arms of a sweep
 sweep_report.py   the page of a sweep, and its table

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mopd_dataplane.base.files import publish_figure
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.query.ancestry import origin_of
 from mopd_dataplane.query.answers import Answers, HeldOut, Values, held_out
 from mopd_dataplane.query.spent import Budget, Spent, cost_of, nearest_version, spent_by_version
 from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, share
@@ -61,6 +62,8 @@ class Comparison:
     """Prompts that only one of the two answered, or that read differently."""
     changes: dict[str, list[str]]
     """`a` and `b` -> changes of the job that the policy was trained by, from which iteration on."""
+    origins: dict[str, str]
+    """`a` and `b` -> point and run that the store was forked from; without those that are no forks."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class EvaluatedStage:
     """Prompt id -> its text and reference answer."""
     changes: list[Change]
     """Changes of the job that its training went by."""
+    origin: str
+    """Point and run that the store was forked from; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class _Policy:
     texts: dict[str, tuple[str, str]]
     changes: list[str]
     """Changes of the job that it was trained by."""
+    origin: str
 
 
 def compare_policies(a: str, b: str, *, equal: Budget | None = None) -> Comparison:
@@ -131,6 +137,7 @@ def compare_policies(a: str, b: str, *, equal: Budget | None = None) -> Comparis
     return Comparison(
         a=first.label, b=second.label, a_spent=first.spent, b_spent=second.spent, split=first.split, rows=rows,
         left_out=total - 2 * shared, changes={"a": first.changes, "b": second.changes},
+        origins={name: policy.origin for name, policy in (("a", first), ("b", second)) if policy.origin},
     )  # fmt: skip
 
 
@@ -206,7 +213,9 @@ def read_stage(name: str) -> EvaluatedStage:
     versions = sorted(number for policy, number in answers.policies if policy == stage)
     texts = {prompt.prompt_id: (prompt.text, prompt.answer) for prompt in store.prompts(split=answers.split)}
     changes = [change for change in read_changes(store) if change.stage == stage and change.change_class != "free"]
-    return EvaluatedStage(uri, stage, answers, versions, spent_by_version(store, stage), texts, changes)
+    origin = origin_of(store)
+    came_from = "" if origin is None else origin.text
+    return EvaluatedStage(uri, stage, answers, versions, spent_by_version(store, stage), texts, changes, came_from)
 
 
 def _policy(evaluated: EvaluatedStage, name: str) -> _Policy:
@@ -243,4 +252,5 @@ def _of_version(evaluated: EvaluatedStage, version: int) -> _Policy:
         cost_of(evaluated.spent, version),
         evaluated.texts,
         [change.line for change in evaluated.changes if change.iteration < version],
+        evaluated.origin,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_urls import PathOrUrl, write_file
+from mopd_dataplane.query.ancestry import tree_of
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.red_pen import red_pen
 from mopd_dataplane.query.run_sections import run_sections
@@ -58,6 +59,7 @@ def write_report(
         pen=red_pen(store, measures.snapshot, decoder),
         measures=measures,
         cards=cards(measures),
+        tree=tree_of(store),
         sections=[*sections(measures), *run_sections(measures)],
         samples=[read_sample(store, uid, decoder=decoder) for uid in chosen],
         answers=store.sql(_ANSWERS, snapshot=measures.snapshot).to_pylist(),

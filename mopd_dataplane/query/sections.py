@@ -218,6 +218,8 @@ def comparison_grid(comparison: Comparison) -> Grid:
     )
     if comparison.left_out:
         caption += f" Left out: {count(comparison.left_out)} answers to prompts that the two do not share."
+    for name, origin in comparison.origins.items():
+        caption += f" {name.upper()} goes on from {origin}."
     for name, changes in comparison.changes.items():
         if changes:
             caption += f" The job of {name.upper()} changed: {'; '.join(changes)}."

@@ -2,8 +2,8 @@
 
     FINISH durable  ->  commit(samples)  ->  their handles come back, and the runner logs COMMIT
 
-The queue is bounded: when the store is slower than the engine, handing over waits. A full disk under the store pauses
-the commit, not the samples; a commit is exactly once by uid, so repeating one is safe.
+The queue is bounded: when the store is slower than the engine, submitting waits. A full disk under the store pauses the
+commit, not the samples; a commit is exactly once by uid, so repeating one is safe.
 """
 
 import queue
@@ -20,12 +20,12 @@ from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.log.wal import TokenLog
 
 BATCH = 64
-"""Samples per commit, at most."""
+"""Upper bound of the samples in one commit."""
 WINDOW_S = 0.2
-"""Longest wait for a batch to fill."""
+"""Longest wait for a batch to fill, in seconds."""
 _QUEUE = 4 * BATCH
 _DEADLINE_S = 600.0
-"""Longest time one commit may take."""
+"""Longest time of one commit, in seconds."""
 _KEPT = "every finished sample is in the token log: look at the store's disk, then run again to continue"
 
 
@@ -60,7 +60,7 @@ class Committer:
         self._thread.start()
 
     def hand_over(self, finished: Finished | None) -> None:
-        """Queue a finished sample; None stands for the end. Raises what the commit raised, once it has failed."""
+        """Queue a finished sample; None marks the end. Re-raises the error of a failed commit."""
         deadline = time.monotonic() + _DEADLINE_S + self._full_disk_wait_s
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
@@ -73,7 +73,7 @@ class Committer:
             raise self._failure
 
     def committed(self) -> list[list[int]]:
-        """Handles of the batches committed since the last call. Raises what the commit raised."""
+        """Return the handles of the batches committed since the last call. Re-raises the error of a failed commit."""
         batches = []
         while not self._done.empty():
             batches.append(self._done.get_nowait())
@@ -82,7 +82,7 @@ class Committer:
         return batches
 
     def drain(self) -> None:
-        """Commit everything that was handed over and end the thread. Raises what a commit raised."""
+        """Commit every queued sample and end the thread. Re-raises the error of a failed commit."""
         self.hand_over(None)
         self._thread.join(timeout=_DEADLINE_S)
         if self._thread.is_alive():
@@ -91,7 +91,7 @@ class Committer:
             raise self._failure
 
     def stop(self) -> None:
-        """End the thread after the commit in hand; the log keeps what it has not taken."""
+        """End the thread after the current commit; samples that are still queued stay in the log."""
         self._stopping = True
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
@@ -108,7 +108,7 @@ class Committer:
             self._failure = failure
 
     def _collect(self) -> tuple[list[Finished], bool]:
-        """The next batch, and whether it is the last."""
+        """Return the next batch, and True if it is the last."""
         batch: list[Finished] = []
         deadline = time.monotonic() + WINDOW_S
         while len(batch) < BATCH and (left := deadline - time.monotonic()) > 0:

@@ -2,7 +2,7 @@
 
     a step:  engine.step -> append to the log -> apply to the ledger -> finished samples to the committer
 
-The ledger is the only state of a sample; what is kept here is which slot works for which sample.
+The ledger is the only state of a sample; the loop itself only stores which slot works for which sample.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.tools.sandbox import Abandoned, Call, Sandbox, Turn
 
 Environment = Callable[[Turn], list[int] | None]
-"""Called when the policy ends a turn. Returns the environment's tokens, or None when the conversation is over. Must be
-a function of the conversation and of what its commands said: a turn may be played again after a crash."""
+"""Called when the policy ends a turn. Returns the environment's tokens, or None when the conversation is over. It must
+be a function of the conversation and of the output of its commands: a turn may be replayed after a crash."""
 
 _REFILL = 8
-"""Admit when a share 1/_REFILL of the slots is free: one prefill for many samples."""
+"""New samples are admitted when a share 1/_REFILL of the slots is free: one prefill for many samples."""
 _PROGRESS_S = 0.2
 _FREE = -1
-"""In place of the next response position of a slot that is free."""
+"""Response position of a free slot."""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class RolloutLoop:
     sandbox: Sandbox | None
     weights: WeightChange
     saved: Path
-    """File for the keys and values of what a graceful stop interrupts."""
+    """File for the keys and values of the samples that a graceful stop interrupts."""
     progress: Callable[..., None]
     stop: StopRequest
 
@@ -78,16 +78,16 @@ class RolloutLoop:
         self._handle = np.zeros(self.engine.slots, np.uint32)
         self._due = np.full(self.engine.slots, _FREE, np.int32)
         self._asks = np.zeros(self.engine.slots, np.bool_)
-        """Slots whose sample has its sampling masks recorded."""
+        """Slots whose sample records its sampling masks."""
         self._asks_experts = np.zeros(self.engine.slots, np.bool_)
-        """Slots whose sample has its experts recorded."""
+        """Slots whose sample records its experts."""
         self._work: deque[int | SampleSpec] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
         self._shown = 0.0
 
     def sample(self, specs: Iterable[SampleSpec], stored_uids: Collection[str]) -> bool:
-        """Continue what is unfinished, then admit what is new; False where a stop took the engine too."""
+        """Continue unfinished samples, then admit new ones. Returns False if a stop ended the engine too."""
         self._settle(stored_uids)
         seen = {*stored_uids, *(partial.spec.uid for partial in self.ledger.partials.values())}
         try:
@@ -99,18 +99,18 @@ class RolloutLoop:
                         break
             if not self.stop.is_requested:
                 self._restore(self.ledger.unfinished())
-                # Of no use twice; the other files of that name are what an interrupted save left.
+                # No file is used twice; the others of that name are left by an interrupted save.
                 for file in self.saved.parent.glob(f"{self.saved.stem}.*"):
                     file.unlink()
                 self._run([*self.ledger.unfinished(), *(spec for spec in specs if spec.uid not in seen)])
         except EngineError:
             if not self.stop.is_requested:
                 raise
-            return False  # Ctrl-C goes to every process of the terminal, the engine's own too
+            return False  # Ctrl-C also goes to the engine's own process
         return True
 
     def _settle(self, already: Collection[str]) -> None:
-        """Handle recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
+        """Handle recovered samples that need no engine: already in the store, finished, or at the end of a turn."""
         partials = self.ledger.partials
         stored = tuple(handle for handle, partial in partials.items() if partial.spec.uid in already)
         if stored:
@@ -122,10 +122,10 @@ class RolloutLoop:
                 self._interrupted.add(handle)
                 if partial.ended:
                     self._turn_ended(handle)
-        self._work.clear()  # sample() lists what is unfinished, these included
+        self._work.clear()  # sample() lists unfinished ones, these included
 
     def _run(self, work: Iterable[int | SampleSpec]) -> None:
-        """Decode samples of the ledger (by handle) and new ones, admitted in this order; one in a slot stays there."""
+        """Decode samples of the ledger (by handle) and new ones, admitted in this order; those in a slot stay there."""
         in_slots = {int(self._handle[slot]) for slot in self._live()}
         self._work.extend(item for item in work if item not in in_slots)
         refill = max(1, self.engine.slots // _REFILL)
@@ -145,20 +145,20 @@ class RolloutLoop:
             self._show()
 
     def let_go(self) -> None:
-        """Free the engine's slots, as far as it still answers."""
+        """Free the engine's slots, if it still answers."""
         self._watch.stop()
         with contextlib.suppress(EngineError):
             for slot in self._live():
                 self.engine.release(slot)
 
     def save(self, limit_bytes: int) -> None:
-        """Save what the engine remembers of the samples in its slots."""
+        """Save the engine's state of the samples in its slots."""
         partials = self.ledger.partials
         requests = [(slot, partials[int(self._handle[slot])].request()) for slot in self._live()]
         self._watch.call(lambda: self.engine.save(self.saved, requests, limit_bytes=limit_bytes))
 
     def _restore(self, handles: Iterable[int]) -> None:
-        """Put samples back into the slots that `save` took them from; none, when the file does not fit them."""
+        """Put samples back into the slots from which `save` took them; none if the file does not match them."""
         partials = {self.ledger.partials[handle].spec.uid: handle for handle in handles}
         requests = [self.ledger.partials[handle].request() for handle in partials.values()]
         restored = self._watch.call(lambda: self.engine.restore(self.saved, requests))
@@ -169,7 +169,7 @@ class RolloutLoop:
             self.report.restored += 1
 
     def collect_commits(self) -> None:
-        """Log what the store has taken since the last look."""
+        """Log the commits since the last call."""
         for handles in self.committer.committed():
             for handle in handles:
                 self.report.committed(self.ledger.partials[handle].finish_reason)
@@ -179,7 +179,8 @@ class RolloutLoop:
         return np.flatnonzero(self._due != _FREE).tolist()
 
     def _admissible(self) -> bool:
-        """Whether the next sample may be admitted: a new one not, while others finish on a policy that is replaced."""
+        """Check if the next sample may be admitted. A new one may not while others finish on a policy that is
+        replaced."""
         return bool(self._work) and not (self.weights.awaited and isinstance(self._work[0], SampleSpec))
 
     def _admit(self) -> None:
@@ -198,7 +199,7 @@ class RolloutLoop:
             self._say_policy(handle)
 
     def _take(self, slot: int, handle: int) -> None:
-        """From now on the slot works for this sample."""
+        """Assign a slot to a sample."""
         partial = self.ledger.partials[handle]
         self._handle[slot], self._due[slot] = handle, len(partial)
         self._asks[slot], self._asks_experts[slot] = partial.spec.sampling_mask, partial.spec.experts
@@ -226,15 +227,16 @@ class RolloutLoop:
         self.report.weight_changes += 1
 
     def _say_policy(self, handle: int) -> None:
-        """Record where a sample goes over to the engine's policy, unless it was that one's already."""
+        """Record the position at which a sample changes to the engine's policy, unless it has that policy already."""
         partial = self.ledger.partials[handle]
         if not partial.is_by(self.engine.policy_digest):
             self._say(log_records.Span(handle, len(partial), self.engine.policy_version, self.engine.policy_digest))
 
     def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
-        """Whether the sample's resume is exact, and the largest difference of log-probs.
+        """Compare the log-probs of a resumed sample. Returns whether its resume is exact, and the largest difference.
 
-        The engine's policy must give its newest tokens the log-prob bits that were logged, and draw with its noise.
+        It is exact if the engine's policy gives its newest tokens the logged log-prob bits, and the engine draws with
+        its noise.
         """
         partial = self.ledger.partials[handle]
         if not partial.is_by(self.engine.policy_digest):
@@ -284,7 +286,7 @@ class RolloutLoop:
             self._say(message)
 
     def _say_routes(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
-        """Record the experts of what was read for the step's tokens, as far as the log does not have them yet."""
+        """Record the experts of the tokens read for the step, if the log does not have them yet."""
         needs_routes = self._asks_experts[output.slots]
         if not needs_routes.any():
             return
@@ -301,7 +303,7 @@ class RolloutLoop:
             self._say(message)
 
     def _turn_ended(self, handle: int) -> None:
-        """The policy stopped writing: ask the environment for more, or finish the sample."""
+        """Ask the environment for a reply after the policy's turn, or finish the sample."""
         partial = self.ledger.partials[handle]
         try:
             said = self._ask_environment(handle, partial) if partial.ended == STOP else None
@@ -343,7 +345,7 @@ class RolloutLoop:
         self.committer.hand_over(Finished(handle, lsn, self.ledger.partials[handle].sample()))
 
     def _say(self, message: log_records.LogRecord) -> int:
-        """Log a message, then apply it, as recovery will."""
+        """Log a message, then apply it, as recovery does."""
         lsn = self.log.append(message)
         self.ledger.apply(message)
         return lsn

@@ -40,28 +40,28 @@ class SampleSpec:
     tokenizer: str
     prompt_ids: tuple[int, ...]
     sampling_mask: bool = False
-    """Whether the sampling masks of its tokens are recorded."""
+    """The sampling masks of its tokens are recorded."""
     experts: bool = False
-    """Whether the experts of its tokens are recorded."""
+    """The experts of its tokens are recorded."""
     sampler: str = FIRST_SAMPLER
-    """Name of what draws its tokens, see sampling.SAMPLERS; OWN_NOISE where the engine draws with noise of its own."""
+    """Name of its sampler, see sampling.SAMPLERS; OWN_NOISE if the engine draws with noise of its own."""
 
 
 @dataclass(slots=True)
 class PartialMasks:
-    """Sampling masks of one sample's own tokens, in their order.
+    """Sampling masks of one sample's own tokens, in order.
 
-    A set is logged before the step that draws from it, so the newest may be of a token that was never logged; when
-    the token is drawn again, its set comes again and replaces it.
+    A mask is logged before the step that draws from it, so the newest may belong to a token that was never logged. When
+    the token is drawn again, its mask is logged again and replaces it.
     """
 
     sizes: array[int] = field(default_factory=lambda: array("i"))
     ids: array[int] = field(default_factory=lambda: array("i"))
     drawn: int = 0
-    """Tokens that have drawn from their set."""
+    """Number of masks whose token was drawn."""
 
     def put(self, ordinal: int, ids: NDArray[np.integer]) -> None:
-        """The set of the sample's own token of that ordinal. Raises ValueError when it is not one that comes next."""
+        """Add the mask of the sample's own token of that ordinal. Raises ValueError unless it is one of the next."""
         if not self.drawn <= ordinal <= len(self.sizes):
             raise ValueError(f"sampling mask of token {ordinal}, {self.drawn} tokens and {len(self.sizes)} sets so far")
         if dropped := sum(self.sizes[ordinal:]):
@@ -71,24 +71,24 @@ class PartialMasks:
         self.ids.frombytes(ids.astype(np.int32).tobytes())
 
     def take(self, tokens: int) -> None:
-        """The next tokens were drawn. Raises ValueError when the set of one is missing."""
+        """Record that the next tokens were drawn. Raises ValueError when the mask of one is missing."""
         if self.drawn + tokens > len(self.sizes):
             raise ValueError(f"token {self.drawn + tokens - 1} has no sampling mask, {len(self.sizes)} sets so far")
         self.drawn += tokens
 
     def __len__(self) -> int:
-        """Sets, with those that no token has drawn from yet."""
+        """Number of masks, including those whose token was not drawn yet."""
         return len(self.sizes)
 
     def first(self, count: int) -> SamplingMasks:
-        """The first `count` sets (a copy)."""
+        """Return the first `count` masks (a copy)."""
         sizes = np.array(self.sizes[:count], np.int32)
         return SamplingMasks(sizes, np.array(self.ids[: int(sizes.sum())], np.int32))
 
 
 @dataclass(kw_only=True, slots=True)
 class PartialSample:
-    """The response so far: token, log-prob and mask of every position, and which policy version wrote it."""
+    """The response so far: token, log-prob and mask of every position, and the policy version that wrote it."""
 
     spec: SampleSpec
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -99,17 +99,17 @@ class PartialSample:
     routes: bytearray = field(default_factory=bytearray)
     """int16 expert ids of prompt and response, token after token; empty unless the spec asks for them"""
     routes_width: int = 0
-    """Expert ids of one token over all layers; 0 until the first are known."""
+    """Number of expert ids of one token over all layers; 0 until the first are recorded."""
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     """(first position, policy version, digest of its weights) of each stretch by one policy"""
     ended: int = GOING
     """State after the last token, from the engine: GOING, STOP or LENGTH."""
     finish_reason: str = ""
-    """Empty until the FINISH record."""
+    """Reason in the FINISH record; empty before it."""
     calls: list[Call] = field(default_factory=list)
     """Commands that its environment ran, in order."""
     abandoned: str = ""
-    """Why it was given up; empty when it was not."""
+    """Reason for which it was abandoned; empty when it was not."""
     interruptions: int = 0
     resume: str = "none"
 
@@ -128,22 +128,22 @@ class PartialSample:
         return max(1, int((np.diff(mask, prepend=0) == 1).sum()))
 
     def is_by(self, policy_digest: str) -> bool:
-        """Whether the newest span is of the policy with these weights."""
+        """Check if the newest span is of the policy with these weights."""
         return bool(self.spans) and self.spans[-1][2] == policy_digest
 
     @property
     def routed(self) -> int:
-        """Tokens, prompt included, whose experts are known."""
+        """Number of tokens, prompt included, whose experts are recorded."""
         return len(self.routes) // (2 * self.routes_width) if self.routes_width else 0
 
     @property
     def experts(self) -> NDArray[np.int16]:
-        """[L - 1, W] expert ids of every token but the last, which nothing has read (a copy)."""
+        """[L - 1, W] expert ids of every token but the last, which no pass has read (a copy)."""
         read = max(len(self.spec.prompt_ids) + len(self) - 1, 0)
         return np.frombuffer(self.routes, np.int16).reshape(-1, max(self.routes_width, 1))[:read].copy()
 
     def digest(self) -> int:
-        """crc32c over tokens, log-prob bits, mask, and sampling masks where they are recorded."""
+        """Compute the crc32c over tokens, log-prob bits, mask, and sampling masks if they are recorded."""
         columns = [self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask)]
         if self.spec.sampling_mask:
             masks = self.masks.first(self.masks.drawn)
@@ -153,7 +153,7 @@ class PartialSample:
         return crc32c(*columns)
 
     def request(self) -> Request:
-        """Request with which an engine continues the sample."""
+        """Build the request with which an engine continues the sample."""
         prompt_ids = np.array(self.spec.prompt_ids, np.int32)
         return _made(
             Request, self.spec, prompt_ids=prompt_ids, prefix_ids=self.response, key=sample_key(self.spec.uid)
@@ -185,6 +185,6 @@ Made = TypeVar("Made", Request, Sample)
 
 
 def _made(record: type[Made], spec: SampleSpec, **own: object) -> Made:
-    """A record with the specification's fields, as far as it has a field of that name, and with fields of its own."""
+    """Build a record from the specification's fields of the same names, and from fields of its own."""
     shared = {name: getattr(spec, name) for name in SampleSpec.__slots__ if name in record.__slots__}
     return record(**shared | own)

@@ -1,7 +1,7 @@
-"""Samples in flight when the weights change: the policy version that samples their next token.
+"""Samples in flight when the weights change: which policy version samples their next token.
 
-`pin` lets them finish on the version they began with, `span` continues them with the new one (docs/durability.md).
-Either way no key or value of the old weights is read by the new ones, and no sample is given up.
+`pin` lets them finish on the version with which they began, `span` continues them with the new one
+(docs/durability.md). Either way no key or value of the old weights is read by the new ones, and no sample is abandoned.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,28 +13,28 @@ from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.log.ledger import Ledger
 
 Published = Callable[[], tuple[int, Path]]
-"""The newest policy there is: its version and its folder."""
+"""Returns the newest policy: its version and its folder."""
 _LOOK_STEPS = 8
-"""Decode steps between two looks for a newer policy."""
+"""Decode steps between two checks for a newer policy."""
 
 
 class WeightChange:
-    """Sees a newer policy during a rollout, and swaps it in when the rollout is ready for it."""
+    """Detects a newer policy during a rollout, and swaps it in when the rollout is ready for it."""
 
     def __init__(
         self, rule: Literal["pin", "span"], published: Published | None, policies: Callable[[int], Path] | None
     ) -> None:
         self.pins = rule == "pin"
-        """Samples in flight finish on their own version."""
+        """True if samples in flight finish on their own version."""
         self.awaited = False
-        """A newer policy waits until it may be taken up."""
+        """True while a newer policy waits to be loaded."""
         self._published = published
         self._policies = policies
         self._newest = -1
         self._steps = 0
 
     def look(self, version: int) -> bool:
-        """Whether there is a policy newer than `version`; asks every few calls."""
+        """Check if there is a policy newer than `version`; asks only every few calls."""
         if self._published is not None and self._steps % _LOOK_STEPS == 0:
             self._newest, _ = self._published()
         self._steps += 1
@@ -49,10 +49,10 @@ class WeightChange:
         self.awaited = False
 
     def pinned(self, engine: Engine, ledger: Ledger) -> Iterator[list[int]]:
-        """Handles of unfinished samples that other weights than the engine's began, one policy version after the other,
-        oldest first, each with that version loaded; behind the last one the current version is loaded again.
+        """Yield the handles of unfinished samples that began with other weights, one policy version after the other.
 
-        Raises MismatchError when the weights of a version are gone or are others.
+        The oldest version comes first, and each is loaded before its handles are yielded; at the end the current
+        version is loaded again. Raises MismatchError when the weights of a version are missing or differ.
         """
         behind: dict[int, list[int]] = {}
         for handle, partial in ledger.unfinished().items():

@@ -2,8 +2,8 @@
 
     recover the log -> continue what is unfinished, oldest first -> admit new samples in order -> decode
 
-Nothing leaves the process before it is durable, and a sample is finished only when its FINISH record is: after a crash
-every sample is cut at the same point of the log, whatever its content and length, and continues from there.
+Nothing leaves the process before it is durable, and a sample is finished only when its FINISH record is durable. After
+a crash every sample is cut at the same point of the log, whatever its content and length, and continues from there.
 """
 
 import re
@@ -29,7 +29,7 @@ from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.tools.sandbox import Sandbox
 
 SAVED = "kv.safetensors"
-"""Beside the log: keys and values of the samples that a graceful stop interrupted (see engines/kv_file.py)."""
+"""File beside the log with keys and values of the samples that a graceful stop interrupted (see engines/kv_file.py)."""
 
 __all__ = ["Environment", "RolloutReport", "RolloutTask", "run_rollout"]
 
@@ -41,17 +41,18 @@ class RolloutTask:
     stage: str
     iteration: int
     seed: int
-    """The job's; noise and uids of the samples follow from it."""
+    """Seed of the job, from which noise and uids of the samples follow."""
     rollout: sections.Rollout
     wal: sections.Wal
     wal_dir: Path
     render: Callable[[Prompt], list[int]]
-    """The token ids that the policy reads."""
+    """Returns the token ids of a prompt as the policy reads it."""
     writer: str = "engine-0"
     share: Collection[str] | None = None
-    """uids that are this engine's to sample, where several engines divide an iteration; None: all."""
+    """uids that this engine samples, if several engines share an iteration; None means all."""
     copy: LogCopy | None = None
-    """Where the log is copied to at every new segment and the end, and fetched from when another node wrote it last."""
+    """Copy of the log, updated at every new segment and at the end, and fetched when another node wrote the log
+    last."""
 
 
 def run_rollout(
@@ -67,16 +68,16 @@ def run_rollout(
     policies: Callable[[int], Path] | None = None,
     published: Published | None = None,
 ) -> RolloutReport:
-    """Sample `group_size` responses per prompt and hand them to `commit`; or continue such a call that died.
+    """Sample `group_size` responses per prompt and pass them to `commit`, or continue such a call that died.
 
     commit: gets batches of finished samples, in another thread; returns when they are durable in the store, exactly
-    once by uid. already: uids that the store has. progress(done, **facts) is called a few times a second, and with
-    `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
-    policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
-    and again; a newer one than the engine's is taken up as `weight_change` says. environment: gives the reply when the
-    policy ends a turn; it may run commands in the sandbox (see sandbox.py).
+    once by uid. already: uids that the store has. progress(done, **facts): called a few times a second, and with
+    `notice=` when something is blocked. policies(version): returns the folder of a policy version, to finish samples on
+    the policy with which they began (`weight_change = "pin"`). published(): returns the newest policy version and its
+    folder, and is called repeatedly; a newer one than the engine's is loaded as `weight_change` says. environment:
+    returns the reply when the policy ends a turn; it may run commands in the sandbox (see sandbox.py).
 
-    The log's segments are deleted when everything is committed. Samples that it holds of an earlier iteration are
+    The log's segments are deleted when everything is committed. Samples of an earlier iteration that it holds are
     finished and committed too.
 
     Raises before anything is written: InputError (a stage or writer that is no name), PromptError (no prompts, a prompt
@@ -130,7 +131,7 @@ def run_rollout(
 
 
 def _check_names(*names: str) -> None:
-    """Stage and writer name folders."""
+    """Check that stage and writer can name folders. Raises InputError."""
     for name in names:
         if not re.fullmatch(NAME.strip("^$"), name):
             raise InputError(
@@ -148,7 +149,8 @@ def _check_ledger(engine: Engine, ledger: Ledger) -> None:
 
 
 def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) -> Iterator[SampleSpec]:
-    """The samples of the iteration, or a share of them, numbered in its admission order. Raises PromptError."""
+    """Yield the samples of the iteration, or of this engine's share, numbered in admission order. Raises
+    PromptError."""
     rollout = task.rollout
     if not prompts:
         raise PromptError(f"stage {task.stage!r}: no prompts to roll out; check the domains' source and `train` count")

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class StopText:
-    """Turns ids into text token by token and says when a stop string has appeared.
+    """Turns ids into text token by token and detects when a stop string has appeared.
 
     Text is decoded with a few ids of context, because the text of one id depends on its neighbours (leading spaces,
-    characters split over several tokens). Only as much text is kept as the longest stop string can still need.
-    stop: may be empty. prefix: ids of the response so far.
+    characters split over several tokens). Only as much text is stored as the longest stop string can still need. stop:
+    may be empty. prefix: ids of the response so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], prefix: Iterable[int] = ()) -> None:
@@ -29,14 +29,14 @@ class StopText:
             self.add(token)
 
     def add(self, token: int) -> bool:
-        """Add an id; True when a stop string is complete in the text that it ends."""
+        """Add an id. Returns True when the text so far completes a stop string."""
         if not self._stop:
             return False
         self._ids.append(token)
         text_before = str(self._tokenizer.decode(self._ids[self._context : self._read]))
         text = str(self._tokenizer.decode(self._ids[self._context :]))
         if text.endswith("\ufffd"):
-            return False  # half a character; its other bytes are still to come
+            return False  # half a character; its other bytes are still missing
         window = self._tail + text[len(text_before) :]
         self._context, self._read = self._read, len(self._ids)
         self._tail = window[-self._keep :] if self._keep else ""

@@ -26,6 +26,9 @@ work_folder.py        the local folder, and its copy on an object store
 token_log_copy.py     the token log's copy there
 upgrade.py            copies a whole store of format 1 into format 2
 whole_copy.py         a store, whole, at another place
+points.py             the points of a run at which a fork can begin
+fork.py               a store that goes on from a point of another run
+rewind.py             takes a run back to a policy version, in place
 delete.py             samples out of a store for good
 provenance.py         commit, settings, sampler and machine of a published figure
 pace.py               the time left of a run, from its iterations so far

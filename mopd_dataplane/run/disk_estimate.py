@@ -89,6 +89,11 @@ def estimate_disk(
         sizes.parts[f"{stage.name} policies and checkpoints"] = _trained_bytes(
             job, stage, student, volume, adapters.get(stage.name)
         )
+        if kept := _kept_versions(job, _versions(stage, volume)):
+            each = adapters.get(stage.name, student if isinstance(student, str) else student.parameters)
+            sizes.parts[f"{stage.name} checkpoints of {kept} earlier versions (retain.checkpoints_every)"] = (
+                each if isinstance(each, str) else kept * CHECKPOINT_NUMBER_BYTES * each
+            )
         if stage.discriminator:
             sizes.parts[f"{stage.name} discriminator"] = "its checkpoints are not estimated"
         if "experts" in stage.rollout.record:
@@ -182,8 +187,8 @@ def _trained_bytes(job: Job, stage: Stage, student: Size, volume: _Volume | str,
         return f"the student's size is not known: {student}"
     if isinstance(volume, str) and stage.concurrent:
         return volume
-    versions = stage.iterations if isinstance(volume, str) else volume.windows
-    checkpoint = _checkpoints(stage, volume) * CHECKPOINT_NUMBER_BYTES
+    versions = _versions(stage, volume)
+    checkpoint = _checkpoints(stage, volume, versions) * CHECKPOINT_NUMBER_BYTES
     if adapter is None:
         return versions * _policy_bytes(job, student) + checkpoint * student.parameters
     if isinstance(adapter, str):
@@ -192,9 +197,21 @@ def _trained_bytes(job: Job, stage: Stage, student: Size, volume: _Volume | str,
     return versions * (4 * adapter + student.other_files) + checkpoint * adapter + merged
 
 
-def _checkpoints(stage: Stage, volume: _Volume | str) -> int:
-    """Checkpoints that are there in the end: the newest ones, of one behind each window and those between."""
-    if isinstance(volume, str) or not volume.samples or not stage.plan.batch_samples:
-        return KEEP
-    steps = stage.train.epochs * math.ceil(volume.samples / volume.windows / stage.plan.batch_samples)
-    return min(KEEP, volume.windows * math.ceil(steps / stage.train.checkpoint_steps))
+def _versions(stage: Stage, volume: _Volume | str) -> int:
+    return stage.iterations if isinstance(volume, str) else volume.windows
+
+
+def _checkpoints(stage: Stage, volume: _Volume | str, versions: int) -> int:
+    """Checkpoints that are there in the end: those of the last versions, and of those inside of windows one that is
+    among the newest."""
+    inside = 0
+    if not isinstance(volume, str) and volume.samples and stage.plan.batch_samples:
+        steps = stage.train.epochs * math.ceil(volume.samples / volume.windows / stage.plan.batch_samples)
+        inside = int(steps > stage.train.checkpoint_steps)
+    return min(versions, KEEP) + inside
+
+
+def _kept_versions(job: Job, versions: int) -> int:
+    """Versions besides the last ones whose checkpoints `retain` keeps."""
+    every = job.retain.checkpoints_every
+    return len(range(every, versions - KEEP + 1, every)) if every else 0

@@ -67,12 +67,12 @@ class Policies:
 
     def latest(self, stage: Stage) -> int:
         """Newest version, here or in the store; 0 when there is none."""
-        return max(_versions(self.work.published(f"policies/{stage.name}")), default=0)
+        return max(versions_of(self.work.published(f"policies/{stage.name}")), default=0)
 
     def publish(self, stage: Stage) -> None:
         """Have every version that was trained here in the store too."""
         folder = self.stage_folder(stage)
-        for version in _versions(path.name for path in folder.glob("v*")):
+        for version in versions_of(path.name for path in folder.glob("v*")):
             self.work.publish(f"policies/{stage.name}/v{version}")
 
     def last(self, stage: Stage) -> Path:
@@ -102,5 +102,6 @@ class Policies:
         return model_folder(teacher.source, teacher.revision)
 
 
-def _versions(names: Iterable[str]) -> list[int]:
+def versions_of(names: Iterable[str]) -> list[int]:
+    """Versions by the names of their folders, sorted; other names are left out."""
     return sorted(int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdigit())

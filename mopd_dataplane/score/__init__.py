@@ -1,11 +1,11 @@
 """SAMPLES → SIGNALS: teachers' values for the student's tokens, and verifiers' rewards for its answers.
 
-scorer.py               samples and a teacher in, signals out: one forward pass a batch serves every kind
+scorer.py               samples and a teacher in, signals out: one forward pass per batch gives every kind
 signal_kinds.py         the kinds of signals, and how each follows from hidden states; the student's likeliest tokens
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
 adapted_base.py         teachers that are adapters on one base, which is loaded once, here or in vLLM
-engines.py              what runs teachers, and what each can do
-readers.py              a sample as a teacher reads it, and what turns it into states; several blended into one teacher
+engines.py              engines that run teachers, and their capabilities
+readers.py              turns a sample, as a teacher reads it, into states; several readers blended into one teacher
 vllm_states.py          teachers in vLLM as pooling or as generating models: states
 vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs
@@ -17,6 +17,6 @@ discriminator.py        a discriminator that rewards text like the teacher's (GA
 health.py               figures of a signal, from the log-probs that are stored anyway
 health_checks.py        which figures are unhealthy: thresholds, reasons, and what a message says
 probe.py                reference answers and a teacher's own text, scored before the first step
-teacher_comparison.py   figures by which teachers of a domain are compared, and a teacher with itself as quantised
+teacher_comparison.py   compares the teachers of a domain, and a teacher with its quantised weights
 routing.py              proposes a teacher for each domain, from such figures
 """

@@ -1,8 +1,8 @@
 """Teachers that are adapters on one base: the base is loaded once, and one adapter is active at a time.
 
-In this process the factors of all adapters are in memory, outside the model. Inside there is room for one of each
-shape: a model with a hundred adapters in it takes seconds to switch, since peft walks through all of them. In a vLLM
-started here there is one engine, and a LoRA request for each adapter.
+In this process the factors of all adapters are in memory, outside the model. The model has one allocated adapter for
+each shape, into which the factors are copied: a model with a hundred adapters takes seconds to switch, since peft walks
+through all of them. A vLLM started here is one engine, with a LoRA request for each adapter.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 
 
 class AdaptedBase:
-    """A base and the adapters that were read for it. They stay as long as it does: one is some hundredths of it."""
+    """A base and its adapters. They stay in memory as long as the object, since one takes some hundredths of the
+    base."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._rooms: dict[str, str] = {}
-        """Name of the room in the model, by shape of adapter."""
+        """Shape of an adapter → name of the allocated adapter in the model."""
         self._factors: dict[str, tuple[str, dict[str, Tensor]]] = {}
-        """Room and factors of each teacher."""
+        """Teacher → name of its allocated adapter, and its factors."""
         self._numbers = itertools.count()
         self._active_room = ""
         self._active = ""
         self.switches = 0
-        """Times another adapter became active."""
+        """Number of times that another adapter became active."""
 
     @property
     def teachers(self) -> tuple[str, ...]:
@@ -48,18 +49,20 @@ class AdaptedBase:
         return tuple(self._factors)
 
     def reader(self, teacher: str, folder: Path) -> AdapterReader:
-        """A teacher, its adapter read unless it is here. Raises MismatchError when that does not fit the base."""
+        """Return the reader of a teacher, loading its adapter if needed. Raises MismatchError when it does not fit the
+        base."""
         if teacher not in self._factors:
             room = self._room(folder)
             self._factors[teacher] = room, adapters.read_factors(self.model, folder, room)
         return AdapterReader(self, teacher)
 
     def _room(self, folder: Path) -> str:
-        """Name of the room for an adapter, which is made for the first of its shape."""
+        """Return the name of the allocated adapter for a folder's adapter, allocating it for the first one of its
+        shape."""
         shape = adapters.shape_of(folder)
         if shape not in self._rooms:
             self._active_room = self._active = ""
-            name = f"room{next(self._numbers)}"  # never again, also not where one does not fit
+            name = f"room{next(self._numbers)}"  # never used again, even if the adapter does not fit
             adapters.make_room(self.model, folder, name)
             self._rooms[shape] = name
         return self._rooms[shape]
@@ -77,11 +80,11 @@ class AdaptedBase:
         self.switches += 1
 
     def close(self) -> None:
-        """Nothing outlives the object."""
+        """Do nothing: the model is freed with the object."""
 
 
 class AdapterReader(HfReader):
-    """One of the teachers on a base; its adapter is made active for each call."""
+    """One of the teachers on a base; each call activates its adapter first."""
 
     def __init__(self, base: AdaptedBase, teacher: str) -> None:
         super().__init__(base.model)
@@ -94,7 +97,7 @@ class AdapterReader(HfReader):
 
     @property
     def head(self) -> Head:
-        """The base's head, with what the adapter adds to it."""
+        """The base's head, with the adapter's change."""
         self.act()
         return super().head
 
@@ -104,9 +107,9 @@ class AdapterReader(HfReader):
 
 
 class VllmAdaptedBase:
-    """vLLM with a base, which reads for every teacher on it.
+    """A vLLM with a base, which runs every teacher on it.
 
-    shared: reads with the base, whose vLLM has room for the adapters (vllm_adapters.room_for).
+    shared: the reader of the base, whose vLLM can load the adapters (vllm_adapters.room_for).
     """
 
     def __init__(self, shared: VllmReader | ExtractingReader | VllmLogprobs) -> None:
@@ -115,15 +118,15 @@ class VllmAdaptedBase:
         self._acting = ""
         self._readers: dict[str, VllmAdapterReader | VllmAdapterLogprobs] = {}
         self.switches = 0
-        """Times another adapter began to act."""
+        """Number of times that another adapter became active."""
 
     @property
     def teachers(self) -> tuple[str, ...]:
-        """Teachers that were asked for."""
+        """Teachers whose readers were requested."""
         return tuple(self._readers)
 
     def reader(self, teacher: str, folder: Path) -> VllmAdapterReader | VllmAdapterLogprobs:
-        """A teacher; its adapter is given to vLLM when it first reads."""
+        """Return the reader of a teacher; its adapter is loaded into vLLM at its first use."""
         if teacher not in self._readers:
             act = partial(self._act, teacher, folder)
             if isinstance(self.shared, VllmLogprobs):
@@ -133,7 +136,7 @@ class VllmAdaptedBase:
         return self._readers[teacher]
 
     def _act(self, teacher: str, folder: Path) -> None:
-        """Read with a teacher's adapter from now on. Raises MismatchError when vLLM cannot apply it."""
+        """Use a teacher's adapter from now on. Raises MismatchError when vLLM cannot apply it."""
         if teacher != self._acting:
             self.shared.adapter = self._adapters.request(folder, hf.weights_digest(folder))
             self._acting = teacher
@@ -145,10 +148,10 @@ class VllmAdaptedBase:
 
 
 class VllmAdapterReader:
-    """One of the teachers on a base, as a Reader. The head stays here, with what the adapter adds to it."""
+    """One of the teachers on a base, as a Reader. The head, with the adapter's change, is in this process."""
 
     def __init__(self, shared: VllmReader | ExtractingReader, act: Callable[[], None], folder: Path) -> None:
-        """act: gives vLLM the teacher's adapter."""
+        """Load the head. act: activates the teacher's adapter in vLLM."""
         self._shared = shared
         self._act = act
         self.head: Head = shared.head
@@ -160,7 +163,7 @@ class VllmAdapterReader:
         return self._shared.predicting_states(sequences, predicted)
 
     def close(self) -> None:
-        """The base outlives it."""
+        """Do nothing: the base is still in use."""
 
 
 class VllmAdapterLogprobs:
@@ -176,4 +179,4 @@ class VllmAdapterLogprobs:
         return self._shared.read(sequences, k)
 
     def close(self) -> None:
-        """The base outlives it."""
+        """Do nothing: the base is still in use."""

@@ -28,7 +28,7 @@ from mopd_dataplane.models.architecture import text_decoder
 
 WEIGHTS, OPTIMIZER = "discriminator.safetensors", "optimizer.safetensors"
 SCORE_TOKENS = 16384
-"""Tokens of one forward pass without gradient, padding included."""
+"""Number of tokens in one forward pass without gradient, with padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Pair:
     """One comparison: prompt and response of each side, as token ids."""
 
     teacher: NDArray[np.int64]
-    """[P + R]"""
+    """[P + R] token ids"""
     student: NDArray[np.int64]
-    """[P + R']"""
+    """[P + R'] token ids"""
 
 
 class Discriminator:
-    """A scalar head on a policy's body, and its optimizer; a saved version continues with the same bits on one
+    """A scalar head on a policy's body, and its optimizer. A saved version continues with the same bits on one
     machine's CPU.
 
-    policy: folder whose body it starts from. seed: of the head's first weights.
+    policy: folder with the initial body. seed: of the head's initial weights.
     """
 
     def __init__(self, policy: Path, settings: sections.Discriminator, *, seed: int, device: str = "cpu") -> None:
@@ -56,12 +56,12 @@ class Discriminator:
             self._critic.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.steps = 0
-        """Updates so far, over all versions."""
+        """Number of updates so far, over all versions."""
 
     def update(
         self, pairs: Sequence[Pair], *, epochs: int, progress: Callable[[int], None] = lambda done: None
     ) -> dict[str, float]:
-        """Pass over the pairs in a seeded order; {"loss", "accuracy"} of the last pass.
+        """Train on the pairs in a seeded order. Returns {"loss", "accuracy"} of the last pass.
 
         Accuracy is the share of pairs whose teacher side scores higher, before the update that used them; equal texts
         count half. Raises EngineError, naming the update, when the loss is not finite.
@@ -81,7 +81,7 @@ class Discriminator:
 
     @torch.no_grad()
     def scores(self, texts: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[N] score of each prompt with its response."""
+        """Score each prompt with its response: [N]."""
         scores = np.zeros(len(texts), np.float32)
         ordered = sorted(range(len(texts)), key=lambda index: (-len(texts[index]), index))
         while ordered:
@@ -91,7 +91,7 @@ class Discriminator:
         return scores
 
     def save(self, folder: Path) -> None:
-        """Write a version durably: a temporary folder, then one rename. One that exists is kept."""
+        """Write a version durably: a temporary folder, then one rename. An existing version is left unchanged."""
         critic = {name: tensor.detach().cpu().contiguous() for name, tensor in self._critic.named_parameters()}
         state = {
             f"{key}/{name}": torch.as_tensor(value).cpu().contiguous()
@@ -109,7 +109,7 @@ class Discriminator:
         fault_point("discriminator.published")
 
     def load(self, folder: Path) -> None:
-        """Continue from a saved version. Raises DamagedError when its files are not as written, or do not fit."""
+        """Continue from a saved version. Raises DamagedError when its files have changed, or do not fit."""
         check_folder(folder)
         try:
             weights, state = load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER)
@@ -129,7 +129,7 @@ class Discriminator:
             ) from None
 
     def _step(self, pairs: list[Pair]) -> tuple[float, NDArray[np.float32]]:
-        """One update: the mean loss, and D(teacher) - D(student) of each pair before it."""
+        """Make one update. Returns the mean loss, and D(teacher) - D(student) of each pair before it."""
         fault_point("discriminator.step")
         margin = np.zeros(len(pairs), np.float32)
         apart = [index for index, pair in enumerate(pairs) if not np.array_equal(pair.teacher, pair.student)]
@@ -164,7 +164,7 @@ class _Critic(nn.Module):
         self.train(False)
 
     def forward(self, texts: Sequence[NDArray[np.int64]]) -> Tensor:
-        """[N] score of each text, read at its last token. Padding is on the right, where causal attention hides it."""
+        """Score each text at its last token: [N]. Padding is on the right, where causal attention hides it."""
         device = self.head.device
         ends = torch.tensor([len(text) - 1 for text in texts])
         ids = pad_sequence([torch.from_numpy(text) for text in texts], batch_first=True)

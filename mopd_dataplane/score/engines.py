@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringEngine:
-    """A way to run teachers. Its attributes say what a job may ask of it."""
+    """A way to run teachers. Its attributes tell which settings a job may use with it."""
 
     quantises: bool = False
-    """Whether it applies a teacher's `quantisation`."""
+    """True if it applies a teacher's `quantisation`."""
     here: bool = False
-    """Whether it runs in this process, on `score.device`."""
+    """True if it runs in this process, on `score.device`."""
     settings: tuple[str, ...] = ()
-    """Keys of `[score]` that are its alone."""
+    """Keys of `[score]` that only this engine uses."""
     package: str = ""
-    """Module that must be installed where it runs; empty for none."""
+    """Module that must be installed on its machine; empty for none."""
 
 
 SCORING: dict[str, ScoringEngine] = {
     "hf": ScoringEngine(quantises=True, here=True),
     "vllm": ScoringEngine(settings=("reads", "options"), package="vllm"),
 }
-"""By the name that `score.engine` gives it."""
+"""Engines by their names in `score.engine`."""
 
 
 def engines_that(can: Callable[[ScoringEngine], bool]) -> str:
-    """Those that can do something, as a job names them: for messages.
+    """List the engines with a capability, as written in a job, for messages.
 
     >>> engines_that(lambda engine: engine.quantises)
     '"hf"'

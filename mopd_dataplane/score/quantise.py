@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MX_BLOCK = 32
-"""Weights under one scale of mxfp4."""
+"""Number of weights under one scale of mxfp4."""
 
 
 def quantise(model: PreTrainedModel, form: Quantisation) -> None:
     """Quantise a model's weights; "none" leaves them unchanged.
 
-    Raises InputError without torchao, MismatchError when a form cannot take one of the weights; the model is then in no
-    state to be used.
+    Raises InputError without torchao, MismatchError when a form cannot take one of the weights; the model must not be
+    used afterwards.
     """
     if form == "none":
         return
@@ -53,17 +53,18 @@ def quantise(model: PreTrainedModel, form: Quantisation) -> None:
 
 
 def quantisation_of(forms: Iterable[Quantisation]) -> str:
-    """Quantisation of a teacher for its record: the form of its weights; for a blend, each form of its members.
+    """Return the quantisation of a teacher for its record: the form of its weights, or for a blend, each form of its
+    members.
 
-    >>> quantisation_of(["int8", "none", "int8"])
-    'int8 + none'
+        >>> quantisation_of(["int8", "none", "int8"])
+        'int8 + none'
     """
     return " + ".join(dict.fromkeys(forms))
 
 
 def _experts(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Weights [experts, out, in] (transposed: [experts, in, out]) that a module holds itself."""
-    if not hasattr(module, "is_transposed"):  # what transformers gives every module of fused experts
+    """Return the expert weights [experts, out, in] (transposed: [experts, in, out]) of a module itself."""
+    if not hasattr(module, "is_transposed"):  # transformers gives it to every module of fused experts
         return []
     return [(name, weight.data) for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
 
@@ -77,7 +78,7 @@ def _check(form: str, path: str, width: int) -> None:
 
 
 def _round_linear(layer: nn.Linear, form: str) -> None:
-    """Replace a layer's weight [out, in]: packed where torchao can multiply with it, else rounded."""
+    """Replace a layer's weight [out, in]: packed if torchao can multiply with it, else rounded."""
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     if form == "mxfp4":
@@ -90,7 +91,7 @@ def _round_linear(layer: nn.Linear, form: str) -> None:
 
 
 def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
-    """Round a tensor of experts in place, expert by expert."""
+    """Round a tensor of experts in its own memory, expert by expert."""
     for expert in weight:
         rows = expert.T if transposed else expert
         layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")

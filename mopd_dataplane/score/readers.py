@@ -1,11 +1,11 @@
 """Readers turn token ids into hidden states: a transformers model in this process, or vLLM (see vllm_states.py).
 
-States are always those that the LM head reads, after the final norm. The head is applied in this process, so that
-log-probs, top-k and hidden states come from the same kernels whatever runs the teacher.
+States are always the input of the LM head, after the final norm. The head is applied in this process, so that
+log-probs, top-k and hidden states come from the same kernels, whatever runs the teacher.
 
-A teacher ready to score is one reader, or a blend: several whose logits are added with weights that sum to 1, because
-reverse KL to the blend is the weighted sum of those to its teachers plus a constant (docs/objectives.md; DeepSeek-V4,
-arXiv 2606.19348, eq. 29, on one sample). Since logits are linear in states and head, the blend is one head
+A teacher that is ready to score is one reader, or a blend: several readers whose logits are added with weights that sum
+to 1. Reverse KL to the blend is the weighted sum of those to its teachers plus a constant (docs/objectives.md;
+DeepSeek-V4, arXiv 2606.19348, eq. 29, on one sample). Since logits are linear in states and head, the blend is one head
 [V, D_1 + D_2 + …] on states laid side by side, and everything that stores or reads signals sees an ordinary teacher.
 
 Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IntArrays = Sequence[NDArray[np.int64]]
-"""Token ids of several sequences, or positions in each of them; an array for each."""
+"""One array for each sequence, with its token ids or positions in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,21 +42,21 @@ class Scorable:
     prompt_id: str
     prompt_len: int
     tokens: NDArray[np.int32]
-    """[P + R] the student's prompt, then the response."""
+    """[P + R] token ids of the student's prompt, then of the response."""
     loss_mask: NDArray[np.uint8]
     """[R]"""
     logprobs: NDArray[np.float32] | None = None
-    """[R] as sampled; None when the text was not sampled."""
+    """[R] log-probs of the sampler; None when the text was not sampled."""
     versions: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """[R] policy version of each response token; read for the student's top-k only."""
+    """[R] policy version of each response token; used only for the student's top-k."""
     temperature: float = 1.0
-    """Temperature of the sampler. Teacher log-probs are taken at it too, so that equal models agree; 0 (greedy) counts
-    as 1."""
+    """Temperature of the sampler, at which teacher log-probs are also computed, so that equal models agree. 0 (greedy)
+    counts as 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A sample's response after the prompt as a model reads it."""
+    """A sample's response after the prompt in the form that a model reads."""
 
     sample: Scorable
     tokens: NDArray[np.int64]
@@ -66,17 +66,17 @@ class ModelInput:
 
 
 class Reader(Protocol):
-    """One teacher, ready to read."""
+    """One teacher, ready to compute states."""
 
     @property
     def head(self) -> Head:
-        """LM head, which turns its states into logits."""
+        """LM head of the teacher, which turns its states into logits."""
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """[sum of M, D] final-norm state before each token at `predicted` [M], sequence after sequence."""
+        """Compute the final-norm state before each token at `predicted` [M], sequence after sequence: [sum of M, D]."""
 
     def close(self) -> None:
-        """Free what the teacher holds."""
+        """Free everything that the teacher holds."""
 
 
 class HfReader:
@@ -91,20 +91,20 @@ class HfReader:
 
     @torch.no_grad()
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """See Reader; all sequences in one pass, in rows padded on the right: under causal attention no real token sees
-        the padding, so no mask is needed."""
+        """See Reader. All sequences are in one pass, in rows padded on the right: causal attention hides the padding
+        from every real token, so no mask is needed."""
         ids = pad_sequence([torch.from_numpy(tokens) for tokens in sequences], batch_first=True)
         states = hf.hidden_states(self.model, ids.to(self.model.device)).flatten(0, 1)
         predictors = np.concatenate([row * ids.shape[1] + positions - 1 for row, positions in enumerate(predicted)])
         return states[torch.from_numpy(predictors).to(states.device)]
 
     def close(self) -> None:
-        """Nothing outlives the object."""
+        """Do nothing: the model is freed with the object."""
 
 
 @dataclass(frozen=True)
 class TeacherForward:
-    """Teachers ready to read, and the weight of each."""
+    """Teachers that are ready to compute states, and the weight of each."""
 
     readers: tuple[Reader, ...]
     weights: tuple[float, ...] = (1.0,)
@@ -115,15 +115,15 @@ class TeacherForward:
         return blended_head([reader.head for reader in self.readers], self.weights)
 
     def states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """[sum of M, sum of D] states before each predicted token; see Reader.predicting_states."""
+        """Compute the states before each predicted token: [sum of M, sum of D]. See Reader.predicting_states."""
         states = [reader.predicting_states(sequences, predicted) for reader in self.readers]
         return states[0] if len(states) == 1 else torch.cat(states, dim=1)
 
 
 def blended_head(heads: Sequence[Head], weights: Sequence[float]) -> Head:
-    """One head [V, sum of D] of several [V, D]; a single one as it is.
+    """Join several heads [V, D] into one head [V, sum of D]; a single head is returned unchanged.
 
-    Raises MismatchError when heads that are to be blended differ in vocabulary or cap their logits.
+    Raises MismatchError when the heads of a blend differ in vocabulary or cap their logits.
     """
     if len(heads) == 1:
         return heads[0]

@@ -42,19 +42,19 @@ class Outcome(NamedTuple):
     """Result of a reward function for one response."""
 
     reward: float
-    """By convention in [0, 1]."""
+    """The reward, by convention in [0, 1]."""
     correct: bool | None
-    """Whether the response is entirely right; None where the function does not say."""
+    """Whether the response is entirely right; None if the function does not tell."""
 
 
 class Unscorable(NamedTuple):
-    """An answer for which there is no reward: the function returned None, or took too long."""
+    """An answer without a reward: the function returned None, or took too long."""
 
     reason: str
 
 
 class RewardError(InputError):
-    """A reward function raised, or returned what is no reward: a fault of the function, not of the answer."""
+    """A reward function raised an error or returned an invalid reward: a fault of the function, not of the answer."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,26 @@ class Reward:
     """A resolved reward function; call it with a prompt and the decoded response."""
 
     name: str
-    """As the job file writes it; `rewards.verifier` in the store."""
+    """Name in the job file; `rewards.verifier` in the store."""
     version: str
-    """Version of the package it comes from; `rewards.verifier_version` in the store."""
+    """Version of the function's package; `rewards.verifier_version` in the store."""
     score: Callable[[Prompt, Any], float | tuple[float, bool] | None]
-    """Returns a bool (right or wrong), a number (right or wrong not known), both as (number, bool), or None for an
-    answer that cannot be scored."""
+    """Returns a bool (right or wrong), a number (correctness unknown), both as (number, bool), or None for an answer
+    that cannot be scored."""
     whole: bool = False
-    """Whether it reads what was said in turn (a list, the policy first and last), not the policy's last turn alone."""
+    """True if it reads all turns (a list, the policy first and last) instead of the policy's last turn."""
 
     def __call__(self, prompt: Prompt, response: str | list[str]) -> Outcome | Unscorable:
-        """Reward of one response (a list of turns where `whole`), and whether it is entirely right.
+        """Return the reward of one response (a list of turns if `whole`), and whether it is entirely right.
 
         Raises RewardError when the function raises, naming its file and line, when the reward is not a finite number,
-        or when what stands beside it is not a bool.
+        or when the value beside it is not a bool.
         """
         try:
             said = self.score(prompt, response)
         except MopdError:
             raise
-        except (Exception, SystemExit) as error:  # the function is the user's, and raises whatever it likes
+        except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
             raise RewardError(
                 f"reward {self.name!r} raised {type(error).__name__}: {error!s:.200} ({raised_at(error)}) "
                 f"at prompt {prompt.prompt_id!r}, answer {str(response)[:80]!r}; mend it, or let it return None for an "
@@ -102,7 +102,7 @@ class Reward:
 
 @cache
 def resolve_reward(name: str) -> Reward:
-    """The reward function a job file names.
+    """Return the reward function with this name in a job file.
 
     Raises UnknownNameError for a name that is neither built in, nor an entry point of `mopd.rewards`, nor an importable
     `package.module:function`.
@@ -126,7 +126,7 @@ def resolve_reward(name: str) -> Reward:
 
 
 def is_reference(prompt: Prompt, response: str) -> bool:
-    """Whether a response is the prompt's reference answer, white space around either aside."""
+    """Check if a response equals the prompt's reference answer, ignoring white space around either."""
     return response.strip() == prompt.answer.strip()
 
 
@@ -143,7 +143,7 @@ def _reasoning_gym(prompt: Prompt, response: str) -> tuple[float, bool]:
     try:
         value = float(verifier(response.strip(), entry))
     except Exception as error:
-        # The response is hostile text: some verifiers parse it and raise. What cannot be parsed is a wrong answer.
+        # The response is untrusted text that some verifiers fail to parse. Such an answer is wrong.
         _log.warning("verifier %s refused a response to %s: %r", dataset, prompt.prompt_id, error)
         value = 0.0
     return value, value >= 1
@@ -158,7 +158,7 @@ def _verifier(dataset: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def _version(module: ModuleType) -> str:
-    """`__version__` of the module or its top package; for a loose file, 12 hex digits of its source."""
+    """Return `__version__` of the module or its top package; for a loose file, 12 hex digits of its source."""
     top = importlib.import_module(module.__name__.partition(".")[0])
     for package in (module, top):
         if version := getattr(package, "__version__", None):

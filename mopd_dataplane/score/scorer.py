@@ -1,4 +1,4 @@
-"""Samples and a teacher in, signals out: one forward pass a batch serves every kind asked for.
+"""Samples and a teacher in, signals out: one forward pass per batch gives every requested kind.
 
 signal_kinds.py computes each kind from the teacher's hidden states: no [N, V] logits exist at any time.
 """
@@ -18,7 +18,7 @@ from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, SequenceLogprobs
 
 PromptRenderer = Callable[[Scorable], Sequence[int]]
-"""Token ids of the prompt as the teacher reads it (privileged context); the response tokens follow unchanged."""
+"""Returns the token ids of the prompt that the teacher reads (privileged context); the response follows unchanged."""
 
 
 def score_samples(
@@ -31,12 +31,13 @@ def score_samples(
     render_prompt: PromptRenderer | None = None,
     student: StudentTopk | None = None,
 ) -> Iterator[Signal]:
-    """One Signal per sample and kind, in an order chosen for little padding; `uid` is the sample's.
+    """Yield one Signal per sample and kind, in an order that needs little padding; `uid` is the sample's.
 
-    kinds: of SIGNAL_KINDS, or what `settings.signals` and entry points name. render_prompt: the teacher's prompt;
-    default the student's own. student: whose top-k the teacher is asked about, for `topk_source = "student"`.
-    Raises EngineError naming teacher and sample when the teacher answers with NaN or infinity; MismatchError when a
-    sample has tokens the teacher does not know, or is longer than it reads.
+    kinds: of SIGNAL_KINDS, or the names of `settings.signals` and entry points. render_prompt: returns the teacher's
+    prompt; default the student's own. student: the policy whose top-k the teacher scores, for `topk_source =
+    "student"`.
+    Raises EngineError naming teacher and sample when the teacher computes NaN or infinity; MismatchError when a sample
+    has tokens that the teacher does not know, or is longer than it can read.
     """
     kind_classes = [signal_kind(kind, settings.signals) for kind in kinds]
     inputs = [model_input(sample, render_prompt) for sample in samples]
@@ -56,14 +57,14 @@ def score_samples(
 
 
 def model_input(sample: Scorable, render_prompt: PromptRenderer | None) -> ModelInput:
-    """A sample behind the prompt as the teacher reads it; default the student's own."""
+    """Return a sample's response after the prompt for the teacher; default the student's own."""
     prompt = sample.tokens[: sample.prompt_len] if render_prompt is None else np.asarray(render_prompt(sample))
     tokens = np.concatenate([prompt, sample.tokens[sample.prompt_len :]]).astype(np.int64)
     return ModelInput(sample, tokens, np.flatnonzero(sample.loss_mask) + len(prompt))
 
 
 def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float, list[ModelInput]]]:
-    """Rectangles of at most `batch_tokens` tokens (padding counted; at least one sample), longest first."""
+    """Yield rectangles of at most `batch_tokens` tokens (with padding; at least one sample), longest first."""
     ordered = sorted(inputs, key=lambda item: (item.sample.temperature, -len(item.tokens), item.sample.uid))
     for temperature, group in groupby(ordered, key=lambda item: item.sample.temperature):
         batch: list[ModelInput] = []
@@ -78,7 +79,7 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
 def _said_of_text(
     reader: LogprobReader, teacher: str, kinds: Sequence[SignalKind], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
-    """Signals of a teacher that gives log-probs only. Raises MismatchError for kinds that need more."""
+    """Yield the signals of a teacher that gives log-probs only. Raises MismatchError for kinds that need more."""
     for kind in kinds:
         if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
             raise MismatchError(
@@ -102,7 +103,7 @@ def _said_of_text(
 
 
 def _check_readable(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
-    """Raise MismatchError for a sample that is longer than the teacher's context or has a token that it lacks."""
+    """Check that the teacher can read every sample: its length and its tokens. Raises MismatchError."""
     limit, unknown = pool.context_length(teacher), pool.unknown_tokens(teacher)
     for item in inputs:
         if len(item.tokens) > limit:

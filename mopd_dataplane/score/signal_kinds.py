@@ -32,9 +32,9 @@ from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs
 
 
 class StudentTopk:
-    """The likeliest tokens of the policy that wrote a sample, at which a teacher's log-probs are stored.
+    """The likeliest tokens of the policy that wrote a sample, for which a teacher's log-probs are stored.
 
-    folder(version): the weights of a version of the stage's policy; one is in memory at a time.
+    folder(version): returns the weights of a version of the stage's policy; one is in memory at a time.
     """
 
     def __init__(self, folder: Callable[[int], Path], *, dtype: str = "float32", device: str = "cpu") -> None:
@@ -45,9 +45,10 @@ class StudentTopk:
         self._reader: HfReader | None = None
 
     def ids(self, samples: Sequence[Scorable], k: int) -> Tensor:
-        """[sum of M loss-masked tokens, k] int64 on the policy's device, likeliest first, sample after sample.
+        """Compute the k likeliest tokens: [sum of M loss-masked tokens, k] int64 on the policy's device, likeliest
+        first.
 
-        k is at most the vocabulary. Raises UnknownNameError when the weights of a version are gone.
+        k is at most the vocabulary. Raises UnknownNameError when the weights of a version are missing.
         """
         written_by = [sample.versions[sample.loss_mask.astype(bool)] for sample in samples]
         every = np.concatenate(written_by)
@@ -80,7 +81,7 @@ class StudentTopk:
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """A batch that a teacher has read. Example: see score_samples."""
+    """The states of a batch, computed by a teacher. Example: see score_samples."""
 
     items: list[ModelInput]
     teacher: str
@@ -88,7 +89,7 @@ class TeacherOutput:
     """[N, D] last hidden states that predict the loss-masked tokens, sample after sample."""
     head: Head
     temperature: float
-    """Temperature of the sampler, at which log-probs are taken."""
+    """Temperature of the sampler, at which log-probs are computed."""
     settings: sections.Score
     student: StudentTopk | None = None
 
@@ -99,27 +100,28 @@ class TeacherOutput:
         return torch.from_numpy(tokens).to(self.states.device)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Rows of each sample, of values [N] or [N, width]; on the CPU."""
+        """Split values [N] or [N, width] into the rows of each sample, on the CPU."""
         return torch.split(values.cpu(), [len(item.masked) for item in self.items])
 
 
 class SignalKind(ABC):
-    """A kind of signal; made with the name under which it is stored. Its attributes are its capabilities."""
+    """A kind of signal, created with the name under which it is stored. Its attributes are its capabilities."""
 
     follows_from_logprobs: bool = False
-    """Whether `from_logprobs` computes it, so that a teacher that gives log-probs only can be used."""
+    """True if `from_logprobs` computes it, so that a teacher that gives log-probs only can be used."""
     ranked: bool = False
-    """Whether it needs the likeliest tokens of the vocabulary."""
+    """True if it needs the likeliest tokens of the vocabulary."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abstractmethod
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
-        """One Signal for each sample of the batch, in its order. Raises EngineError for NaN or infinity."""
+        """Yield one Signal for each sample of the batch, in order. Raises EngineError for NaN or infinity."""
 
     def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
-        """A sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 if not ranked)."""
+        """Build a sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 if not
+        ranked)."""
         raise NotImplementedError(self.name)
 
 
@@ -128,11 +130,11 @@ class TokenSignal(SignalKind):
 
     @abstractmethod
     def values(self, states: Tensor, head: Head, targets: Tensor, *, temperature: float) -> Tensor:
-        """[N] finite numbers; each may depend on its own row only.
+        """Compute one finite number per row, [N], from that row only.
 
         states [N, D]: last hidden states of the teacher that predict the tokens. head: the teacher's; `head.weight` is
         [V, D]. targets [N]: the tokens. temperature: of the sampler. Called without gradients. N varies from call to
-        call, and N times V may be too much to hold: work in parts, as mopd_kernels does.
+        call, and N times V numbers may not fit in memory: work in parts, as mopd_kernels does.
         """
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
@@ -197,7 +199,7 @@ class Topk(SignalKind):
         return _signal(item, self.name, topk_ids=said.ids, topk_logprobs=said.logprobs, topk_source="teacher")
 
     def _rows(self, output: TeacherOutput) -> tuple[Tensor, Tensor]:
-        """Ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""
+        """Return ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""
         states, head, settings = output.states, output.head, output.settings
         if settings.topk_source == "teacher":
             return topk_logprobs(states, head, min(settings.topk, len(head.weight)))
@@ -217,13 +219,13 @@ class Hidden(SignalKind):
 
 
 SIGNALS: dict[str, type[SignalKind]] = {"logprob": Logprob, "topk": Topk, "hidden": Hidden}
-"""The built-in ones, by the name under which they are stored."""
+"""Built-in kinds, by the name under which they are stored."""
 
 
 def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
-    """The kind that is stored as `name`: built in, else what `named` (`score.signals`) has for it, else an entry point.
+    """Return the kind that is stored as `name`: built in, else from `named` (`score.signals`), else an entry point.
 
-    Raises UnknownNameError for what nobody offers, and for a name that no kind may have.
+    Raises UnknownNameError for an unknown name, and for a name that no kind may have.
     """
     if name in SIGNALS:
         return SIGNALS[name](name)
@@ -235,7 +237,7 @@ def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
 
 
 def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: str = "") -> None:
-    """Raise EngineError, naming teacher and sample, for NaN or infinity in values [N] or [N, D]."""
+    """Check that values [N] or [N, D] are finite. Raises EngineError naming teacher and sample."""
     finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
     for item, good in zip(items, torch.split(finite, [len(item.masked) for item in items]), strict=True):
         if not bool(good.all()):
@@ -267,7 +269,7 @@ def _logprob_signal(
 
 
 def _at_responses(item: ModelInput, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[R] from the values [M] of loss-masked tokens; 0 elsewhere."""
+    """Scatter the values [M] of loss-masked tokens to response tokens: [R], 0 elsewhere."""
     mask = item.sample.loss_mask.astype(bool)
     whole = np.zeros(len(mask), dtype=np.float32)
     whole[mask] = values

@@ -1,4 +1,4 @@
-"""Compares the teachers of a domain, and a teacher with itself as quantised.
+"""Compares the teachers of a domain, and a teacher with its quantised weights.
 
 A useful teacher differs from the student, is informative on the student's own answers, and pushes the student in the
 direction of the verifier. No single number measures that, so several are reported side by side: arXiv 2604.13016 argues
@@ -21,7 +21,7 @@ from mopd_dataplane.score.scorer import PromptRenderer, batches, model_input
 from mopd_dataplane.score.teacher_pool import TeacherPool
 
 BINS = 10
-"""Bins of the calibration error."""
+"""Number of bins of the calibration error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Answer:
 
     student: ModelInput
     teacher: ModelInput
-    """The response behind the prompt as the teacher reads it."""
+    """The response after the prompt for the teacher."""
     reward: float
-    """1 is right."""
+    """Reward of the answer; 1 is right."""
 
 
 @dataclass(kw_only=True)
@@ -47,18 +47,19 @@ class Comparison:
     right_logprob: float
     """Mean teacher log-prob of the tokens of right answers; NaN where none is right."""
     reverse_kl: float
-    """Exact KL(student | teacher): what training can reduce."""
+    """Exact KL(student | teacher), in nat, which training can reduce."""
     entropy: float
     """Mean entropy of the teacher, nat."""
     overlap: float
     """Share of the student's k likeliest tokens that are among the teacher's."""
     top1_agreement: float
     discrimination: float
-    """Chance that a right answer has a higher mean teacher log-prob than a wrong one (AUROC); 0.5 is none."""
+    """Probability that a right answer has a higher mean teacher log-prob than a wrong one (AUROC); 0.5 is chance."""
     calibration_error: float
-    """On right answers: mean gap between the teacher's confidence in its first choice and how often that is written."""
+    """On right answers, the mean gap between the teacher's confidence in its first choice and how often that is
+    written."""
     gradient_agreement: float
-    """Cosine between the push of reverse KL to the teacher and the push of the verifier (reward minus the domain's
+    """Cosine between the gradient of reverse KL to the teacher and that of the verifier (reward minus the domain's
     mean, times the gradient of log-probs), on the student's last hidden states."""
 
 
@@ -69,8 +70,10 @@ _MEANS = ("mean_logprob", "reverse_kl", "entropy", "top1_agreement", "overlap")
 def compare(
     student: TeacherForward, teacher: TeacherForward, answers: Sequence[Answer], *, k: int, batch: int = 32
 ) -> Comparison:
-    """Score the answers of one domain with one teacher. k: likeliest tokens whose overlap is counted, at most
-    the vocabulary. Raises InputError without answers."""
+    """Compare one teacher with the student on the answers of one domain.
+
+    k: number of likeliest tokens whose overlap is counted, at most the vocabulary. Raises InputError without answers.
+    """
     if not answers:
         raise InputError("no answers to compare a teacher by; run a rollout stage of the domain first")
     ordered = sorted(answers, key=lambda answer: len(answer.student.tokens))  # little padding
@@ -94,10 +97,11 @@ def compare(
 
 
 def auroc(scores: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
-    """Chance that a right one scores above a wrong one, ties counting half; NaN when one kind is missing.
+    """Compute the probability that a right one scores above a wrong one, ties counting half; NaN if one kind is
+    missing.
 
-    >>> auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, False, True, True]))
-    0.875
+        >>> auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([False, False, True, True]))
+        0.875
     """
     good, bad = scores[right], scores[~right]
     if not len(good) or not len(bad):
@@ -107,7 +111,8 @@ def auroc(scores: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
 
 
 def calibration_error(confidence: Tensor, hit: Tensor) -> float:
-    """Expected calibration error over BINS equal bins (Guo et al. 2017, arXiv 1706.04599); NaN without rows."""
+    """Compute the expected calibration error over BINS equal bins (Guo et al. 2017, arXiv 1706.04599); NaN without
+    rows."""
     sure, came = confidence.double(), hit.double()
     places = (sure * BINS).long().clamp(max=BINS - 1)
     gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, places, came - sure)
@@ -117,7 +122,7 @@ def calibration_error(confidence: Tensor, hit: Tensor) -> float:
 def _columns(
     student: TeacherForward, teacher: TeacherForward, part: Sequence[Answer], baseline: float, k: int
 ) -> dict[str, Tensor]:
-    """What the figures are made of: a value for each trained token of some answers, for each answer, or for all."""
+    """Compute the values behind the figures: one per trained token of some answers, one per answer, or one for all."""
     counts = [len(answer.student.masked) for answer in part]
     states = student.states([a.student.tokens for a in part], [a.student.masked for a in part]).float().requires_grad_()
     scored = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
@@ -160,15 +165,15 @@ def _logprob(states: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisationEffect:
-    """A teacher with quantised weights against the same one as stored. Means are over trained tokens; natural logs."""
+    """A teacher with quantised weights compared with the stored ones. Means are over trained tokens; natural logs."""
 
     tokens: int
     kl: float
-    """KL(as stored | quantised), over the whole vocabulary, in nat per token."""
+    """KL(stored | quantised), over the whole vocabulary, in nat per token."""
     logprob_gap: float
-    """Mean |log-prob as stored - log-prob quantised| of the sampled tokens."""
+    """Mean |log-prob stored - log-prob quantised| of the sampled tokens."""
     top1_agreement: float
-    """How often both have the same likeliest token."""
+    """Share of tokens for which both have the same likeliest token."""
 
 
 def quantisation_effect(
@@ -179,10 +184,9 @@ def quantisation_effect(
     *,
     render_prompt: PromptRenderer | None = None,
 ) -> QuantisationEffect:
-    """Let a teacher of the pool read samples with its stored weights, then with its quantised ones; never both in
-    memory.
+    """Score samples with a teacher's stored weights, then with its quantised ones; never both in memory.
 
-    samples: at least one with a trained token. Log-probs at temperature 1. Raises what TeacherPool.reader raises.
+    samples: at least one with a trained token. Log-probs are at temperature 1. Raises the errors of TeacherPool.reader.
     """
     inputs = [model_input(sample, render_prompt) for sample in samples]
     parts = [batch for _, batch in batches(inputs, settings.batch_tokens)]
@@ -194,7 +198,7 @@ def quantisation_effect(
         for batch, stored, states in zip(parts, exact, _states(rounded, parts), strict=True):
             targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
             stats = divergence(stored, head, states, head, return_stats=True)[1]
-            kl += float(stats.reverse_kl.double().sum())  # of the first argument to the second
+            kl += float(stats.reverse_kl.double().sum())  # of the first argument relative to the second
             agreed += float(stats.top1_agreement.double().sum())
             gap += float((_logprob(stored, head, targets) - _logprob(states, head, targets)).double().abs().sum())
     tokens = sum(len(item.masked) for item in inputs)
@@ -202,6 +206,6 @@ def quantisation_effect(
 
 
 def _states(reader: Reader, parts: Sequence[Sequence[ModelInput]]) -> Iterator[Tensor]:
-    """[sum of M, D] states of each part."""
+    """Yield the states of each part: [sum of M, D]."""
     for batch in parts:
         yield reader.predicting_states([item.tokens for item in batch], [item.masked for item in batch])

@@ -43,16 +43,16 @@ class TeacherSpec:
     """A teacher's weights folder, and the settings with which the pool holds it."""
 
     folder: Path | None
-    """None for a blend, whose members have folders of their own, and for a teacher that has only a url."""
+    """Folder of the weights; None for a blend, whose members have folders, and for a teacher with only a url."""
     settings: sections.Teacher
 
 
 class TeacherPool:
-    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used. Adapters on
-    one base count as one: the base is loaded once, and the active adapter is switched.
+    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used.
 
-    student_tokenizer: whose ids every teacher must read alike (models/vocabulary.py). engine: what runs the teachers;
-    reads: what vLLM is asked for; options: EngineArgs for vLLM started here. close() ends what is running.
+    Adapters on one base count as one: the base is loaded once, and the active adapter is switched. student_tokenizer:
+    its ids must mean the same to every teacher (models/vocabulary.py). engine: the engine that runs the teachers.
+    reads: the output requested from vLLM. options: EngineArgs for vLLM started here. close() ends running engines.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class TeacherPool:
                     check_for_scoring(spec.folder, url=spec.settings.url, reads=reads)
         self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase | VllmAdaptedBase] = OrderedDict()
         self.loads: dict[str, int] = {}
-        """How often each teacher's weights were read from disk; of adapters, their base's, under its digest."""
+        """How often each teacher's weights were read from disk; adapters count under the digest of their base."""
         self._self_checks: dict[str, SelfCheck] = {}
-        """By place in the pool; of teachers that run here."""
+        """Self-check of each teacher that runs here, by its key in the pool."""
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -110,8 +110,10 @@ class TeacherPool:
         return sum(getattr(one, "switches", 0) for one in self._resident.values())
 
     def teacher(self, name: str) -> TeacherForward:
-        """The teacher, ready to score. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
-        `max_resident`."""
+        """Return the teacher, ready to score.
+
+        Raises UnknownNameError, and MismatchError, also for a blend of more teachers than `max_resident`.
+        """
         blend = self._spec(name).settings.blend or {name: 1.0}
         places = len({self._pool_key(member) for member in blend})
         if places > self._max_resident:
@@ -122,7 +124,7 @@ class TeacherPool:
         return TeacherForward(tuple(self.reader(member) for member in blend), tuple(blend.values()))
 
     def model(self, name: str) -> PreTrainedModel:
-        """A teacher's own transformers model, in evaluation mode. Raises UnknownNameError, MismatchError."""
+        """Return a teacher's own transformers model, in evaluation mode. Raises UnknownNameError, MismatchError."""
         reader = self.reader(name)
         if not isinstance(reader, HfReader):
             raise MismatchError(
@@ -133,25 +135,29 @@ class TeacherPool:
         return reader.model
 
     def reader(self, name: str) -> Reader:
-        """A teacher, ready to give states, in its own dtype. Raises UnknownNameError, MismatchError, EngineError."""
+        """Return a teacher, ready to compute states, in its own dtype. Raises UnknownNameError, MismatchError,
+        EngineError."""
         return self._held(name)  # type: ignore[return-value]
 
     def as_stored(self, name: str) -> Reader:
-        """A teacher with its stored weights, not quantised. The pool drops the teachers that it holds first, and does
-        not keep this one. Raises UnknownNameError, MismatchError."""
+        """Load a teacher with its stored weights, not quantised.
+
+        The pool first drops the teachers that it holds, and does not keep this one. Raises UnknownNameError,
+        MismatchError.
+        """
         self.close()
         return self._hf_reader(name, self._checked(name), self._spec(name).settings)
 
     def logprob_reader(self, name: str) -> LogprobReader:
-        """A teacher of a pool of vLLM teachers that give log-probs of text, ready to score."""
+        """Return a teacher, ready to score, from a pool of vLLM teachers that give log-probs of text."""
         return self._held(name)  # type: ignore[return-value]
 
     def self_check(self, name: str) -> SelfCheck | None:
-        """Self-check of a teacher, or of an adapter's base, that was loaded here; None where it was not."""
+        """Return the self-check of a teacher, or of an adapter's base, that was loaded here; None if it was not."""
         return self._self_checks.get(self._pool_key(name))
 
     def server_reader(self, name: str) -> ServerLogprobs:
-        """A teacher that a server gives log-probs of. Raises MismatchError for another."""
+        """Return a teacher whose log-probs come from a server. Raises MismatchError for another."""
         reader = self._held(name)
         if not isinstance(reader, ServerLogprobs):
             raise MismatchError(
@@ -161,7 +167,8 @@ class TeacherPool:
         return reader
 
     def unknown_tokens(self, name: str) -> dict[int, str]:
-        """Tokens of the student, by id, that a teacher's tokenizer does not have; of a blend, that a member lacks."""
+        """Return the student's tokens that a teacher's tokenizer does not have, by id; for a blend, those that a member
+        lacks."""
         members = self._spec(name).settings.blend or (name,)
         folders = [self._checked(member) for member in members if not self._spec(member).settings.is_remote]
         tokens: dict[int, str] = {}
@@ -170,10 +177,11 @@ class TeacherPool:
         return tokens
 
     def context_length(self, name: str) -> int:
-        """Tokens that a teacher reads as its config or its server says, prompt and response together; of a blend, the
-        fewest.
+        """Return the number of tokens, prompt and response together, that a teacher can read by its config or its
+        server.
 
-        `beyond_context` lifts the limit, but not that of a rotary embedding whose numbers depend on the length.
+        For a blend, it is the smallest number. `beyond_context` lifts the limit, but not that of a rotary embedding
+        whose frequencies depend on the length.
         """
         limits = [UNLIMITED]
         for member in self._spec(name).settings.blend or (name,):
@@ -212,8 +220,10 @@ class TeacherPool:
         return reader.reader(name, self._checked(name))  # type: ignore[union-attr]
 
     def _pool_key(self, name: str) -> str:
-        """Key of a teacher in the pool: its name, or one shared by all adapters on one base in one dtype. Adapters
-        behind a server have keys of their own."""
+        """Return the key of a teacher in the pool: its name, or one shared by all adapters on one base in one dtype.
+
+        Adapters behind a server have keys of their own.
+        """
         spec = self._spec(name)
         if spec.folder is None or not is_adapter(spec.folder) or spec.settings.url:
             return name
@@ -222,7 +232,7 @@ class TeacherPool:
         return f"{base} in {spec.settings.dtype}"
 
     def _open_base(self, source: str, base: Path, dtype: str) -> AdaptedBase | VllmAdaptedBase:
-        """A base for every adapter in the pool that has its place there."""
+        """Load a base for all its adapters in the pool."""
         if self._engine.here:
             model = hf.load_model(base, dtype=dtype, device=self._device)
             self._self_checks[source] = check_forward(model, f"Scoring with adapters on {base.name}")
@@ -234,7 +244,7 @@ class TeacherPool:
         return VllmAdaptedBase(shared)
 
     def _open_remote(self, url: str) -> ServerLogprobs:
-        """A teacher whose weights are behind a url only; its tokenizer must be the student's, as far as texts show."""
+        """Open a teacher that has only a url; its tokenizer must be the student's, as far as texts can tell."""
         reader = ServerLogprobs(None, url=url, vocab_size=len(self._student_tokenizer))
         try:
             reader.check_tokenizer(self._student_tokenizer)
@@ -254,7 +264,7 @@ class TeacherPool:
     def _vllm_reader(
         self, folder: Path, dtype: str, options: Mapping[str, Any], url: str = "", exchanged: tuple[int, ...] = ()
     ) -> Reader | LogprobReader:
-        """vLLM on this machine, or a running server."""
+        """Open a teacher in a vLLM started here, or in a running server."""
         if self._reads == "prompt_logprobs":
             if exchanged:
                 raise MismatchError(
@@ -277,12 +287,12 @@ class TeacherPool:
         return HfReader(model)
 
     def _exchanged(self, folder: Path, settings: sections.Teacher) -> tuple[int, ...]:
-        """Ids of the student's end and the teacher's, where `end = "map"` exchanges them; empty otherwise."""
+        """Return the ids of the student's end and the teacher's if `end = "map"` exchanges them; empty otherwise."""
         ends = (self._student_tokenizer.eos_token_id, hf.load_tokenizer(folder).eos_token_id)
         return ends if settings.end == "map" and None not in ends and ends[0] != ends[1] else ()
 
     def _head(self, name: str) -> Head:
-        """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
+        """Load the LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
         if self._engine.here:
             return self.teacher(name).head
         blend = self._spec(name).settings.blend or {name: 1.0}
@@ -294,10 +304,10 @@ class TeacherPool:
         return exchanged_head(hf.load_head(folder, dtype=settings.dtype), self._exchanged(folder, settings))
 
     def register(self, name: str, root: Path) -> Teacher:
-        """Check a teacher and write its LM head to `root/heads/<name>.safetensors` unless it is there.
+        """Check a teacher and write its LM head to `root/heads/<name>.safetensors` unless it exists.
 
-        Returns the row for `teachers`. Raises MismatchError, with nothing written, when the tokenizer differs from
-        the student's or a head of other weights has the name; UnknownNameError for an unknown name or folder.
+        Returns the row for `teachers`. Raises MismatchError, with nothing written, when the tokenizer differs from the
+        student's or when the head file has other weights; UnknownNameError for an unknown name or folder.
         """
         spec = self._spec(name)
         weights, owner = self._digest(name), self._head_owner(name)
@@ -329,7 +339,8 @@ class TeacherPool:
         )
 
     def record_of_remote(self, name: str, identity: str) -> Teacher:
-        """Row for `teachers` of a teacher that has only a url. identity: digest of what its server is known by."""
+        """Return the row for `teachers` of a teacher with only a url. identity: digest of its server's
+        ServerIdentity."""
         return Teacher(
             name=name,
             source=self._spec(name).settings.url,
@@ -343,7 +354,8 @@ class TeacherPool:
         )
 
     def head_file(self, name: str) -> str:
-        """Path of a teacher's head in the store; adapters that do not change their base's head share one file."""
+        """Return the path of a teacher's head in the store; adapters that do not change their base's head share one
+        file."""
         dtype = self._spec(name).settings.dtype
         head = f"base-{self._head_owner(name)[:16]}-{dtype}" if self._shares_head(name) else name
         return f"heads/{head}.safetensors"
@@ -353,15 +365,18 @@ class TeacherPool:
         return folder is not None and is_adapter(folder) and not touches_head(folder)
 
     def _head_owner(self, name: str) -> str:
-        """Digest of the weights whose head a teacher has."""
+        """Return the digest of the weights that a teacher's head belongs to."""
         folder = self._spec(name).folder
         if folder is None or not self._shares_head(name):
             return self._digest(name)
         return hf.weights_digest(base_folder(folder))
 
     def _digest(self, name: str) -> str:
-        """Digest of the weights that a teacher scores with: the stored ones, exchanged ends and quantisation; for a
-        blend, over its members' digests and weights."""
+        """Return the digest of the weights that a teacher scores with: the stored ones, exchanged ends and
+        quantisation.
+
+        For a blend, it covers its members' digests and weights.
+        """
         settings = self._spec(name).settings
         if settings.blend:
             return _digest_of("+".join(f"{self._digest(m)}*{weight!r}" for m, weight in settings.blend.items()))
@@ -376,7 +391,7 @@ class TeacherPool:
         return self._specs[name]
 
     def _checked(self, name: str) -> Path:
-        """Folder of a teacher that reads the student's ids as the student does."""
+        """Return the folder of a teacher, after checking that the student's ids mean the same to it."""
         folder = self._spec(name).folder
         if folder is None and self._spec(name).settings.is_remote:
             raise MismatchError(
@@ -392,7 +407,7 @@ class TeacherPool:
 def exchange_rows(model: PreTrainedModel, *ids: int) -> None:
     """Exchange two rows of a model's LM head, and of its bias; without ids nothing changes.
 
-    The input embedding stays as it is, also where the two are one tensor: what the model reads has not changed.
+    The input embedding stays unchanged, even if the two are one tensor: the model still reads the same tokens.
     """
     if not ids:
         return
@@ -407,7 +422,7 @@ def exchange_rows(model: PreTrainedModel, *ids: int) -> None:
 
 
 def exchanged_head(head: Head, ids: tuple[int, ...]) -> Head:
-    """A head of its own tensors with two rows exchanged; without ids as it is."""
+    """Return a head with two rows exchanged, in tensors of its own; without ids the head itself."""
     if ids:
         there, here = list(ids), list(reversed(ids))
         for rows in (head.weight, head.bias):
@@ -426,10 +441,10 @@ def _words(blend: Mapping[str, float]) -> str:
 
 
 def write_head(file: Path, head: Head, weights: str) -> None:
-    """Write an LM head durably, under a temporary name first: a half-written head never has the name.
+    """Write an LM head durably, under a temporary name first: a half-written head never has the final name.
 
-    Tensors `weight` [V, D] and `bias` [V] if any, in the head's dtype; what the architecture does to its logits is
-    in the file's metadata, so the file alone says how to turn stored hidden states into logits.
+    The file has tensors `weight` [V, D] and `bias` [V] if any, in the head's dtype. Its metadata holds the
+    architecture's changes to the logits, so the file alone is enough to turn stored hidden states into logits.
     """
     tensors = {"weight": head.weight.detach().cpu().contiguous()}
     if head.bias is not None:
@@ -450,7 +465,7 @@ def write_head(file: Path, head: Head, weights: str) -> None:
 
 
 def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
-    """[V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
+    """Read [V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
     header = read_tensor_header(file)
     try:
         rows, width = header.tensors["weight"].shape

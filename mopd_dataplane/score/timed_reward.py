@@ -21,7 +21,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.score.reward import Outcome, Reward, RewardError, Unscorable, resolve_reward
 
 _START_S = 300.0
-"""How long importing the function may take."""
+"""Longest time for importing the function, in seconds."""
 _READY = "ready"
 
 
@@ -35,7 +35,7 @@ class TimedReward:
     _unread: bytes = field(default=b"", init=False)
 
     def __call__(self, prompt: Prompt, response: str | list[str]) -> Outcome | Unscorable:
-        """Outcome of one response; Unscorable when the function did not return in time.
+        """Score one response. Returns Unscorable when the function did not return in time.
 
         Raises RewardError for a function that raises or ends its process.
         """
@@ -79,7 +79,7 @@ class TimedReward:
         if self._process is not None:
             return self._process
         command = [sys.executable, "-m", "mopd_dataplane.score.timed_reward", self.reward.name]
-        path = os.pathsep.join(["", *sys.path])  # a function beside the job file is found as in this process
+        path = os.pathsep.join(["", *sys.path])  # find a function beside the job file as this process does
         environment = {**parent_named(), "PYTHONPATH": path.lstrip(os.pathsep)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -91,7 +91,7 @@ class TimedReward:
         return self._process
 
     def _reply(self, process: subprocess.Popen[bytes], timeout_s: float) -> bytes | None:
-        """One line of the process; empty when it has ended, None when it says nothing in time."""
+        """Read one line of the process. Returns an empty one when it has ended, None when it is silent for too long."""
         assert process.stdout is not None
         descriptor, deadline = process.stdout.fileno(), time.monotonic() + timeout_s
         while b"\n" not in self._unread:
@@ -106,7 +106,7 @@ class TimedReward:
 
 
 def _serve(name: str) -> None:
-    """Answer requests on stdin until it closes. What the function prints goes to stderr; it reads an empty stdin."""
+    """Answer requests on stdin until it closes. The function's own prints go to stderr, and it reads an empty stdin."""
     requests, replies = os.fdopen(os.dup(sys.stdin.fileno())), os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with open(os.devnull) as nothing:

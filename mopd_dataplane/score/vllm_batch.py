@@ -16,7 +16,7 @@ from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.readers import IntArrays
 
 _SLOTS = 64
-"""Sequences that vLLM reads together."""
+"""Number of sequences that vLLM reads together."""
 
 Value = TypeVar("Value")
 Read = Callable[[NDArray[np.int64], Answer], Value]
@@ -24,10 +24,10 @@ Read = Callable[[NDArray[np.int64], Answer], Value]
 
 
 class VllmBatches:
-    """A running engine; base of the teachers that it reads for.
+    """A running engine; base class of the teachers that it runs.
 
-    Raises InputError without vLLM, EngineError when it does not start.
-    arguments: EngineArgs that the reading needs; options: the job's own, which win.
+    Raises InputError without vLLM, EngineError when it does not start. arguments: EngineArgs that reading needs;
+    options: the job's own, which take precedence.
     """
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -35,15 +35,15 @@ class VllmBatches:
         settings = {
             "max_num_seqs": _SLOTS,
             "max_model_len": int(model_shape(folder)["max_position_embeddings"]),
-            "enable_prefix_caching": False,  # vLLM says nothing of a cached prefix
+            "enable_prefix_caching": False,  # vLLM returns nothing for a cached prefix
         }
         self.engine = start(folder, settings | dict(arguments) | dict(options), threads=0)
         self.adapter: Any = None
-        """The LoRA request that texts are read with; None for the model itself."""
+        """The LoRA request for reading texts; None for the model itself."""
         self._asked = 0
 
     def ask(self, sequences: IntArrays, parameters: Any) -> list[Any]:
-        """vLLM's final output for each sequence of token ids. Raises EngineError."""
+        """Return vLLM's final output for each sequence of token ids. Raises EngineError."""
         places: dict[str, int] = {}
         answers: dict[int, Any] = {}
         with answering():
@@ -64,9 +64,9 @@ class VllmBatches:
 
 
 class ServerBatches:
-    """A running server with the weights of `folder`, see VllmServer.take; base of the teachers behind one.
+    """A running server with the weights of `folder`, see VllmServer.take; base class of the teachers behind one.
 
-    Without a folder the teacher is whatever the server serves.
+    Without a folder the teacher is whatever model the server serves.
     """
 
     def __init__(self, folder: Path | None, url: str) -> None:
@@ -77,18 +77,18 @@ class ServerBatches:
         except BaseException:
             self.close()
             raise
-        """What requests ask the server for."""
+        """Name of the model in requests to the server."""
 
     def ask(self, sequences: IntArrays, call: Callable[[NDArray[np.int64]], Call], read: Read[Value]) -> list[Value]:
-        """What `read` makes of the answer about each sequence of token ids; several are asked about at a time."""
+        """Send a request for each sequence of token ids, several at a time. Returns `read` of each answer."""
         return self._server.gather([call(ids) for ids in sequences], lambda i, answer: read(sequences[i], answer))
 
     def close(self) -> None:
-        """Leave the server; it goes on."""
+        """Disconnect from the server, which keeps running."""
         self._server.close()
 
 
 def room_to_generate(folder: Path) -> dict[str, Any]:
-    """EngineArgs of a generating model that is to read texts of full length: it must generate a token too."""
+    """Return the EngineArgs of a generating model for texts of full length: it must generate one more token."""
     longest = int(model_shape(folder)["max_position_embeddings"]) + 1
     return {"max_model_len": longest, "hf_overrides": {"max_position_embeddings": longest}}

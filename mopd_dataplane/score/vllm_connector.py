@@ -1,7 +1,7 @@
 """Runs inside vLLM: writes what `extract_hidden_states` collects of a request to one file, on any device.
 
 vLLM's own connector copies through pinned memory on a CUDA stream. This one copies in the worker's own thread, so it
-also runs on a CPU, and it gives a file its name only when it is complete.
+also runs on a CPU, and it names a file only when it is complete.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ class StatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         staging = f"{pending.filename}.part"
         save_file({STATES: states.cpu().contiguous()}, staging)
         os.replace(staging, pending.filename)
-        # In place of the event that vLLM's connector asks whether the copy is over: it is, before anybody asks.
+        # vLLM's connector asks an event if the copy is over. Here it is over before that, so this always says yes.
         self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)

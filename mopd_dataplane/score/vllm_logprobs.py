@@ -1,6 +1,6 @@
-"""Teachers that vLLM runs as generating models: `prompt_logprobs` gives the log-prob of every token it reads.
+"""Teachers that vLLM runs as generating models: `prompt_logprobs` gives the log-prob of every token in a text.
 
-vLLM takes them from the plain softmax, so they are those of temperature 1, and it has no hidden states to give.
+vLLM computes them from the plain softmax, so they are at temperature 1, and it has no hidden states to give.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SequenceLogprobs(NamedTuple):
     ids: NDArray[np.int32]
     """[N, k] the likeliest tokens, likeliest first"""
     logprobs: NDArray[np.float32]
-    """[N, k]"""
+    """[N, k] log-probs of those tokens"""
 
 
 class LogprobReader(Protocol):
@@ -42,7 +42,8 @@ class LogprobReader(Protocol):
     vocab_size: int
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
-        """Its log-probs of each token but the first of each sequence, with its k likeliest tokens there."""
+        """Return the log-probs of each token but the first of each sequence, with the k likeliest tokens at its
+        position."""
 
     def close(self) -> None:
         """Free what the teacher holds."""
@@ -67,7 +68,7 @@ class VllmLogprobs(VllmBatches):
 
 
 class ServerLogprobs(ServerBatches):
-    """A teacher behind a running vLLM server; without a folder its weights are there only."""
+    """A teacher behind a running vLLM server; without a folder its weights are only there."""
 
     def __init__(self, folder: Path | None, *, url: str, vocab_size: int) -> None:
         super().__init__(folder, url)
@@ -75,11 +76,11 @@ class ServerLogprobs(ServerBatches):
 
     @property
     def context_length(self) -> int:
-        """Tokens that the server reads; it must have room for the token that it generates."""
+        """Number of tokens that the server can read, minus the one that it must generate."""
         return self._server.context_length - 1 if self._server.context_length else UNLIMITED
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise MismatchError when the server reads one of FINGERPRINT_TEXTS as other ids than a tokenizer does."""
+        """Check that the server encodes FINGERPRINT_TEXTS to the same ids as a tokenizer. Raises MismatchError."""
         for text in FINGERPRINT_TEXTS:
             here, there = encoded(tokenizer, text), self._server.tokenize(text)
             if here != there:
@@ -90,11 +91,11 @@ class ServerLogprobs(ServerBatches):
                 )
 
     def identity(self, tokenizer: PreTrainedTokenizerBase) -> ServerIdentity:
-        """What the teacher is known by."""
+        """Return the identity of the teacher at its server."""
         return identity_of(self._server, self._name, tokenizer, self.vocab_size)
 
     def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
-        """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
+        """See LogprobReader. A server returns at most its --max-logprobs likeliest tokens, 20 by default."""
 
         def call(ids: NDArray[np.int64]) -> Call:
             return self._server.reading(self._name, ids.tolist(), k)
@@ -111,7 +112,7 @@ def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:
 
 
 def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int) -> SequenceLogprobs:
-    """From {token: (rank, log-prob)} of every position but the first; ranks begin at 1.
+    """Convert {token: (rank, log-prob)} of every position but the first; ranks begin at 1.
 
     Raises EngineError when a token of the text, or one of the k likeliest, is missing.
     """

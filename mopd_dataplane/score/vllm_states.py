@@ -1,7 +1,8 @@
 """Teachers that vLLM runs, as readers of final-norm states.
 
-A pooling model gives them in float32, whatever its weights are. A generating model writes out its last layer, to which
-the final norm is applied here, in float32: the store holds states after the norm only (docs/engines.md).
+A pooling model returns them in float32, whatever the dtype of its weights. A generating model writes out its last
+layer, to which the final norm is applied here, in float32: the store holds states after the norm only
+(docs/engines.md).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mopd_dataplane.score.vllm_batch import ServerBatches, VllmBatches, room_to_
 
 _TASK = "token_embed"
 _FILE_S = 120.0
-"""Longest wait for a file after vLLM has said that the request is done."""
+"""Longest wait for a file after vLLM has reported the end of the request, in seconds."""
 _LOOK_S = 0.002
 
 
@@ -64,7 +65,7 @@ class ServerReader(ServerBatches):
         self.head = head
 
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
-        """See Reader; the states of one sequence are one answer."""
+        """See Reader; one answer holds the states of one sequence."""
         states = self.ask(sequences, self._call, self._read)
         return predicting(states, sequences, predicted).to(self.head.weight.device)
 
@@ -135,7 +136,7 @@ class ExtractingReader(VllmBatches):
             return self._norm(before)  # type: ignore[no-any-return]
 
     def _taken(self, file: Path) -> Tensor:
-        """[T, D] of a file that vLLM writes, float32; the file is gone. Raises EngineError, DeadlineError."""
+        """Read a file that vLLM wrote, [T, D] float32, and delete it. Raises EngineError, DeadlineError."""
         from mopd_dataplane.score.vllm_connector import STATES
 
         until = time.monotonic() + _FILE_S
@@ -158,7 +159,10 @@ class ExtractingReader(VllmBatches):
 
 
 def predicting(states: Sequence[Tensor], sequences: IntArrays, predicted: IntArrays) -> Tensor:
-    """[sum of M, D] of states [T, D] of each sequence. Raises EngineError when a sequence has not one state a token."""
+    """Select the states before predicted tokens, [sum of M, D], from the states [T, D] of each sequence.
+
+    Raises EngineError when a sequence does not have one state per token.
+    """
     for own, ids in zip(states, sequences, strict=True):
         if len(own) != len(ids):
             raise EngineError(f"vLLM returned {len(own)} states for {len(ids)} tokens; run again to continue")

@@ -4,7 +4,8 @@ dataset.py   Store, the public interface to all of these
 open_store.py the part of Store that functions over a whole store are given
 location.py  the root of a store, its small JSON files, and its locks: one committer at a time
 format/      what is on disk: schemas, values that may be stored, checksums, and the files of Lance
-commit/      writing: tables, commits that are durable and happen once, and the queue
+commit/      writing: tables, commits that are durable and happen once
+queue/       a key-value queue beside the tables, used by transferqueue/: log first, fold later
 read/        reading: pinned versions, rows and payload by row id, hidden states by byte range
 sql/         read-only SQL over pinned versions
 rollouts/    one row a sample with what every table says of it, and conditions on such rows

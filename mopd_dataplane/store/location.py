@@ -11,7 +11,15 @@ from typing import Any
 
 import lance
 
-from mopd_dataplane.base.files import create_file, file_digest, fsync, out_of_descriptors, publish_file, try_lock
+from mopd_dataplane.base.files import (
+    create_file,
+    file_digest,
+    fsync,
+    make_durable_folder,
+    out_of_descriptors,
+    publish_file,
+    try_lock,
+)
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
@@ -103,7 +111,7 @@ class StoreLocation:
                 "place for the store"
             )
         if self.root is not None:
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_durable_folder(self.root, 0o700)
         self.single_writer = single_writer
         self.admit_writer()
 

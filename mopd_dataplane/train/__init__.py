@@ -3,22 +3,22 @@
 spec.py              settings of the trainer process
 run.py               the windows of a plan log: resume, step, checkpoint, publish
 loop.py              one optimizer step
-passes.py            which samples go through the model together
-microbatch.py        packs become the tensors of one forward pass, on the device
+passes.py            cuts a step into forward passes
+microbatch.py        turns packs into the tensors of one forward pass, on the device
 student.py           the policy as a module whose forward pass ends in a loss
 attention.py         causal attention over packed sequences
 context.py           context parallelism: ranks share a pack
 objective.py         the loss: a sum of declared terms over the trained tokens
 advantage.py         the advantage of a sampled token
-plugin_divergence.py  a divergence of another package, a part of the tokens at a time
+plugin_divergence.py  a divergence of another package, computed in parts of the tokens
 heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens
-sampler_gap.py       the trainer's log-probs of its own samples beside the sampler's
+sampler_gap.py       compares the trainer's log-probs of its own samples with the sampler's
 token_stats.py       per-token statistics of a step, in files for the job
 optimizer.py         AdamW, also on float32 copies on the device or on the host, and the clipping of gradients
-checkpoint.py        policy, optimizer and position, whole or not at all
+checkpoint.py        atomic checkpoints of policy, optimizer and position
 failed_step.py       the step whose loss or gradient was not finite
-newest.py            which checkpoint is the newest; needs no torch
+newest.py            finds the newest checkpoint; needs no torch
 ranks.py             the processes of one training run
 node_agent.py        the trainer processes of one node
 stop.py              stopping at a checkpoint

@@ -65,7 +65,7 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
                 pin=ranks.device.type == "cuda",
             )
         stack.enter_context(source)
-        # After connecting: an orphan whose loader never came must not keep the next trainer out.
+        # After connecting: an orphan whose loader never came must not block the next trainer.
         if ranks.leads:
             stack.enter_context(only_writer(Path(spec.checkpoint_dir)))
         run = stack.enter_context(closing(Run(spec, source, ranks)))

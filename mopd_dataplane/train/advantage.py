@@ -24,7 +24,7 @@ from mopd_dataplane.train.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class TokenAdvantage:
-    """The advantage as the policy kernel takes it: a constant, and a target to compare with the current policy."""
+    """The advantage in the policy kernel's terms: a constant, and a target to compare with the current policy."""
 
     constant: Tensor | None
     """[M] f32"""
@@ -35,7 +35,7 @@ class TokenAdvantage:
 def token_advantage(
     term: PolicyGradientTerm, batch: MicroBatch, current: Tensor | None = None, reverse_kl: Tensor | None = None
 ) -> TokenAdvantage:
-    """Advantage of every trained token.
+    """Compute the advantage of every trained token.
 
     current: [M] log-probs under the policy being trained, needed only for a discounted gap to it. reverse_kl: [M] f32,
     nat, KL(student, teacher) at each token's position: the baseline of a term that has one.
@@ -62,7 +62,7 @@ def token_advantage(
 
 
 def reward_to_go(gap: Tensor, sequence: Tensor, position: Tensor, term: PolicyGradientTerm) -> Tensor:
-    """Discounted sum of later gaps inside each sequence, [M] f32; 0 for a token that has nothing to sum.
+    """Compute the discounted sum of later gaps inside each sequence: [M] f32; 0 for a token without later gaps.
 
     gap [M] f32, sequence and position [M] int64, tokens of a sequence in rising position.
     """
@@ -79,14 +79,14 @@ def reward_to_go(gap: Tensor, sequence: Tensor, position: Tensor, term: PolicyGr
 
 
 def _grid(values: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
-    """[sequences, positions], 0 where no trained token stands."""
+    """Scatter values to [sequences, positions], with 0 at positions without a trained token."""
     grid = values.new_zeros(int(sequence.max()) + 1, int(position.max()) + 1)
     grid[sequence, position] = values
     return grid
 
 
 def _target(term: PolicyGradientTerm, batch: MicroBatch) -> Tensor:
-    """[M] log pi_T + (lambda - 1) (log pi_T - log pi_ref)."""
+    """Compute log pi_T + (lambda - 1) (log pi_T - log pi_ref): [M]."""
     if batch.teacher_logprobs is None:
         raise MismatchError("the objective compares with a teacher, the batch has no teacher log-probs; score it first")
     if term.extrapolation == 1.0:

@@ -1,7 +1,7 @@
 """Causal attention over sequences packed into one row: each sequence by itself, without a mask or padding.
 
-The mask of a packed row grows with the square of the row, but the pairs that attend to each other only with the squares
-of its sequences. One call of torch's own kernel per sequence computes just those.
+The mask of a packed row grows with the square of the row, while the pairs that attend to each other grow only with the
+squares of its sequences. One call of torch's own kernel per sequence computes just those pairs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def packed_attention(
     context_group: ProcessGroup | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it.
+    """Compute attention with the interface of transformers' models.
 
     query [1, H, T, d], key and value [1, H_kv, T, d]. sequence_lengths: tokens of each sequence, summing to T; without
-    it every row is one sequence. sliding_window: how many tokens back, itself included, a token sees. context_group:
-    the ranks that hold a run of the T tokens each; tensors then have T / n tokens. Returns [1, T, H, d].
+    it, every row is one sequence. sliding_window: number of tokens that a token sees, itself included. context_group:
+    the ranks that share the T tokens; tensors then have T / n tokens.
+    Returns [1, T, H, d].
     """
     if context_group is not None:
         query, key, value = heads_for_tokens(query, key, value, context_group)
@@ -59,7 +60,7 @@ def packed_attention(
 
 
 def _band(query: Tensor, window: int | None) -> Tensor | None:
-    """[L, L] mask of a sliding window; None where the window reaches the whole sequence."""
+    """Return the [L, L] mask of a sliding window, or None if the window covers the whole sequence."""
     length = query.shape[2]
     if not window or length <= window:
         return None

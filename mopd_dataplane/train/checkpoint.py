@@ -1,17 +1,16 @@
-"""Checkpoints: policy, optimizer and position in the plan, written whole or not at all.
+"""Checkpoints of policy, optimizer and position in the plan, written atomically.
 
-    <folder>/step-00000120/shard-00001-….safetensors   what rank 0 holds: "policy/<parameter>",
-                                                       "optimizer/<state>/<parameter>"; float32; of an adapter that is
-                                                       trained only its own, never its base
-                                                       a file for every rank
-    <folder>/step-00000120/state.json                  Position, and what it belongs to
+    <folder>/step-00000120/shard-00001-….safetensors   tensors of a rank, one file each: "policy/<parameter>",
+                                                       "optimizer/<state>/<parameter>"; float32; when an adapter is
+                                                       trained, only the adapter, never its base
+    <folder>/step-00000120/state.json                  Position and Identity
     <folder>/step-00000120/checksums.json              bytes and crc32c of each of those files
     <folder>/latest                                    name of the newest complete checkpoint
 
 Several ranks write through torch.distributed.checkpoint in its safetensors format, whose metadata is JSON in the files'
 own headers; one rank writes the same format straight from its tensors. Both are read through it: any number of ranks
 reads what any other number wrote, and nothing is unpickled. Learning rate and random state are functions of (settings,
-seed, step, rank), so the step is all that is kept of them.
+seed, step, rank), so only the step is stored.
 """
 
 import json
@@ -39,12 +38,11 @@ from mopd_dataplane.base.file_checksums import (
 )
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
-from mopd_dataplane.train.newest import KEEP, LATEST, name_newest, newest_checkpoint
+from mopd_dataplane.train.newest import KEEP, LATEST, STATE, name_newest, newest_checkpoint, window_ends
 from mopd_dataplane.train.optimizer import MasterAdamW
 from mopd_dataplane.train.ranks import Ranks
 
 FORMAT = 3
-_STATE = "state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +64,32 @@ class Identity:
     plan_digest: str
     """Digest of the plan window trained last."""
     snapshot_digest: str
-    """Digest of the snapshot which that plan was made from."""
+    """Digest of the snapshot from which that plan was made."""
     base_digest: str = ""
-    """Weights that an adapter is trained on, which lie in no checkpoint; empty where all weights are trained."""
+    """Digest of the frozen weights under an adapter, which are in no checkpoint; empty if all weights are trained."""
 
 
 class Checkpoints:
-    """The checkpoints of one stage, in one folder; every rank holds one and calls it together with the others."""
+    """The checkpoints of one stage, in one folder. Every rank has one and calls its methods together with the
+    others."""
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, *, every: int = 0) -> None:
+        """every: the checkpoints at the end of every so many windows stay; 0: only the last ones do."""
         self.folder = folder
         self._ranks = ranks
+        self._every = every
 
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
-        """Write a checkpoint: write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the
+        """Write a checkpoint: write, sync, rename, point `latest` at it, remove old ones. Raises ResourceError when the
         disk is full."""
-        # In which torch reports what went wrong on each rank; it is no Exception.
+        # torch reports the errors of each rank in this class, which is no Exception.
         from torch.distributed.checkpoint.api import CheckpointException
 
         name = f"step-{position.step:08d}"
         staging = self.folder / f".{name}.tmp"
         there = self._ranks.leads and newest_checkpoint(self.folder) == name
         if self._ranks.max(int(there)):
-            return  # this step is saved already; replacing what `latest` names would open a gap
+            return  # this step is saved already; replacing the folder that `latest` names would open a gap
         if self._ranks.leads:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -101,7 +102,7 @@ class Checkpoints:
         except (OSError, SafetensorError, CheckpointException) as error:
             if not is_disk_full(error):
                 raise
-            # A finished stage, which needs no other checkpoint, would leave half a one there for good.
+            # A finished stage writes no other checkpoint, so an incomplete one would stay for good.
             shutil.rmtree(staging, ignore_errors=True)
             raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
         self._ranks.barrier()
@@ -125,20 +126,20 @@ class Checkpoints:
             if id(parameter) in trained:
                 optimizer.state[parameter] = _empty_state(key, _learnt(parameter, optimizer), saved)
         with torch.no_grad(), warnings.catch_warnings():
-            # One process means to be alone; torch would warn of it at every checkpoint.
+            # One process is alone on purpose; torch would warn of it at every checkpoint.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(_tensors(module, optimizer), storage_reader=reader, no_dist=self._ranks.world == 1)
         if isinstance(optimizer, MasterAdamW):
             optimizer.follow()
 
     def _write_shard(self, staging: Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """This rank's tensors, and what their file must contain when it is read again."""
+        """Write this rank's tensors, and return what their file must contain when it is read again."""
         mine = f"shard-{self._ranks.rank + 1:05d}"
         tensors = _tensors(module, optimizer)
         if self._ranks.world == 1:  # torch's writer builds the whole file in memory before it writes a byte
-            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}  # as save_file would, one by one
+            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}  # one by one, as save_file would do it
             save_file(on_host, staging / f"{mine}-model-00001-of-00001.safetensors")
-        else:  # this rank's share, with where each piece belongs
+        else:  # this rank's share, with the position of each piece
             from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
             from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -152,7 +153,7 @@ class Checkpoints:
             measured |= json.loads(file.read_text())
             file.unlink()
         state = {"format": FORMAT, "position": asdict(position), "identity": asdict(identity)}
-        (staging / _STATE).write_text(json.dumps(state, indent=1))
+        (staging / STATE).write_text(json.dumps(state, indent=1))
         write_checksums(staging, measured=measured)
         fault_point("train.save.written")
         shutil.rmtree(target, ignore_errors=True)
@@ -165,17 +166,16 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _unneeded(self) -> list[Path]:
-        """Checkpoints besides the newest ones and the one at the beginning of the open window, from which the window
-        can be trained again."""
+        """Checkpoints besides the newest ones and, of those at the end of a window, the last ones and each at a version
+        that is kept."""
         paths = sorted(self.folder.glob("step-*"))
-        if len(paths) <= KEEP:
-            return []
-        begins = [path for path in paths if _begins_window(self.folder, path.name)]
-        needed = {*paths[-KEEP:], *begins[-1:]}
-        return [path for path in paths if path not in needed]
+        ends = window_ends(self.folder)
+        versions = {*sorted(ends)[-KEEP:], *(version for version in ends if self._every and not version % self._every)}
+        needed = {*(path.name for path in paths[-KEEP:]), *(ends[version].name for version in versions)}
+        return [path for path in paths if path.name not in needed]
 
     def _check_files(self, folder: Path) -> None:
-        """Every file once, shared out over the ranks; all raise when one finds damage."""
+        """Check the checksum of every file once, shared out over the ranks; all ranks raise when one finds damage."""
         damage = ""
         for number, (name, record) in enumerate(sorted((read_checksums(folder) or {}).items())):
             if number % self._ranks.world == self._ranks.rank and not damage:
@@ -186,16 +186,16 @@ class Checkpoints:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
-    """Position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
+    """Read position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
     name = newest_checkpoint(folder)
     return _position_of(folder, name) if name else None
 
 
 def drop_inside(folder: Path, window: int) -> list[str]:
-    """Remove the checkpoints that were taken inside a window or behind it; returns their names.
+    """Remove the checkpoints that were taken inside or after a window. Returns their names.
 
-    Training then begins at the checkpoint at the window's beginning; the first window needs none. Raises MismatchError,
-    with nothing removed, when that checkpoint is not kept any more.
+    Training then continues from the checkpoint at the window's beginning; the first window needs none.
+    Raises MismatchError, with nothing removed, when that checkpoint has been removed already.
     """
     newest = newest_checkpoint(folder)
     names = [path.name for path in sorted(folder.glob("step-*")) if path.name <= newest]
@@ -218,14 +218,6 @@ def drop_inside(folder: Path, window: int) -> list[str]:
     return inside
 
 
-def _begins_window(folder: Path, name: str) -> bool:
-    """Whether a checkpoint stands between two windows; a damaged one does not count."""
-    try:
-        return _position_of(folder, name)[0].window_step == 0
-    except (DamagedError, MismatchError):
-        return False
-
-
 def _is_inside(position: Position, window: int) -> bool:
     return position.window > window or (position.window == window and position.window_step > 0)
 
@@ -239,10 +231,10 @@ def _position_of(folder: Path, name: str) -> tuple[Position, Identity]:
 
 
 def check_identity(saved: Identity, identity: Identity, folder: Path, *, inside_window: bool) -> None:
-    """Raise MismatchError naming both values when a checkpoint belongs to something else.
+    """Check that a checkpoint belongs to this run. Raises MismatchError naming both values if not.
 
-    inside_window: the resume continues the window the checkpoint was taken in, so its objective and its plan must be
-    the same; between two windows the job may have changed.
+    inside_window: the resume continues the window in which the checkpoint was taken, so its objective and its plan must
+    be the same; between two windows the job may have changed.
     """
     of_window = ("objective", "plan_digest", "snapshot_digest") if inside_window else ()
     for field in ("stage", "base_digest", *of_window):
@@ -255,10 +247,10 @@ def check_identity(saved: Identity, identity: Identity, folder: Path, *, inside_
 
 
 def _read_state(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / name / _STATE
+    file = folder / name / STATE
     try:
         recorded = read_checksums(file.parent)
-        content = file.read_bytes() if recorded is None else read_recorded(file.parent, _STATE)
+        content = file.read_bytes() if recorded is None else read_recorded(file.parent, STATE)
         state: dict[str, Any] = json.loads(content)
         file_format = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -280,14 +272,14 @@ def _check_parameters(folder: Path, parameters: dict[str, nn.Parameter], saved: 
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that a checkpoint holds: all, unless an adapter is trained; its frozen base lies elsewhere."""
+    """Return the parameters that a checkpoint holds: the adapter's if one is trained, else all."""
     every = dict(module.named_parameters())
     factors = {name: parameter for name, parameter in every.items() if "lora_" in name}
     return factors or every
 
 
 def _tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Tensors of a checkpoint, by their names there: the tensors themselves, to read from or to write into."""
+    """Return the tensors of a checkpoint by their names there: the live tensors, to read from or to write into."""
     tensors: dict[str, Any] = {}
     for name, parameter in _trained(module).items():
         tensors[f"policy/{name}"] = _learnt(parameter, optimizer)
@@ -297,14 +289,14 @@ def _tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _learnt(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """The tensor that an optimizer updates: a parameter, or the float32 copy that it follows."""
+    """Return the tensor that the optimizer updates: the parameter, or its float32 copy."""
     if isinstance(optimizer, MasterAdamW) and parameter.requires_grad:
         return optimizer.master(parameter)
     return parameter.detach()
 
 
 def _empty_state(name: str, parameter: Tensor, saved: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Optimizer state of one parameter as the checkpoint has it, sharded like the parameter; to be filled."""
+    """Allocate the optimizer state of one parameter with the checkpoint's keys, sharded like the parameter."""
     state: dict[str, Tensor] = {}
     for key, size in saved.items():
         what, _, rest = key.partition("/")

@@ -4,8 +4,8 @@
     attention   tokens are exchanged for heads (all-to-all): a rank sees every token of the pack for its share of heads
     loss        each rank has the tokens that its own states predict; losses and gradients add up over ranks
 
-The exchange is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509); packed sequences, sliding windows and grouped
-heads pass through it unchanged, because attention itself still sees whole sequences.
+The exchange is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Packed sequences, sliding windows and grouped
+heads need no change, because attention itself still sees whole sequences.
 """
 
 import math
@@ -21,13 +21,13 @@ from mopd_dataplane.fields import FIELDS, arguments, in_record, value
 from mopd_dataplane.train.microbatch import MicroBatch
 
 MADE = ("targets", "sequence", "position", "policy_versions", "sampling_mask")
-"""Fields with one row per trained token that a MicroBatch makes itself, besides `predictors`."""
+"""Fields of a MicroBatch with one row per trained token that no pack carries as they are, besides `predictors`."""
 BODY_FIELDS = tuple(field for field in FIELDS if field.batch == "body")
-"""Fields of a MicroBatch with one row for each place of the forward pass."""
+"""Fields of a MicroBatch with one row for each position of the forward pass."""
 
 
 def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
-    """The share of one member: its columns of the row [1, W / members], and what is trained from them.
+    """Cut out the share of one member: its columns of the row [1, W / members], and the tokens that they predict.
 
     The row is padded to a multiple of `members` with a sequence of its own; `sequence_lengths` still cover the whole
     row. Fields of sequences ([S]) stay whole.
@@ -57,13 +57,13 @@ def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
 
 
 def trained_token_fields(batch: MicroBatch) -> tuple[str, ...]:
-    """Fields of a MicroBatch with one row per trained token, besides `predictors`."""
+    """Return the fields of a MicroBatch with one row per trained token, besides `predictors`."""
     carried = (field.pack for field in in_record(batch) if field.batch == "rows" and field.axis != "sample")
     return (*MADE, *carried)
 
 
 def check_heads(query_heads: int, members: int, model: str) -> None:
-    """Raise MismatchError when a model's attention heads cannot be dealt to the members evenly."""
+    """Check that a model's attention heads divide evenly among the members. Raises MismatchError if not."""
     if query_heads % members:
         raise MismatchError(
             f"scale.context_parallel = {members} does not divide the {query_heads} attention heads of {model}; "
@@ -74,7 +74,7 @@ def check_heads(query_heads: int, members: int, model: str) -> None:
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Own tokens of all heads [1, H, T / n, d] become all tokens of own heads [1, H / n, T, d].
+    """Exchange own tokens of all heads [1, H, T / n, d] for all tokens of own heads [1, H / n, T, d].
 
     Key and value heads that n does not divide are repeated first, as few times as needed.
     """
@@ -89,7 +89,7 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(output: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of own heads [1, H / n, T, d] become own tokens of all heads [1, H, T / n, d]."""
+    """Exchange all tokens of own heads [1, H / n, T, d] for own tokens of all heads [1, H, T / n, d]."""
     return _exchange(output, group, 2, 1)
 
 
@@ -99,7 +99,7 @@ def _exchange(states: Tensor, group: dist.ProcessGroup, dim_split: int, dim_join
 
 
 class _Exchange(torch.autograd.Function):
-    """Split `dim_split` over the group and put `dim_join` together; the gradient goes the other way."""
+    """Splits `dim_split` over the group and joins `dim_join`; the gradient does the reverse."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup, dim_split: int, dim_join: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The step whose loss or gradient was not finite: a file beside the checkpoints, from the trainer to the run."""
+"""The step whose loss or gradient was not finite, as a file beside the checkpoints from the trainer to the job."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ class NotFiniteError(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class FailedStep:
-    """A step that could not be taken."""
+    """A step whose update was not applied."""
 
     step: int
     """Step inside the stage."""
@@ -35,12 +35,12 @@ class FailedStep:
 
 
 def write_failed_step(folder: Path, failed: FailedStep) -> None:
-    """Leave a failed step for the run."""
+    """Write a failed step to the folder, for the job."""
     publish_file(folder / _FILE, json.dumps(asdict(failed)).encode())
 
 
 def take_failed_step(folder: Path) -> FailedStep | None:
-    """Read and remove the failed step that a trainer left; None when it left none."""
+    """Read and remove the failed step that a trainer wrote. Returns None if there is none."""
     file = folder / _FILE
     if not file.is_file():
         return None

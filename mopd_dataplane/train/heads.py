@@ -15,11 +15,11 @@ from mopd_dataplane.errors import DamagedError, DeadlineError, require_known
 from mopd_dataplane.train.spec import HeadFile
 
 READ_S = 600.0
-"""Longest wait for a head file."""
+"""Longest wait for a head file, in seconds."""
 
 
 class TeacherHeads:
-    """Heads by teacher name, from the head files that scoring left behind."""
+    """Heads by teacher name, from the head files that scoring wrote."""
 
     def __init__(self, files: Mapping[str, HeadFile], device: torch.device) -> None:
         self._files = dict(files)
@@ -47,7 +47,7 @@ class TeacherHeads:
         return head
 
     def prefetch(self, teacher: str) -> None:
-        """Start reading a head that will be asked for soon into host memory, unless it is here or on its way."""
+        """Start reading a head into host memory, unless it is there or being read."""
         if any(
             entry_pair is not None and self._same(entry_pair[0], teacher)
             for entry_pair in (self._resident, self._ahead)
@@ -57,11 +57,11 @@ class TeacherHeads:
         self._ahead = (teacher, self._reader.submit(self._read, teacher))
 
     def _same(self, one: str, other: str) -> bool:
-        """Whether two teachers have one head, as adapters on one base do."""
+        """Check if two teachers have the same head, as adapters on one base do."""
         return one == other or (one in self._files and self._files[one] == self._files.get(other))
 
     def close(self) -> None:
-        """Stop the reader thread and let go of every head."""
+        """Stop the reader thread and free every head."""
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._resident = self._ahead = None
 
@@ -78,7 +78,7 @@ class TeacherHeads:
             read_tensor_header(path)
             with safe_open(path, framework="pt") as stored:
                 metadata = stored.metadata() or {}
-                # get_tensor maps the file; the clone reads it here, in the thread.
+                # get_tensor maps the file; the clone reads it here, inside the thread.
                 tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise DamagedError(f"head of teacher {teacher!r}: {error}; score again to rewrite it") from None

@@ -31,13 +31,14 @@ from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
 
 class BatchSource(Protocol):
-    """A source of batches: the loader's client, or anything with its interface."""
+    """A source of batches: the loader's client, or another class with its interface."""
 
     def batches(self, stage: str, window: int, start_step: int) -> Iterator[Batch]:
-        """Batches of a window from step `start_step` of the window on."""
+        """Yield the batches of a window from step `start_step` of the window on."""
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
-        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps: the log is closed."""
+        """Return {"steps", "plan_digest", "snapshot_digest"} of a window, waiting until it is planned; 0 steps close
+        the log."""
 
 
 @dataclass
@@ -53,11 +54,11 @@ class Trainer:
     total_steps: int = 0
     seed: int = 0
     proximal: Student | None = None
-    """The policy at the window's start, where the objective compares with it."""
+    """The policy at the window's start, if the objective compares with it."""
     sampling: Sampling | None = None
-    """Whose log-probs the trainer's must equal in the first step of a window; None compares nothing."""
+    """How the samples were drawn, to compare log-probs in the first step of a window; None compares nothing."""
     stats: StatsOfSteps | None = None
-    """Keeps per-token statistics; None keeps none."""
+    """Writer of per-token statistics; None writes none."""
 
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.student, self.settings)
@@ -66,9 +67,10 @@ class Trainer:
     def step(
         self, batch: Batch, window: Window, step: int, *, waited_s: float = 0.0, is_first: bool = False
     ) -> StepMetrics:
-        """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch;
-        is_first: whether the student still is the policy that the window starts from.
+        """Make one update from one batch. Returns its metrics.
 
+        step: ordinal inside the stage. waited_s: seconds already spent waiting for the batch. is_first: the student
+        still is the policy from which the window starts.
         Raises NotFiniteError, with the update not applied, when loss or gradient is not finite; MismatchError when the
         log-probs of a first step are far from the sampler's.
         """
@@ -90,7 +92,7 @@ class Trainer:
         self.optimizer.step()
         if self.stats is not None:
             self.stats.end_step(step, window.policy_version)
-        weighed = self.objective.objective.teacher_weights  # empty when all weigh the same
+        weighed = self.objective.objective.teacher_weights  # empty if all have the same weight
         weights = {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
         return StepMetrics(
             stage=batch.stage,
@@ -118,7 +120,8 @@ class Trainer:
         return str(self.student.dtype).removeprefix("torch.")
 
     def _compared(self, gap: SamplerGap | None, batch: Batch, window: Window) -> dict[str, float]:
-        """Figures of the comparison with the sampler, where there was one. Raises MismatchError far above the band."""
+        """Return the figures of the comparison with the sampler, if there was one. Raises MismatchError far above the
+        band."""
         mean_gap = None if gap is None else gap.over_ranks(self.ranks)
         if mean_gap is None or self.sampling is None:
             return {}
@@ -151,11 +154,11 @@ class Trainer:
             self._backward(share, totals, teacher_head, sums, picked, gap)
             del micro, share, parts
             used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.pack_index])]
-            if used:  # without a name everything would go back
+            if used:  # release() without arguments would release every pack
                 self.copies.finish()
                 batch.release(*used)
         for _ in range(most - len(passes)):
-            # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
+            # Sharded parameters are gathered by every rank together, so a rank without packs left still runs passes.
             empty = self.copies.to_device(part_of(_no_tokens(), self.ranks.member, self.ranks.members))
             self._backward(empty, totals, None, sums)
         return sums
@@ -169,7 +172,7 @@ class Trainer:
         picked: Picked | None = None,
         gap: SamplerGap | None = None,
     ) -> None:
-        """Gradients of one forward pass, its loss and metrics. Without a trained token they are zero."""
+        """Compute the gradients of one forward pass, its loss and metrics. Without a trained token they are zero."""
         trains = len(micro.targets) > 0
         proximal = None
         if self.proximal is not None:
@@ -194,7 +197,7 @@ class Trainer:
 
     @torch.no_grad()
     def _compare(self, gap: SamplerGap, hidden: Tensor, head: Head, micro: MicroBatch) -> None:
-        """Add a forward pass's tokens to the comparison with the sampler."""
+        """Add the tokens of a forward pass to the comparison with the sampler."""
         chosen = gap.chosen(micro.policy_versions)
         if len(chosen):
             mask = None if micro.sampling_mask is None else micro.sampling_mask[chosen]
@@ -202,8 +205,10 @@ class Trainer:
             gap.add(self.objective.logprob(hidden[chosen], head, part), micro.sampler_logprobs[chosen])
 
     def _teacher_head(self, teacher: str, following: str) -> Head | None:
-        """Head of a teacher; the one needed after it starts loading. After the last, the next step's first is likely
-        this step's first again."""
+        """Return the head of a teacher, and start loading the one needed after it.
+
+        After the last pack, the next step probably begins with this step's first teacher.
+        """
         if not self.objective.needs_head or self.heads is None:
             return None
         head = self.heads.get(teacher)
@@ -212,7 +217,7 @@ class Trainer:
 
 
 class _StepSums:
-    """Sums of one step, laid out the same on every rank so that one all-reduce adds them."""
+    """Sums of one step, in the same layout on every rank so that one all-reduce adds them."""
 
     def __init__(self, names: Sequence[str], teachers: Sequence[str], device: torch.device) -> None:
         self._terms = list(names)
@@ -254,7 +259,7 @@ class _StepSums:
         return {name: values[i] for name, i in self._index.items()} | {"stalest": ranks.max(self._stalest)}
 
     def extra(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means that have no field of their own in StepMetrics."""
+        """Return the means that have no field of their own in StepMetrics."""
         tokens = totals["loss_tokens"]
         extra = {name: _mean(totals[name], tokens) for name in self._terms if name != "reverse_kl"}
         for teacher in self._teachers:
@@ -274,7 +279,7 @@ def _zero(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
 
 
 def _no_tokens() -> MicroBatch:
-    """Two tokens of which none is trained."""
+    """Build a micro-batch of two tokens, of which none is trained."""
     none = torch.zeros(0, dtype=torch.int64)
     empty = torch.zeros(0)
     return MicroBatch(

@@ -22,10 +22,10 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends one line a step, with its checksum; `sync` makes them durable, before a checkpoint gets its name.
+    """Appends one line per step, with its checksum. `sync` makes the lines durable, before a checkpoint gets its name.
 
-    steps_done: lines of later steps, written after the checkpoint that training resumes from, are dropped: those
-    steps run again.
+    steps_done: number of steps before the checkpoint from which training resumes. Lines of later steps are dropped,
+    because those steps run again.
     """
 
     def __init__(self, folder: Path, *, steps_done: int) -> None:
@@ -49,7 +49,7 @@ class MetricsLog:
 
 
 class MetricsReader:
-    """Follows a metrics file: each line is read and checked once, however often one looks."""
+    """Follows a metrics file: each line is read and checked once, however often `steps` is called."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -58,12 +58,12 @@ class MetricsReader:
         self._read = 0
 
     def steps(self) -> Sequence[StepMetrics]:
-        """Every complete line in order; a line still being written is left out. Raises DamagedError."""
+        """Return every complete line in order, without one that is still being written. Raises DamagedError."""
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
             about = os.fstat(file.fileno())
-            if about.st_ino != self._inode or about.st_size < self._read:  # a trainer has begun it anew
+            if about.st_ino != self._inode or about.st_size < self._read:  # a trainer has started the file anew
                 self._steps, self._inode, self._read = [], about.st_ino, 0
             file.seek(self._read)
             new = file.read()
@@ -80,17 +80,17 @@ class Tracker(Protocol):
         """Record one step."""
 
     def close(self) -> None:
-        """Flush."""
+        """Flush all records and close."""
 
 
 Open = Callable[[Path, str, int], Tracker]
-"""(folder that outlives the process, name of the stage, steps that a resumed run has behind it) -> a tracker."""
+"""(folder that outlives the process, name of the stage, steps that a resumed run has done) -> a tracker."""
 
 
 def open_tracker(kind: str, folder: Path, *, name: str, steps_done: int) -> Tracker | None:
-    """The tracker of that name; None for "none". A resumed run continues at `steps_done` instead of showing steps
-    twice.
+    """Open the tracker of this kind, or return None for "none".
 
+    A resumed run continues at `steps_done` instead of showing steps twice.
     Raises UnknownNameError for an unknown name, InputError when its package is not installed.
     """
     if kind == "none":
@@ -104,7 +104,7 @@ def open_tracker(kind: str, folder: Path, *, name: str, steps_done: int) -> Trac
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """The numbers of a step by their name in a tracker, "<stage>/<what>"; `step` itself is no name."""
+    """Return the numbers of a step by their names in a tracker, "<stage>/<metric>", without `step` itself."""
     values = {k: v for k, v in asdict(metrics).items() if isinstance(v, int | float)} | metrics.extra
     return {f"{metrics.stage}/{name}": float(value) for name, value in values.items() if name != "step"}
 
@@ -139,4 +139,4 @@ class _WandB:
 
 
 TRACKERS: dict[str, Open] = {"tensorboard": _TensorBoard, "wandb": _WandB}
-"""Built-in ones, by the name of their package."""
+"""Built-in trackers, by the name of their package."""

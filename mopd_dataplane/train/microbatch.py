@@ -33,15 +33,15 @@ class MicroBatch:
     position_ids: Tensor
     """[B, W] int64, restarting at 0 in every sequence; padding is 0"""
     sequence_lengths: list[int]
-    """Tokens of each sequence, in order; packed layout: they fill the row."""
+    """Tokens of each sequence, in order; in the packed layout they fill the row."""
     predictors: Tensor
     """[M] int64 index into the flattened [B * W] hidden states"""
     targets: Tensor
     """[M] int64 token ids"""
     sequence: Tensor
-    """[M] int64 sequence of each trained token"""
+    """[M] int64 index of each trained token's sequence"""
     position: Tensor
-    """[M] int64 place of each trained token in its sequence"""
+    """[M] int64 index of each trained token in its sequence"""
     sampler_logprobs: Tensor
     """[M] f32"""
     policy_versions: Tensor
@@ -51,15 +51,15 @@ class MicroBatch:
     advantages: Tensor
     """[S] f32"""
     rewards: Tensor
-    """[S] f32, NaN where there is none"""
+    """[S] f32, NaN for a sample without one"""
     sample_rows: Tensor
     """[S] int64 row of each sample in `samples`"""
     tokens: int
     """Real tokens, padding excluded."""
     sampling_mask: Tensor | None = None
-    """[M, U] int32 ids that each token was drawn from, -1 behind the last; a row of -1: from the whole vocabulary"""
+    """[M, U] int32 ids that each token was drawn from, padded with -1; a row of -1 stands for the whole vocabulary"""
     experts: Tensor | None = None
-    """[B * W, E] int16 expert ids of each token over all layers; -1 where none are recorded, and on padding"""
+    """[B * W, E] int16 expert ids of each token over all layers; -1 on padding and if none were recorded"""
     teacher_logprobs: Tensor | None = None
     """[M] f32"""
     reference_logprobs: Tensor | None = None
@@ -84,7 +84,7 @@ class MicroBatch:
 
 
 def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
-    """Gather packs of one teacher; copies what is per token, keeps a single pack's hidden states as a view.
+    """Gather packs of one teacher. Copies the per-token fields; a single pack's hidden states stay a view.
 
     Raises MismatchError when the first token of a sequence is marked as trained: nothing predicts it.
     """
@@ -144,7 +144,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
 
 
 def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
-    """[M, U] sampling masks one a row, -1 behind their ends."""
+    """Pad sampling masks to one row per token, [M, U], with -1 after their ends."""
     if sizes is None or ids is None:
         return None
     columns = torch.arange(int(sizes.max()) if len(sizes) else 0)
@@ -154,9 +154,9 @@ def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
 
 
 class DeviceCopies:
-    """Copies to one device, in order, on a stream of their own: one micro-batch is copied while the last is computed.
+    """Copies to one device, in order, on a separate stream: one micro-batch is copied while the last is computed.
 
-    On a CPU there is nothing to copy, and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
+    On a CPU there is nothing to copy and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,9 +165,9 @@ class DeviceCopies:
         self._copied: torch.cuda.Event | None = None
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """The micro-batch on the device; what is computed next waits for the copy, this process does not.
+        """Copy a micro-batch to the device. Later computation waits for the copy; this process does not.
 
-        Its source must stay as it is until `finish` returns.
+        Its source must stay unchanged until `finish` returns.
         """
         if self._stream is None:
             return micro.to(self._device)
@@ -178,10 +178,10 @@ class DeviceCopies:
         computing.wait_event(self._copied)
         for tensor in (*vars(moved).values(), *moved.extra.values()):
             if torch.is_tensor(tensor):
-                tensor.record_stream(computing)  # else its memory could be used for a later copy while it is read
+                tensor.record_stream(computing)  # else a later copy could reuse its memory while it is read
         return moved
 
     def finish(self) -> None:
-        """Wait until the last copy has read its source, whose slots may then be given back."""
+        """Wait until the last copy has read its source, whose slots may then be released."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -1,8 +1,12 @@
-"""The name of a stage's newest checkpoint. Needs no torch, because copying a store must not need it."""
+"""Names of a stage's checkpoints: the newest, and those at the end of a window. Needs no torch, because copying a store
+must not need it."""
 
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from mopd_dataplane.base.file_checksums import read_recorded
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError
@@ -10,14 +14,44 @@ from mopd_dataplane.errors import DamagedError
 NAME = re.compile(r"step-\d{8,}")
 LATEST = "latest"
 """File that names the newest complete checkpoint."""
+STATE = "state.json"
+"""File of a checkpoint that holds its position."""
 KEEP = 2
-"""Checkpoints of a stage that are kept, beside the trainer and in a store on an object store."""
+"""Number of checkpoints of a stage that stay, beside the trainer and in a store on an object store."""
+
+
+@dataclass(frozen=True)
+class WindowEnd:
+    """A checkpoint between two windows, from which training can go on in another way.
+
+    Example: behind 12 windows of 8 steps: WindowEnd("step-00000096", step=96).
+    """
+
+    name: str
+    step: int
+    """Optimizer steps of the stage before it."""
+
+
+def window_ends(folder: Path) -> dict[int, WindowEnd]:
+    """Checkpoints of a stage at the end of a window, by the policy version that they hold; damaged ones left out."""
+    ends = {}
+    for checkpoint in sorted(folder.glob("step-*")):
+        if not NAME.fullmatch(checkpoint.name):
+            continue
+        try:
+            position = json.loads(read_recorded(checkpoint, STATE))["position"]
+            version, inside, step = (int(position[key]) for key in ("window", "window_step", "step"))
+        except (DamagedError, OSError, ValueError, LookupError, TypeError):
+            continue
+        if not inside:
+            ends[version] = WindowEnd(checkpoint.name, step)
+    return ends
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
+    """Return the name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
 
-    A bare name is taken too, so that a person can point at another checkpoint.
+    The file may also hold a bare name without a checksum, so that a person can select another checkpoint.
     """
     pointer = folder / LATEST
     if not pointer.is_file():
@@ -32,5 +66,5 @@ def newest_checkpoint(folder: Path) -> str:
 
 
 def name_newest(folder: Path, name: str) -> None:
-    """Point at a complete checkpoint, durably."""
+    """Point `latest` at a complete checkpoint, durably."""
     publish_file(folder / LATEST, seal({"checkpoint": name}))

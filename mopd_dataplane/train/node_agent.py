@@ -2,7 +2,7 @@
 
 torchrun's own agent starts RANKS processes of mopd_dataplane.train, watches them, and ends them all when one dies. On
 one node they find each other through a file, and talk over the loopback interface. On several nodes torchrun's
-variables say how (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR or PET_RDZV_ENDPOINT, …; docs/ranks.md).
+variables give the addresses (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR or PET_RDZV_ENDPOINT, …; docs/ranks.md).
 """
 
 import logging
@@ -15,9 +15,9 @@ from mopd_dataplane.errors import EngineError
 from mopd_dataplane.train.stop import EXIT_CODE
 
 SHUTDOWN_S = 25
-"""How long ranks may take to end at a checkpoint, before they are killed."""
+"""How long ranks may take to end at a checkpoint before they are killed, in seconds."""
 ONE_NODE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Nothing listens on a network interface."""
+"""Environment variables for ranks on one node: nothing listens on a network interface."""
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    logging.disable(logging.WARNING)  # the agent warns of every stop that was asked for
+    logging.disable(logging.WARNING)  # the agent also warns of every requested stop
     spec, ranks = arguments
     options = ["--nproc-per-node", ranks]
     if node_count() == 1:
@@ -55,19 +55,19 @@ def report(codes: dict[int, int]) -> int:
         for rank, code in sorted(killed.items()):
             print(f"error: rank {rank} was killed by signal {-code}; the other ranks were ended", file=sys.stderr)
         return EngineError.exit_code
-    # A rank that lost its peers says so itself; one with another error is why they lost it.
+    # A rank that lost its peers reports that; a rank with another error is the cause.
     rank = min(codes, key=lambda rank: (codes[rank] == EngineError.exit_code, rank))
     print(f"error: rank {rank} ended with exit code {codes[rank]}; the other ranks were ended", file=sys.stderr)
     return codes[rank]
 
 
 def node_count() -> int:
-    """Nodes that torchrun's variables name."""
+    """Return the number of nodes in torchrun's variables."""
     return int(os.environ.get("PET_NNODES", "1").partition(":")[0])
 
 
 def node_rank() -> int:
-    """Number of this node among them, from 0."""
+    """Return the number of this node, from 0, in torchrun's variables."""
     return int(os.environ.get("PET_NODE_RANK", "0"))
 
 

@@ -46,7 +46,7 @@ T = TypeVar("T")
 EXACT = ("reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement")
 """Statistics that a divergence over the whole vocabulary computes for each token."""
 FLAT_WIDTH = 16
-"""Columns of the head of zeros: the least a matrix product of the kernels takes."""
+"""Columns of the head of zeros: the smallest width of the kernels' matrix product."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ class Totals:
     loss_tokens: int
     sequences: int
     step: int = 0
-    """Step of the stage, where scheduled weights stand."""
+    """Step of the stage, at which scheduled weights are evaluated."""
 
 
 @dataclass
 class TermSums:
-    """Sums over trained tokens of what a term reports; divided by counts once the step is complete."""
+    """Sums over trained tokens of the terms' metrics; divided by counts once the step is complete."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     per_token: dict[str, Tensor] = field(default_factory=dict)
-    """[M] what terms found on their way, by the names of records.PER_TOKEN_STATS, and of the student over its whole
-    vocabulary at the sampler's temperature: `logprob` of the token, or the `logsumexp` of its logits."""
+    """[M] values that terms computed for each token, by the names of records.PER_TOKEN_STATS. Also of the student over
+    its whole vocabulary at the sampler's temperature: `logprob` of the token, or `logsumexp` of its logits."""
 
     def add(self, **values: Tensor) -> None:
         """Add a scalar, or the sum of a vector, to the value of each name."""
@@ -90,19 +90,22 @@ class ObjectiveLoss:
 
     @property
     def needs_head(self) -> bool:
-        """Whether the loss of a micro-batch needs its teacher's LM head."""
+        """True if the loss of a micro-batch needs its teacher's LM head."""
         return any(term.needs_head for term in self.objective.active)
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether log-probs under the policy at the window's start are needed: PPO's clip compares with them when a
-        correction already compares them with the sampler (GLM-5, arXiv 2602.15763)."""
+        """True if log-probs under the policy at the window's start are needed.
+
+        PPO's clip compares with them when a correction already compares them with the sampler (GLM-5, arXiv
+        2602.15763).
+        """
         term = self.objective.policy_gradient
         return term is not None and term.clip is not None and term.correction != "none"
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Every metric the terms report, in a fixed order; the same on all ranks."""
+        """Names of all metrics that the terms report, in a fixed order; the same on all ranks."""
         names: list[str] = []
         if self.objective.policy_gradient is not None:
             names += ["dropped", "clipped", "advantage", "entropy", "logprob_gap"]
@@ -119,14 +122,14 @@ class ObjectiveLoss:
 
     @property
     def _samples_reverse_kl(self) -> bool:
-        """Whether reverse KL is estimated from sampled tokens, for want of an exact one."""
+        """True if reverse KL is estimated from sampled tokens, because no term computes it exactly."""
         term, exact = self.objective.policy_gradient, self.objective.divergence
         if term is None or not term.teacher_coef:
             return False
         return exact is None or "reverse_kl" not in _divergence_metrics(exact)
 
     def logprob(self, hidden: Tensor, head: Head, batch: MicroBatch) -> Tensor:
-        """[M] log-prob of each trained token at the sampling temperature, over its sampling mask."""
+        """Compute the log-prob of each trained token at the sampling temperature, over its sampling mask: [M]."""
         logprobs = token_logprob(
             hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask
         )
@@ -143,10 +146,10 @@ class ObjectiveLoss:
         teacher_head: Head | None = None,
         proximal_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, TermSums]:
-        """Loss (0-dim, differentiable) and metric sums of one micro-batch.
+        """Compute the loss (0-dim, differentiable) and the metric sums of one micro-batch.
 
         hidden [M, D]: the student's states that predict the trained tokens. proximal_logprobs [M].
-        Raises MismatchError when the batch lacks a signal the objective needs.
+        Raises MismatchError when the batch lacks a signal that the objective needs.
         """
         sums = TermSums()
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -183,8 +186,11 @@ class ObjectiveLoss:
         return loss, sums
 
     def _drop_unlike(self, term: DivergenceTerm, inputs: _Inputs, totals: Totals, sums: TermSums) -> None:
-        """Forget a divergence's figures of tokens without weight, which it did not read, and a `logsumexp` that is not
-        of the distribution that was sampled from: at another temperature, or over a smaller vocabulary."""
+        """Discard statistics of a divergence that do not describe the sampled distribution.
+
+        These are the values of tokens without weight, which it did not read, and a `logsumexp` at another temperature
+        or over a smaller vocabulary than that of the sampler.
+        """
         if not self.teacher_weight(inputs.batch.teacher, totals.step):
             for name in (*EXACT, "logsumexp"):
                 del sums.per_token[name]
@@ -192,7 +198,7 @@ class ObjectiveLoss:
             del sums.per_token["logsumexp"]
 
     def _weights(self, term: Term, batch: MicroBatch, totals: Totals) -> Tensor:
-        """[M] f32: n_t times the teacher's weight."""
+        """Compute n_t times the teacher's weight: [M] f32."""
         weight = self.teacher_weight(batch.teacher, totals.step)
         if term.normaliser == "sequence":
             return weight / (batch.loss_counts[batch.sequence].float() * totals.sequences)
@@ -200,12 +206,13 @@ class ObjectiveLoss:
         return torch.full((len(batch.targets),), weight / shared[term.normaliser], device=batch.targets.device)
 
     def teacher_weight(self, teacher: str, step: int) -> float:
-        """u of a teacher's tokens at a step of the stage."""
+        """Return the weight u of a teacher's tokens at a step of the stage."""
         return float(weight_at(self.objective.teacher_weights.get(teacher, 1.0), step))
 
     @torch.no_grad()
     def _baseline(self, term: PolicyGradientTerm, inputs: _Inputs) -> Tensor | None:
-        """[M] f32: KL(student, teacher) at each position, from what the term says; None without a baseline."""
+        """Return KL(student, teacher) at each position, as the term's baseline asks: [M] f32; None without a
+        baseline."""
         if term.baseline == "none":
             return None
         if term.baseline == "hidden":
@@ -252,13 +259,14 @@ class ObjectiveLoss:
             inputs.hidden, inputs.head, inputs.batch.targets, return_entropy=True, entropy_gradient=False
         )
         sums.add(nll=-logprob)
-        # At another temperature, or over a sampling mask, the sampler's distribution was another.
+        # At another temperature, or over a sampling mask, the sampler had another distribution.
         if self._temperature == 1.0 and inputs.batch.sampling_mask is None:
             sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy} | sums.per_token
         return -(logprob * weights).sum()
 
     def _reference_kl(self, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
-        """KL(student, reference) from the sampled tokens: never negative, unbiased on the student's own tokens."""
+        """Estimate KL(student, reference) from the sampled tokens: never negative, unbiased on the student's own
+        tokens."""
         reference = _present(inputs.batch.reference_logprobs, "log-probs of the reference policy")
         gap = reference - self.logprob(inputs.hidden, inputs.head, inputs.batch)
         rows = gap.exp() - gap - 1
@@ -268,7 +276,7 @@ class ObjectiveLoss:
     def _by_sequence(
         self, inputs: _Inputs, old: Tensor | None, advantage: Tensor | None, settings: dict[str, Any]
     ) -> PolicyResult:
-        """A correction that looks at whole sequences: every log-prob is known before the first gradient."""
+        """Apply a correction that needs whole sequences: all log-probs are computed before the first gradient."""
         batch = inputs.batch
         logprob, entropy = token_logprob(
             inputs.hidden, inputs.head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
@@ -282,7 +290,7 @@ class ObjectiveLoss:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the terms of a micro-batch read."""
+    """Inputs of the terms of a micro-batch."""
 
     hidden: Tensor
     """[M, D] the student's states that predict the trained tokens."""
@@ -317,7 +325,7 @@ def _hidden_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, s
 
 
 def _plugin_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
-    """A divergence of another package, and the usual statistics of the two models from a second pass."""
+    """Compute a divergence of another package, and the usual statistics of the two models in a second pass."""
     plugin, models = term.plugin, (inputs.hidden, inputs.head, *inputs.teacher)
     assert plugin is not None
     rows = plugin_divergence(plugin, term, *models)
@@ -352,7 +360,7 @@ def _topk_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sum
 
 
 def _entropy(hidden: Tensor, head: Head) -> Tensor:
-    """[M] f32, nat: log V - KL(student, uniform); a head of zeros is uniform."""
+    """Compute the entropy, [M] f32, nat: log V - KL(student, uniform); a head of zeros is uniform."""
     flat = Head(torch.zeros_like(head.weight[:, :FLAT_WIDTH]))
     return math.log(len(flat.weight)) - divergence(hidden, head, torch.zeros_like(hidden[:, :FLAT_WIDTH]), flat)
 

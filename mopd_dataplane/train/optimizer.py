@@ -2,12 +2,11 @@
 
 With one of these options AdamW works on float32 copies of the weights:
 
-    option                 device holds                        and where the copy lies, it takes the step
+    option                 device holds                        place of the copy, where the step is computed
     train.master_weights   weight and gradient in bfloat16     the device: copy and both moments in float32
     train.offload          weight in student.dtype             the host: those, and the gradient in float32
 
-Every parameter takes its step alone then, so that one float32 gradient, or one copy on its way back, is there at a
-time.
+Every parameter is then updated alone, so that only one float32 gradient, or one copy on its way back, exists at a time.
 """
 
 from collections.abc import Sequence
@@ -23,17 +22,18 @@ from mopd_dataplane.train.ranks import whole
 
 
 class MasterAdamW(Optimizer):
-    """AdamW whose weights and state are float32 copies; the parameters follow them.
+    """AdamW whose weights and state are float32 copies; the parameters are set to them after each step.
 
-    State has the names of torch's AdamW, so that a checkpoint of one is a checkpoint of the other. On the host a
-    gradient leaves the device as soon as the backward pass has made it, and passes add up in float32; on the device
-    they add up in the precision of the parameter.
+    State has the names of torch's AdamW, so checkpoints of the two are interchangeable. On the host a gradient leaves
+    the device as soon as the backward pass has computed it, and passes add up in float32; on the device they add up in
+    the precision of the parameter.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], *, on_host: bool, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """groups: {"params", "weight_decay"} of the parameters of a module, where they will stay."""
+        """Copy the parameters. groups: {"params", "weight_decay"} of a module's parameters, which must stay on their
+        device."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._on_host = on_host
         self._masters: dict[nn.Parameter, Tensor] = {}
@@ -45,22 +45,22 @@ class MasterAdamW(Optimizer):
                     parameter.register_post_accumulate_grad_hook(self._take)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """The float32 copy that is trained in place of a parameter: of the same shape, where the step is taken."""
+        """Return the float32 copy that is trained in place of a parameter, on the device of the step."""
         return self._masters[parameter]
 
     def holders(self) -> list[Tensor]:
-        """Tensors whose `grad` the next step applies: copies on the host, else the parameters."""
+        """Return the tensors whose `grad` the next step applies: copies on the host, else the parameters."""
         return list(self._masters.values() if self._on_host else self._masters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         super().zero_grad(set_to_none)
         for master in self._masters.values():
             master.grad = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = self._masters[parameter]
@@ -70,7 +70,7 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Give every parameter the value of its copy, which a checkpoint was read into."""
+        """Set every parameter to its copy, after a checkpoint was read into the copies."""
         for parameter, master in self._masters.items():
             parameter.copy_(master)
 
@@ -88,7 +88,7 @@ class MasterAdamW(Optimizer):
         parameter.copy_(master)
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a gradient to the host, onto what is there of earlier passes."""
+        """Move a gradient to the host, adding it to those of earlier passes."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         master = self._masters[parameter]
@@ -98,7 +98,7 @@ class MasterAdamW(Optimizer):
 
 
 def make_optimizer(module: nn.Module, settings: Train) -> AdamW | MasterAdamW:
-    """AdamW over the trained parameters; weight decay on matrices only."""
+    """Build AdamW over the trained parameters, with weight decay on matrices only."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -108,12 +108,12 @@ def make_optimizer(module: nn.Module, settings: Train) -> AdamW | MasterAdamW:
     how: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     if settings.master_weights or settings.offload:
         return MasterAdamW(groups, on_host=settings.offload, **how)
-    # fused: one pass over each tensor, on a CPU in a sixth of the time of one operation after another.
+    # fused makes one pass over each tensor: on a CPU a sixth of the time of separate operations.
     return AdamW(groups, fused=True, **how)
 
 
 def clip_gradients(module: nn.Module, optimizer: Optimizer, most: float) -> float:
-    """Scale the gradients of the next step down to the norm `most`; returns the norm that they had."""
+    """Scale the gradients of the next step down to the norm `most`. Returns the norm before."""
     holders = optimizer.holders() if isinstance(optimizer, MasterAdamW) else list(module.parameters())
     norm = _norm([holder.grad for holder in holders if holder.grad is not None])
     torch.nn.utils.clip_grads_with_norm_(holders, most, norm)
@@ -121,9 +121,9 @@ def clip_gradients(module: nn.Module, optimizer: Optimizer, most: float) -> floa
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Norm of all gradients together, in float32.
+    """Compute the norm of all gradients together, in float32.
 
-    Summed in float64: the last bit of a float32 sum depends on where in memory a tensor lies.
+    It is summed in float64: the last bit of a float32 sum depends on the tensor's position in memory.
     """
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -1,4 +1,4 @@
-"""Cuts a step into forward passes that fit the device: which samples go through the model together.
+"""Cuts a step into forward passes that fit the device.
 
 Cuts lie between samples. Attention, normalisers and weights of a sample do not depend on its neighbours, and every loss
 is divided by counts of the whole step, so the sum over passes is the loss of the step however it is cut.
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 
 def cut_step(teachers: Sequence[str], lengths: Sequence[Sequence[int]], packs: int, tokens: int) -> list[list[Piece]]:
-    """The forward passes of a batch, in the order of its packs.
+    """Cut a batch into forward passes, in the order of its packs.
 
     teachers: of each pack. lengths: tokens of each sample of each pack. A pass takes at most `packs` consecutive packs
     of one teacher and `tokens` tokens of them (0 is no bound); a longer sample is a pass of its own.
@@ -54,7 +54,7 @@ def _cut(places: Sequence[int], lengths: Sequence[Sequence[int]], tokens: int) -
 
 
 def samples_of(pack: Pack, first: int, last: int) -> Pack:
-    """Samples first to last - 1 of a pack, as views of its arrays; the pack itself when that is all of them."""
+    """Return samples first to last - 1 of a pack, as views of its arrays; the pack itself if these are all."""
     bounds = pack.cu_seqlens
     if (first, last) == (0, len(bounds) - 1):
         return pack

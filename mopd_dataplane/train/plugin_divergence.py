@@ -1,4 +1,4 @@
-"""A divergence of another package (job/objectives.py), over the whole vocabulary, a part of the tokens at a time.
+"""A divergence of another package (job/objectives.py) over the whole vocabulary, computed in parts of the tokens.
 
 Logits of a part are computed again in the backward pass: memory holds [n, V] of one part, never of all tokens. The
 kernels' own divergences need no such passes and are several times faster.
@@ -14,15 +14,16 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.objectives import Divergence, DivergenceTerm
 
 PART = 1 << 24
-"""Logits of one model that are held at once."""
+"""Number of logits of one model in memory at once."""
 
 
 def plugin_divergence(
     kind: Divergence, term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head
 ) -> Tensor:
-    """[N] f32, differentiable with respect to hidden [N, Ds] and the student's head; states [N, Dt] of the teacher.
+    """Compute the divergence of each token: [N] f32, differentiable in hidden [N, Ds] and in the student's head.
 
-    Raises MismatchError when the divergence gives anything but one number a row.
+    states: [N, Dt] hidden states of the teacher.
+    Raises MismatchError when the divergence returns anything but one number per row.
     """
     vocabulary = min(len(head.weight), len(teacher.weight))
 

@@ -30,9 +30,9 @@ class Ranks:
     world: int
     device: torch.device
     members: int = 1
-    """Ranks of a context-parallel group; neighbours by rank, so that a group lies on one node."""
+    """Ranks of a context-parallel group; they are neighbours by rank, so that a group is on one node."""
     group: dist.ProcessGroup | None = None
-    """This rank's context-parallel group; None where it is alone in it."""
+    """This rank's context-parallel group; None if it has one member."""
 
     @classmethod
     def join(
@@ -44,12 +44,12 @@ class Ranks:
         deadline_s: float = 600.0,
         environment: Mapping[str, str] = os.environ,
     ) -> Ranks:
-        """Join the peers torchrun started (WORLD_SIZE, RANK, LOCAL_RANK); alone without it.
+        """Join the peers that torchrun started (WORLD_SIZE, RANK, LOCAL_RANK), or run alone without it.
 
         device: as in a job file; every rank of a node takes the accelerator of its own number. rendezvous: file in
         which the ranks of one node find each other; empty: at MASTER_ADDR. deadline_s: longest wait for a peer in any
-        collective call. Raises InputError when `members` does not divide the ranks of a node, or when there are not
-        enough devices.
+        collective call, in seconds.
+        Raises InputError when `members` does not divide the ranks of a node, or when there are not enough devices.
         """
         world = int(environment.get("WORLD_SIZE", "1"))
         rank, local = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
@@ -75,28 +75,28 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes metrics and policies, and names checkpoints."""
+        """True if this process writes metrics and policies, and names checkpoints."""
         return self.rank == 0
 
     @property
     def member(self) -> int:
-        """Place in the context-parallel group."""
+        """Index in the context-parallel group."""
         return self.rank % self.members
 
     @property
     def data_rank(self) -> int:
-        """Number, out of `data_world`, of the data-parallel group that this rank belongs to."""
+        """Index of this rank's data-parallel group, below `data_world`."""
         return self.rank // self.members
 
     @property
     def data_world(self) -> int:
-        """Data-parallel groups."""
+        """Number of data-parallel groups."""
         return self.world // self.members
 
     def shard(self, module: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype) -> None:
         """Move a module to the device and shard its parameters over the ranks (FSDP2), layer by layer.
 
-        Gradients become sums over ranks. A module that is still on the CPU never lies on the device as a whole.
+        Gradients become sums over ranks. A module that is still on the CPU is never whole on the device.
         """
         if self.world == 1:
             module.to(self.device)
@@ -111,17 +111,17 @@ class Ranks:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
-                # Not every backend has a pre-scaled sum; a plain one it always has.
+                # Some backends have no pre-scaled sum; all have a plain one.
                 part.set_force_sum_reduction_for_comms(True)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum over ranks, in the tensor itself."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def max(self, value: int) -> int:
-        """Largest of a value over ranks."""
+        """Return the largest of a value over ranks."""
         if self.world == 1:
             return value
         tensor = torch.tensor(value, device=self.device)
@@ -138,7 +138,7 @@ class Ranks:
 
 
 def _own_device(name: str, local: int, on_node: int) -> torch.device:
-    """The device of the rank `local` of a node's `on_node`, made the current one."""
+    """Return the device of rank `local` of the `on_node` ranks of a node, after making it the current one."""
     resolved = torch.device(resolve_device(name))
     if resolved.type == "cpu":
         return resolved
@@ -155,7 +155,7 @@ def _own_device(name: str, local: int, on_node: int) -> torch.device:
 
 @contextmanager
 def peers_lost_named(rank: int) -> Iterator[None]:
-    """A collective call that fails because a peer is gone, or silent for too long, becomes an EngineError."""
+    """Turn the failure of a collective call, whose peer is gone or silent for too long, into an EngineError."""
     try:
         yield
     except RuntimeError as error:
@@ -168,9 +168,9 @@ def peers_lost_named(rank: int) -> Iterator[None]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard, on every rank (a collective call), detached."""
+    """Gather the full tensor of a shard on every rank (a collective call), detached."""
     tensor = tensor.detach()
-    # A DTensor; torch.distributed.tensor is not imported to say so, because one process never needs it.
+    # A DTensor; torch.distributed.tensor is not imported for the type, because one process never needs it.
     if not hasattr(tensor, "full_tensor"):
         return tensor
     full: Tensor = tensor.full_tensor()

@@ -1,9 +1,9 @@
 """Train the windows of a plan log: resume, step, checkpoint, publish.
 
-A run that is interrupted anywhere continues from its last checkpoint and takes the same steps an uninterrupted run
-would have taken. `latest` always names a complete checkpoint, and metrics.jsonl never runs behind it. The policy of a
-finished window is published before its checkpoint is written, so that sampling with it begins meanwhile: a kill between
-the two costs that window's steps once more.
+A run that is interrupted anywhere continues from its last checkpoint and takes the same steps as an uninterrupted run.
+`latest` always names a complete checkpoint, and metrics.jsonl is never behind it. The policy of a finished window is
+published before its checkpoint is written, so that sampling with it begins meanwhile: a kill between the two costs that
+window's steps once more.
 """
 
 import time
@@ -56,11 +56,11 @@ class Run:
         )  # fmt: skip
         adapted = bool(spec.train.lora.r)
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
-        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks)
+        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, every=spec.checkpoints_every)
         self._position = self._resume()
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
-        """metrics.jsonl, and what mirrors it; on the leading rank only."""
+        """metrics.jsonl and the trackers that mirror it; on the leading rank only."""
         passed = self._trainer.student.self_check
         if ranks.leads and passed is not None:
             write_self_check(Path(spec.checkpoint_dir), passed)
@@ -71,8 +71,8 @@ class Run:
             self._trackers = [self._log, *([] if tracker is None else [tracker])]
 
     def train(self, stop: Stop) -> bool:
-        """Train what is left of the plan log until it is closed. Returns False when `stop` ended it at a checkpoint."""
-        # A run killed before it published opens its finished window again; else that window may be gone by now.
+        """Train the rest of the plan log until it is closed. Returns False when `stop` ended it at a checkpoint."""
+        # A run killed before it published opens its finished window again; otherwise that window may have been removed.
         published = self._ranks.max(int(self._version_folder(self._position.window).exists()))
         first = self._position.window if published else max(self._position.window - 1, 0)
         try:
@@ -95,7 +95,7 @@ class Run:
             self._heads.close()
 
     def _train_window(self, window: Window, stop: Stop) -> bool:
-        """The remaining steps of a window; False when stopped."""
+        """Train the remaining steps of a window. Returns False when stopped."""
         if self._position.window != window.window:
             self._position = Position(step=self._position.step, window=window.window)
         if self._trainer.objective.needs_proximal:
@@ -170,7 +170,8 @@ class Run:
         return position
 
     def _followed(self, first: int, stop: Stop) -> Iterator[Window]:
-        """Windows of the plan log as they are planned, until the empty one that closes it, or the spec's last."""
+        """Yield the windows of the plan log as they are planned, until the empty one that closes it, or the spec's
+        last."""
         for window in count(first):
             if window == self.spec.end_window:
                 return
@@ -181,7 +182,7 @@ class Run:
             yield planned
 
     def _planned(self, window: int) -> Window:
-        """A window as the loader reports it, waiting until it is planned; window n starts from version n."""
+        """Return a window as the loader reports it, waiting until it is planned; window n starts from version n."""
         return Window(window=window, policy_version=window, **self._source.plan(self.spec.stage, window))
 
     def _identity(self, window: Window | None) -> Identity:
@@ -194,7 +195,7 @@ class Run:
         )
 
     def _publish(self, window: Window) -> None:
-        """Write the version that a finished window leads to, unless it is there."""
+        """Write the policy version that a finished window ends with, unless it exists."""
         folder = self._version_folder(window.policy_version + 1)
         if not folder.exists():
             student, adapted = self._trainer.student, bool(self.spec.train.lora.r)
@@ -222,9 +223,9 @@ class Run:
 
 
 def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """State dict of the whole model on the CPU in the student's dtype; tied tensors stay one tensor.
+    """Gather the state dict of the whole model on the CPU in the student's dtype; tied tensors stay one tensor.
 
-    Only the leading rank keeps it: the others take part in gathering one tensor at a time, and get nothing.
+    Only the leading rank gets it: the others take part in gathering one tensor at a time, and get nothing.
     """
     seen: dict[int, torch.Tensor] = {}
     weights = {}

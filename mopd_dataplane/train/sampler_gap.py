@@ -1,4 +1,4 @@
-"""The trainer's log-probs of the tokens that its own policy sampled, beside the sampler's, before the policy changes.
+"""Compares the trainer's log-probs of the tokens that its own policy sampled with the sampler's.
 
 Sampler and trainer hold the same weights in the first step of a window, so both must give a sampled token the same
 log-prob up to rounding. A larger difference is a fault: weights of another version, a shifted position, another
@@ -22,12 +22,12 @@ from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import Sampling
 
 STOPS_AT = 10
-"""Multiple of the band from which on the stage stops: no rounding explains that, and ratios of the policies mean
+"""Multiple of the band above which the stage stops: no rounding explains such a gap, and ratios of the policies mean
 nothing."""
 MOST_TOKENS = 4096
-"""Tokens of one forward pass that are compared: a mean and a 99th percentile need no more."""
+"""Number of tokens of one forward pass that are compared: a mean and a 99th percentile need no more."""
 SELF_CHECK = "self_check.json"
-"""Result of the trainer's self-check, beside its checkpoints, for the job to store."""
+"""File with the result of the trainer's self-check, beside its checkpoints, for the job to store."""
 _PREFIX = "sampler_gap_"
 _SMALLEST, _LARGEST, _PER_DECADE = -9, 3, 50
 """Exponents of the histogram's ends in nat, and its bins for each factor of ten: a quantile is 5 % off at most."""
@@ -40,16 +40,16 @@ class Gap:
     mean: float
     p99: float
     outside: float
-    """Share of the tokens that differ by more than the band."""
+    """Share of the tokens whose difference is larger than the band."""
     tokens: int
 
     def metrics(self) -> dict[str, float]:
-        """Figures by their names in StepMetrics.extra."""
+        """Return the figures by their names in StepMetrics.extra."""
         return {f"{_PREFIX}{name}": float(value) for name, value in asdict(self).items()}
 
     @classmethod
     def of_metrics(cls, extra: Mapping[str, float]) -> Gap | None:
-        """The figures in StepMetrics.extra; None where the step was not compared."""
+        """Read the figures from StepMetrics.extra. Returns None if the step was not compared."""
         if f"{_PREFIX}mean" not in extra:
             return None
         mean, p99, outside = (extra[f"{_PREFIX}{name}"] for name in ("mean", "p99", "outside"))
@@ -57,7 +57,7 @@ class Gap:
 
 
 def allowed_gap(sampling: Sampling, dtype: str) -> float:
-    """Largest mean difference, in nat: the wider one of the bands of the sampler's and the trainer's dtype.
+    """Return the largest allowed mean difference, in nat: the wider band of the sampler's and the trainer's dtypes.
 
     The bands are those of the self-check: in both, two correct passes differ by rounding alone. Tiny models with wide
     weights differ by up to 4e-6 nat in float32 and 0.07 in bfloat16 (docs/models.md).
@@ -75,14 +75,15 @@ class SamplerGap:
             _SMALLEST, _LARGEST, (_LARGEST - _SMALLEST) * _PER_DECADE + 1, dtype=torch.float64, device=device
         )
         self._sums = torch.zeros(len(self._edges) + 4, dtype=torch.float64, device=device)
-        """Sum of the differences, tokens outside the band, tokens, then a count for each bin of the histogram."""
+        """Sum of the differences, number of tokens outside the band, number of tokens, then the bins of the
+        histogram."""
 
     def chosen(self, policy_versions: Tensor) -> Tensor:
-        """[n] int64 places of the tokens [M] that the policy of this step has sampled; at most MOST_TOKENS."""
+        """Return the indices [n] int64 of the tokens [M] that this step's policy has sampled; at most MOST_TOKENS."""
         return (policy_versions == self._policy_version).nonzero()[:MOST_TOKENS, 0]
 
     def add(self, trainer: Tensor, sampler: Tensor) -> None:
-        """Count log-probs [n] of the same tokens. A difference that is not a number counts as an infinite one."""
+        """Add log-probs [n] of the same tokens. A difference of NaN counts as infinite."""
         gaps = (trainer - sampler).abs().double().nan_to_num(nan=math.inf)
         bins = torch.bucketize(gaps, self._edges)
         self._sums[0] += gaps.sum()
@@ -91,7 +92,7 @@ class SamplerGap:
         self._sums[3:] += torch.bincount(bins, minlength=len(self._edges) + 1)
 
     def over_ranks(self, ranks: Ranks) -> Gap | None:
-        """The figures over all ranks; None where the policy of this step has sampled no token of it."""
+        """Return the figures over all ranks, or None if this step's policy has sampled none of its tokens."""
         total, outside, tokens, *counts = ranks.sum(self._sums).cpu().tolist()
         if not tokens:
             return None
@@ -104,7 +105,8 @@ class SamplerGap:
 
 
 def gap_problem(gap: Gap, sampling: Sampling, *, stage: str, policy_version: int, dtype: str) -> str:
-    """Description of a difference above its band, with likely causes and the next step; empty within the band."""
+    """Describe a difference above its band, with likely causes and the next step. Returns an empty string within the
+    band."""
     band = allowed_gap(sampling, dtype)
     if gap.mean <= band:
         return ""
@@ -128,6 +130,6 @@ def gap_problem(gap: Gap, sampling: Sampling, *, stage: str, policy_version: int
 
 
 def write_self_check(folder: Path, passed: SelfCheck) -> None:
-    """Leave the trainer's self-check for the job, which has the store."""
+    """Write the result of the trainer's self-check for the job, which has the store."""
     folder.mkdir(parents=True, exist_ok=True)
     publish_file(folder / SELF_CHECK, json.dumps(asdict(passed)).encode())

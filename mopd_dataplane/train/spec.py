@@ -1,4 +1,5 @@
-"""TrainSpec, the trainer's settings: a JSON file of the job that every rank reads and checks before it loads torch."""
+"""TrainSpec, the trainer's settings: a JSON file from the job that every rank reads and checks before it loads
+torch."""
 
 from pathlib import Path
 from typing import Literal
@@ -27,24 +28,24 @@ class Window(Section):
     plan_digest: str
     snapshot_digest: str
     steps: int = Field(ge=0)
-    """Optimizer steps; none close the plan log."""
+    """Number of optimizer steps; 0 closes the plan log."""
     policy_version: int = Field(ge=0)
-    """Version the window starts from; its end publishes the next one."""
+    """Policy version from which the window starts; its end publishes the next one."""
 
 
 class Sampling(Section):
-    """How the samples of a stage were drawn, where the trainer must find the sampler's log-probs again."""
+    """How the samples of a stage were drawn, for stages whose trainer must reproduce the sampler's log-probs."""
 
     engine: str
     """Kind of the engine."""
     dtype: Literal["float32", "bfloat16"]
     """Dtype of the sampling policy."""
     served: bool = False
-    """Whether a running server samples, whose weights nobody here has loaded."""
+    """True if a running server samples, whose weights were not loaded by this job."""
     routes: bool = False
-    """Whether the model is a mixture of experts."""
+    """True if the model is a mixture of experts."""
     records_experts: bool = False
-    """Whether the samples have the experts that they were drawn with."""
+    """True if the samples record the experts that they were drawn with."""
 
 
 class TrainSpec(Section):
@@ -52,12 +53,14 @@ class TrainSpec(Section):
     start: str
     """Policy folder the stage starts from (weights, config, tokenizer)."""
     hub_name: str = ""
-    """Name and commit of the start where it comes from the hub: what an adapter names as its base."""
+    """Hub name and commit of the start, if it comes from the hub; an adapter names it as its base."""
     hub_revision: str = ""
     policy_dir: str
     """`policies/<stage>`: versions are published as `v<n>` below it."""
     checkpoint_dir: str
     """`checkpoints/<stage>`: checkpoints and metrics.jsonl."""
+    checkpoints_every: int = Field(default=0, ge=0)
+    """Checkpoints at the end of every so many windows stay; 0: only the last ones do."""
     socket: str
     """Unix socket of the loader."""
     train: Train
@@ -66,28 +69,28 @@ class TrainSpec(Section):
     teachers: tuple[str, ...] = ()
     """Teachers of the stage; metrics are reported for each."""
     sampling: Sampling | None = None
-    """None where the sampler's log-probs are of another distribution than the trainer's, or there are none."""
+    """How the samples were drawn; None if the sampler's log-probs are of another distribution, or missing."""
     total_steps: int = Field(default=0, ge=0)
     """Optimizer steps of the whole stage, for the schedule; 0 when unknown (schedule must then be constant)."""
     end_window: int | None = Field(default=None, ge=0)
-    """Window before which training ends, because it goes by another spec; None: train until the plan log is closed."""
+    """Window before which training ends, because another spec follows; None: train until the plan log is closed."""
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the forward pass; what the optimizer updates stays float32."""
+    """Dtype of the forward pass; master weights stay float32."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature: log-probs of the policy-gradient term are taken at it."""
+    """Sampling temperature, at which log-probs of the policy-gradient term are computed."""
     max_new_tokens: int = Field(default=1, ge=1)
-    """Longest response: what the `constant` normaliser divides by."""
+    """Longest response in tokens, by which the `constant` normaliser divides."""
     window_deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for a window that is still being planned, while the loader reports that it waits."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Longest wait for the loader."""
+    """Longest wait for the loader, in seconds."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share a pack."""
     rank_deadline_s: float = Field(default=600.0, gt=0)
-    """Longest wait of one rank for another."""
+    """Longest wait of one rank for another, in seconds."""
     rendezvous: str = ""
-    """File in which the ranks of one node find each other; empty: at MASTER_ADDR, as torchrun says."""
+    """File in which the ranks of one node find each other; empty: at MASTER_ADDR, as under torchrun."""
 
 
 def load_spec(path: str | Path) -> TrainSpec:

@@ -1,4 +1,4 @@
-"""Stopping at a checkpoint: on SIGTERM, on Ctrl-C, and when the process that started this one is gone."""
+"""Stopping at a checkpoint: on SIGTERM, on Ctrl-C, and when the parent process is gone."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 class Stop:
-    """Whether training should end after the current step; calling it returns the answer."""
+    """A request to end training after the current step; calling the object returns True once it was made."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -31,13 +31,14 @@ class Stop:
         return self._requested or os.getppid() != self._parent
 
     def listen(self) -> None:
-        """Turn SIGTERM and SIGINT into a request; a second one has its usual effect."""
+        """Turn SIGTERM and SIGINT into a stop request; a second one has its usual effect."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside the block a stop request raises Interrupted at once; use it where nothing can be left half done."""
+        """Raise Interrupted in the block as soon as a stop is requested; for blocks in which nothing can be left half
+        done."""
         if self._requested:
             raise Interrupted
         self._waiting = True

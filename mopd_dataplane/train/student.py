@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _SHORT_WINDOW = 256
-"""Widest sliding window that the test of packing passes; a longer text would take seconds."""
+"""Widest sliding window for which packing is tested; a longer text would take seconds."""
 PACKED_ALIKE = 1e-2
-"""Most that a packed pass may differ from one sequence at a time: products of other shapes round otherwise."""
+"""Largest difference of a packed pass from one sequence at a time: products of other shapes round differently."""
 NO_LEAK = 1e-5
-"""Most that a sequence may change with its neighbour. In clean models nothing sees both but experts, whose products
-have other shapes then: 1e-7. Short convolutions leak 4e-4 in a model of small random weights."""
+"""Largest change of a sequence when its neighbour changes. In correct models only experts see both sequences, with
+products of other shapes: 1e-7. Short convolutions leak 4e-4 in a model of small random weights."""
 
 
 class Student(nn.Module):
@@ -64,25 +64,27 @@ class Student(nn.Module):
         freeze_head: bool = False,
         context_group: ProcessGroup | None = None,
     ) -> None:
-        """context_group: ranks that share each micro-batch (context.py). Raises MismatchError when they cannot."""
+        """Wrap a model. context_group: ranks that share each micro-batch (context.py). Raises MismatchError when they
+        cannot."""
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.freeze_head = freeze_head
         self.layout: Layout = "packed" if packs_apart(model) else "rows"
-        """How micro-batches must be built for this model."""
+        """Layout of the micro-batches that this model can read."""
         self._context_group = context_group
         self._longest = context_length(model.config) if has_length_dependent_rope(model.config) else None
-        """Tokens of a sequence beyond which its states would depend on its neighbours."""
+        """Length in tokens beyond which the states of a sequence would depend on its neighbours."""
         self._mixed = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
         self._routing = Routing.of(model)
         self.self_check: SelfCheck | None = None
-        """Comparison of the weights as they were loaded with the plain pass."""
+        """Comparison of the loaded weights with the plain pass."""
         if context_group is not None:
             _check_shares(model, self.layout, context_group.size())
 
     def forward(self, batch: MicroBatch, compute_loss: Callable[[Tensor, Head], Result]) -> Result:
-        """compute_loss(hidden [M, D], head): its states predict the trained tokens, in the order of `batch.targets`.
+        """Run the model and return compute_loss(hidden, head): hidden [M, D] predicts the trained tokens of
+        `batch.targets`.
 
         Raises MismatchError for a sequence past the original context of a rotary embedding that depends on the length.
         """
@@ -109,7 +111,7 @@ class Student(nn.Module):
         return compute_loss(rows, Head(weight, head.bias, head.softcap, head.logit_scale))
 
     def _follow(self, experts: Tensor | None) -> None:
-        """Send tokens to the experts they were sampled with (R3); the gates are still the student's own."""
+        """Send tokens to the experts that they were sampled with (R3); the gates are still the student's own."""
         if self._routing is not None:
             self._routing.replay(experts)
         elif experts is not None:
@@ -122,17 +124,18 @@ class Student(nn.Module):
 def load_student(
     folder: Path, ranks: Ranks, train: Train | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Student:
-    """A policy folder as a trainable module: forward pass in `dtype`, sharded over the ranks.
+    """Load a policy folder as a trainable module: forward pass in `dtype`, sharded over the ranks.
 
-    Weights that are trained are held in float32, or in `dtype` where the optimizer has a copy in float32. Where
-    `train.lora` has a rank, an adapter in float32 is trained instead: the folder's own, or a new one that is drawn with
-    `seed`; the base is then frozen, in `dtype`. Raises MismatchError when the adapter does not fit.
+    Trained weights are held in float32, or in `dtype` if the optimizer has a copy in float32. If `train.lora` has a
+    rank, an adapter in float32 is trained instead: the folder's own, or a new one that is drawn with `seed`; the base
+    is then frozen, in `dtype`.
+    Raises MismatchError when the adapter does not fit.
 
-    Without `train.dropout` the model stays in evaluation mode, so that two passes over the same tokens agree: nothing
-    of it (dropout, a router's jitter) makes the ratio of two policies differ from one where they are the same.
+    Without `train.dropout` the model stays in evaluation mode, so that two passes over the same tokens agree: neither
+    dropout nor a router's jitter moves the ratio of two equal policies away from 1.
     """
     train = train or Train()
-    # Several ranks load into host memory, where equal mapped files are there once, and shard from it.
+    # Several ranks load into host memory, where equal mapped files share pages, and shard from it.
     device = str(ranks.device) if ranks.world == 1 else "cpu"
     if train.lora.r:
         torch.manual_seed(seed)
@@ -162,10 +165,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrainedModel:
-    """The frozen base of a policy with the adapter that is trained."""
+    """Load the frozen base of a policy with the adapter to train."""
     model = load_model(weights_folder(folder), dtype=dtype, device=device)
     if is_adapter(folder):
-        weights_digest(folder)  # refuses another base than the one it was trained on
+        weights_digest(folder)  # checks that the base is the one that the adapter was trained on
         continued_adapter(model, folder, lora)
     else:
         new_adapter(model, lora)
@@ -174,13 +177,13 @@ def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrained
 
 @torch.no_grad()
 def packs_apart(model: PreTrainedModel) -> bool:
-    """Give a model packed attention in place of `sdpa`, and test whether sequences in one row then do not affect each
-    other.
+    """Replace `sdpa` in a model by packed attention, and test that sequences in one row then do not affect each other.
 
-    Recurrent models and models with an attention of their own do not; they keep what they had and get a row a sequence.
-    Small weights make a leak small, so rounding must not hide it: what is compared are two passes of the same shape, of
-    which only the first sequence differs. The second sequence passes the window of layers that have a short one; packed
-    attention knows no chunks, so models with chunks get a row a sequence.
+    Recurrent models and models with an attention of their own fail the test: they keep their attention and get one row
+    per sequence. Small weights make a leak small, so rounding must not hide it: the test compares two passes of the
+    same shape, of which only the first sequence differs. The second sequence is longer than the window of layers that
+    have a short one. Packed attention knows no chunks, so models with chunks get one row per sequence.
+    Returns True if sequences can be packed.
     """
     types = LayerTypes(model.config)
     if "chunked_attention" in types.windows:
@@ -203,7 +206,7 @@ def packs_apart(model: PreTrainedModel) -> bool:
         same = (packed - apart).norm() < PACKED_ALIKE * apart.norm()
         leak = (packed - beside)[first:].norm() / packed[first:].norm()
         good = bool(same & (leak < NO_LEAK))
-    except TypeError:  # its forward pass takes no such keyword
+    except TypeError:  # its forward pass takes no such argument
         good = False
     if not good:
         model.set_attn_implementation(before)
@@ -221,7 +224,8 @@ def _check_shares(model: PreTrainedModel, layout: Layout, members: int) -> None:
 
 
 def _recompute(layers: list[nn.Module], name: str) -> None:
-    """Keep only the inputs of layers for the backward pass. transformers' own switch works in training mode alone."""
+    """Recompute layers in the backward pass from their inputs. transformers' own switch works in training mode
+    alone."""
     if not layers:
         raise MismatchError(f"train.gradient_checkpointing: {name} has no list of layers; set it to false")
     for layer in layers:
@@ -229,7 +233,7 @@ def _recompute(layers: list[nn.Module], name: str) -> None:
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks of a model, in their order; empty when transformers does not say which they are."""
+    """Return the blocks of a model, in order; empty if transformers does not name them."""
     decoder = text_decoder(model)
     layers = getattr(decoder, "layers", None)
     if isinstance(layers, nn.ModuleList):

@@ -1,9 +1,8 @@
 """Per-token statistics of a step, in files for the job that started the trainer, which writes them to the store.
 
-A rank keeps the values of some steps on its device, then writes them as one file in a folder beside the checkpoints.
-Nothing waits for the disk: they are for analysis only, and a file torn by a power cut is thrown away. A checkpoint
-never stands behind steps whose values are not in a file: what a killed rank still held belongs to steps that are taken
-again.
+A rank collects the values of some steps on its device, then writes them as one file in a folder beside the checkpoints.
+Nothing waits for the disk: they are for analysis only, and a file torn by a power cut is thrown away. A checkpoint is
+never ahead of the steps whose values are in files: values that a killed rank still held belong to steps that run again.
 """
 
 import json
@@ -26,27 +25,28 @@ from mopd_dataplane.records import PER_TOKEN_STATS
 from mopd_dataplane.train.microbatch import MicroBatch
 
 FOLDER = "token_stats"
-"""Beside the checkpoints of the stage."""
+"""Folder beside the checkpoints of the stage."""
 STEPS = 8
-"""Steps of one file at most: opening, writing and renaming one costs about as much as the values of a step."""
+"""Upper bound of the steps in one file: opening, writing and renaming it costs about as much as the values of a
+step."""
 LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
 class Picked:
-    """Trained tokens of one forward pass whose statistics are kept."""
+    """Trained tokens of one forward pass whose statistics are written."""
 
     index: Tensor
-    """[n] int64 places among the pass's trained tokens, on its device."""
+    """[n] int64 indices among the pass's trained tokens, on its device."""
     sample_rows: NDArray[np.int64]
-    """[n]"""
+    """[n] int64 row of each token's sample in `samples`"""
     positions: NDArray[np.int64]
-    """[n] place of each token in its sequence"""
+    """[n] int64 index of each token in its sequence"""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Figures of one forward pass."""
+    """Statistics of one forward pass."""
 
     names: tuple[str, ...]
     values: Tensor
@@ -57,7 +57,7 @@ class _Part:
 
 
 class StatsOfSteps:
-    """The writer of one rank. mode: sampled or full; temperature: of the sampler."""
+    """Writer of one rank's statistics. mode: sampled or full; temperature: of the sampler."""
 
     def __init__(self, folder: Path, mode: str, *, rank: int, temperature: float) -> None:
         self._folder = folder / FOLDER
@@ -68,11 +68,11 @@ class StatsOfSteps:
         self._steps: list[tuple[int, int, list[_Part]]] = []
         """Step, policy version and passes of the steps that are not in a file yet."""
         self._since: int | None = None
-        """First step since the last file, whether this rank kept anything of it or not."""
+        """First step since the last file, even if this rank picked none of its tokens."""
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def pick(self, batch: MicroBatch, device: torch.device) -> Picked | None:
-        """Tokens of a forward pass, still on the CPU, that will be kept; None when there are none."""
+        """Pick the tokens of a forward pass to write, while it is on the CPU; None when there are none."""
         sample_rows = batch.sample_rows.numpy()
         is_kept = keeps_stats(self._mode, sample_rows)
         if not is_kept.any():
@@ -88,7 +88,7 @@ class StatsOfSteps:
     def add(
         self, picked: Picked, values_of_term: dict[str, Tensor], hidden: Tensor, head: Head, batch: MicroBatch
     ) -> None:
-        """Keep the picked tokens' statistics of a pass: those that the objective computed, and the missing ones."""
+        """Add the picked tokens' statistics of a pass: those that the objective computed, and the missing ones."""
         names = [name for name in PER_TOKEN_STATS if name in values_of_term]
         given_names = names + [name for name in ("logprob", "logsumexp") if name in values_of_term]
         rows = torch.stack([*(values_of_term[name].detach() for name in given_names), batch.sampler_logprobs])[
@@ -114,7 +114,7 @@ class StatsOfSteps:
         self._passes.append(_Part(names_present, halves, picked.sample_rows, picked.positions, batch.teacher))
 
     def end_step(self, step: int, policy_version: int) -> None:
-        """The passes since the last call were this step; every STEPS of them are written."""
+        """Assign the passes since the last call to this step. Every STEPS steps are written."""
         self._since = step if self._since is None else self._since
         if self._passes:
             self._steps.append((step, policy_version, self._passes))
@@ -123,9 +123,9 @@ class StatsOfSteps:
             self.write()
 
     def write(self) -> None:
-        """Leave a file of the steps that are in none yet; nothing without a token of them.
+        """Write the steps that are in no file yet. Without a picked token, no file is written.
 
-        Every rank calls this after the same steps, so that their files of a sample that they share are of one name.
+        Every rank calls this after the same steps, so that their files of a shared sample have the same name.
         """
         steps, first = self._steps, self._since
         self._steps, self._since = [], None
@@ -148,7 +148,7 @@ class StatsOfSteps:
 
 
 def _spread(part: _Part, names: Sequence[str]) -> Tensor:
-    """[len(names), n] values of a pass, NaN where it has none of a name."""
+    """Return [len(names), n] values of a pass, NaN for names that it does not have."""
     if part.names == tuple(names):
         return part.values
     wide = part.values.new_full((len(names), part.values.shape[1]), torch.nan)
@@ -169,7 +169,8 @@ class FoundOfSample:
 
 
 def stats_files(folder: Path, *, before: int) -> list[list[Path]]:
-    """Files of all ranks of the same steps, in order of steps; only those whose steps are all below `before`."""
+    """List the files of all ranks of the same steps, in order of steps; only those whose steps are all below
+    `before`."""
     groups: dict[int, list[Path]] = {}
     for path in sorted((folder / FOLDER).glob("*.safetensors")):
         groups.setdefault(int(path.name.partition("-")[0]), []).append(path)
@@ -177,7 +178,7 @@ def stats_files(folder: Path, *, before: int) -> list[list[Path]]:
 
 
 def _last_step(path: Path) -> int:
-    """Last step of a file; -1 of one that cannot be read, which no later step will mend."""
+    """Return the last step of a file; -1 if it cannot be read, which no later step will repair."""
     try:
         with safe_open(path, framework="numpy") as file:
             return int(file.metadata()["last"])
@@ -186,8 +187,10 @@ def _last_step(path: Path) -> int:
 
 
 def read_stats(files: Sequence[Path]) -> Iterator[FoundOfSample]:
-    """Statistics of each sample at each step, from the files of all ranks of the same steps; those that cannot be read
-    are skipped."""
+    """Read the statistics of each sample at each step, from the files of all ranks of the same steps.
+
+    Files that cannot be read are skipped.
+    """
     pieces: dict[tuple[int, int], list[tuple[NDArray[np.int64], dict[str, NDArray[np.float16]]]]] = {}
     about: dict[tuple[int, int], tuple[int, str]] = {}
     for path in files:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class TopkAgreement(NamedTuple):
-    """Each [M] f32."""
+    """Agreement at each trained token; every field is [M] f32."""
 
     overlap_ratio: Tensor
     """|S| / k"""
     overlap_mass: Tensor
-    """sum over S of p: how much of the student's probability the shared tokens hold"""
+    """Probability of the student that the shared tokens hold: sum over S of p"""
     overlap_teacher_mass: Tensor
-    """sum over S of q"""
+    """Probability of the teacher that the shared tokens hold: sum over S of q"""
     overlap_advantage: Tensor
     """mean over S of p̄ (log q̄ - log p̄), both renormalised on S, nats; 0 where S is empty. Never positive, and 0 when
     the two agree on the shared tokens."""
@@ -32,7 +32,7 @@ class TopkAgreement(NamedTuple):
 def measure_topk_agreement(
     student_hidden: Tensor, student_head: Head, teacher_hidden: Tensor, teacher_head: Head, k: int
 ) -> TopkAgreement:
-    """Agreement at each trained token; student_hidden [M, D], teacher_hidden [M, Dt].
+    """Measure the agreement at each trained token. student_hidden [M, D], teacher_hidden [M, Dt].
 
     k is cut to the smaller vocabulary.
     """

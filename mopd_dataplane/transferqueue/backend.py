@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from omegaconf import DictConfig
@@ -21,8 +21,13 @@ from transfer_queue.utils.logging_utils import get_logger
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.store.commit.queue import Key, Queue
+from mopd_dataplane.store.queue.logged import LoggedQueue
+from mopd_dataplane.store.queue.opening import open_queue
+from mopd_dataplane.store.queue.values import Key, Write
 from mopd_dataplane.transferqueue.codec import decode, encode
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.queue.committed import CommittedQueue
 
 NAME = "MopdStore"
 CLIENT = "MopdStorageClient"
@@ -40,14 +45,14 @@ class Backend:
     queue: str = "queue"
 
 
-def opened(config: Any) -> Queue:
+def opened(config: Any) -> LoggedQueue | CommittedQueue:
     """The queue that a backend section names. Raises InputError for an unknown or missing key."""
     keys = {key: value for key, value in dict(config).items() if key not in ("client_name", "zmq_info", "backend")}
     try:
         backend = Backend(**keys)
     except TypeError as error:
         raise InputError(f"backend.{NAME} = {keys}: {error}; give store, and queue for a name of its own") from None
-    return Queue(backend.store, backend.queue)
+    return open_queue(backend.store, backend.queue)
 
 
 @StorageClientFactory.register(CLIENT)
@@ -59,21 +64,30 @@ class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
         self.queue = opened(config)
 
     def put(self, keys: list[str], values: list[Any]) -> list[Any] | None:
-        """Store values, durable on return; a key that has one gets the new one. Raises InputError, ResourceError."""
+        """Store values, durable on return; a key that has one gets the new one. Raises InputError, ResourceError.
+
+        Returns the write of each value, which the controller keeps with the sample's metadata: after a crash, or when
+        it has used a number again, it gets and clears the value that it means or none.
+        """
         _check_lists(keys, values)
-        self.queue.put([_parsed(key) for key in keys], [encode(value) for value in values])
-        return None
+        writes = self.queue.put([_parsed(key) for key in keys], [encode(value) for value in values])
+        return [str(write) for write in writes]
 
     def get(
         self, keys: list[str], shapes: Any = None, dtypes: Any = None, custom_backend_meta: Any = None
     ) -> list[Any]:
-        """Values in the asked order; their shapes and dtypes are stored with them. Raises UnknownNameError."""
+        """Values in the asked order; their shapes and dtypes are stored with them.
+
+        Raises UnknownNameError, and MismatchError for a value of another write than the one in the metadata.
+        """
         _check_lists(keys)
-        return [decode(value) for value in self.queue.get([_parsed(key) for key in keys])]
+        values = self.queue.get([_parsed(key) for key in keys], _writes(custom_backend_meta))
+        return [decode(value) for value in values]
 
     def clear(self, keys: list[str], custom_backend_meta: Any = None) -> None:
+        """Forget values, durably; one of another write than the one in the metadata stays."""
         _check_lists(keys)
-        self.queue.clear([_parsed(key) for key in keys])
+        self.queue.clear([_parsed(key) for key in keys], _writes(custom_backend_meta))
 
 
 @StorageManagerFactory.register(NAME)
@@ -99,7 +113,8 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
 def initialize(conf: DictConfig) -> dict[str, Any]:
     """Once, in the process that starts TransferQueue: open the queue, and have every other process know the backend."""
     section = conf.backend[NAME]
-    keys = opened(section).keys()
+    queue = opened(section)
+    keys = queue.keys()
     if keys:
         _log.warning(f"{section.store} holds {len(keys)} values of an earlier run; load a checkpoint to go on with it")
     section.backend = Backend(str(section.store), str(section.get("queue", "queue")))
@@ -109,6 +124,11 @@ def initialize(conf: DictConfig) -> dict[str, Any]:
 def _parsed(key: str) -> Key:
     sample, _, field = key.partition("@")
     return int(sample), field
+
+
+def _writes(custom_backend_meta: list[str | None] | None) -> list[Write | None] | None:
+    """Writes that the controller kept; None for values that it does not know one of."""
+    return [Write.parse(text) if text else None for text in custom_backend_meta] if custom_backend_meta else None
 
 
 def _check_lists(keys: Any, values: Any = None) -> None:

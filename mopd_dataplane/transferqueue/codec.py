@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mopd_dataplane.errors import DamagedError, InputError
-from mopd_dataplane.store.commit.queue import Value
+from mopd_dataplane.store.queue.values import Value
 
 _TENSOR, _ARRAY, _TUPLE = 1, 2, 3
 

@@ -10,6 +10,7 @@
     student.py        the student's likeliest tokens there, computed from its weights
     prompt.py         all answers to a prompt, and how two differ
     life.py           the history of a sample
+    matches.py        the result of a search
     search.py         search for regular expressions and token ids in responses
     red_pen.py        what each teacher corrects in the student's answers: the first page
     run_state.py      how far the run is, and its worst answers: the top of the first page

@@ -22,10 +22,11 @@ from mopd_dataplane.view import bundle, labels, life, packs, prompt, red_pen, ru
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
 from mopd_dataplane.view.index import Index
+from mopd_dataplane.view.matches import Matches
 from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.run_state import run_state
 from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
-from mopd_dataplane.view.search import Matches, Search
+from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.stores import ShownStores
 from mopd_dataplane.view.topk import candidates, with_pieces

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.view.labels import Labelled
-    from mopd_dataplane.view.search import Matches
+    from mopd_dataplane.view.matches import Matches
 
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from mopd_dataplane.query.text import one_line
 from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.store.read.row_reader import check_echo
 from mopd_dataplane.store.read.token_scan import find_run, scan_tokens
+from mopd_dataplane.view.matches import MOST_MATCHES, Matches
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ BATCH_TOKENS = 4 << 20
 READ_AHEAD_BYTES = 64 << 20
 SCAN_SHARE = 0.25
 """Share of the samples from which on all tokens are scanned."""
-MOST_MATCHES = 10_000
-"""Samples from which on a search ends: the first of them in order of commit are its result."""
 BEFORE, CONTEXT = 6, 24
 """Tokens of an excerpt before a match and from it on."""
 NO_ROWS = np.empty(0, np.int64)
@@ -53,17 +51,6 @@ def parse_ids(text: str) -> list[int]:
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
         raise InputError(f"{text!r} is not a list of token ids, such as: 12 7 99")
     return [int(word) for word in words]
-
-
-@dataclass(frozen=True)
-class Matches:
-    """The samples whose responses match."""
-
-    sample_rows: NDArray[np.int64]
-    is_cut: bool
-    """Whether there are more than MOST_MATCHES."""
-    condition: str
-    """SQL that matches them in `mopd query`."""
 
 
 class Search:

@@ -23,11 +23,11 @@ with atheris.instrument_imports(include=["mopd_dataplane"]):  # before anything 
     if sys.argv[1] == "cursor":  # torch, which only this target needs, takes its time
         from mopd_dataplane.train.checkpoint import latest_checkpoint
 
+    from mopd_dataplane.base.log.framing import SegmentHeader, pack_record
     from mopd_dataplane.errors import DamagedError, DeadlineError, MismatchError
     from mopd_dataplane.load.protocol import Channel
     from mopd_dataplane.load.slot_layout import read_header, slot_crc
     from mopd_dataplane.rollout.log import log_records
-    from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
     from mopd_dataplane.rollout.log.ledger import Ledger
     from mopd_dataplane.rollout.log.recovery import recover
 

@@ -20,6 +20,7 @@ from tinystage import TEACHER, build, make_stage
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.log import framing
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.job import sections
@@ -27,7 +28,6 @@ from mopd_dataplane.load import slot_layout as slots
 from mopd_dataplane.models.initial_weights import character_tokenizer
 from mopd_dataplane.models.vocabulary import compare_vocabularies
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.log import framing
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import FORMAT_KEY, spec_of

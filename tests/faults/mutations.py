@@ -17,51 +17,41 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from broken_rules import BROKEN_RULES, SIMULATOR
+from mutation import Mutation, mutate
+
 ROOT = Path(__file__).parents[2]
-PACKAGE = "mopd_dataplane/"
 UNIT = "tests/unit/rollout/"
 STORE = "tests/unit/store/"
 _DEADLINE_S = 300
 """A mutation that makes its test hang is noticed too."""
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """Replace `old` by `new` in `file`, of rollout/ unless it says another folder; `test` must fail.
-
-    test: a row number, or a pytest selection.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
+_SEEDS = 400
+"""Seeds within which the simulator must find a broken rule."""
+_SEEDS_S = 1800
 
 
 MUTATIONS = [
-    Mutation("skip the group-commit sync", "rollout/log/flusher.py", "            self._sync()\n", "", "5"),
+    Mutation("skip the group-commit sync", "base/log/flusher.py", "            self._sync()\n", "", "5"),
     Mutation(
-        "state the watermark before the sync", "rollout/log/flusher.py",
+        "state the watermark before the sync", "base/log/flusher.py",
         "            newest = self.written\n            self._sync()\n",
         "            newest = self.synced = self.written\n            self._sync()\n",
         UNIT + "test_wal_log.py -k watermark_is_stated_only",
     ),
-    Mutation("try a failed sync again", "rollout/log/segment_file.py",
+    Mutation("try a failed sync again", "base/log/segment_file.py",
              "            os.fdatasync(self._descriptor)\n        except",
              "            try:\n                os.fdatasync(self._descriptor)\n            except OSError:\n"
              "                os.fdatasync(self._descriptor)\n        except", "7"),
-    Mutation("name a segment before its header is synced", "rollout/log/segment_file.py",
+    Mutation("name a segment before its header is synced", "base/log/segment_file.py",
              "        self.write(header)\n        self.sync()\n", "        self.write(header)\n", "5"),
-    Mutation("drop the salt", "rollout/log/framing.py",
+    Mutation("drop the salt", "base/log/framing.py",
              'return crc32c(self.log_uuid + self.segment.to_bytes(8, "little"))',
              "return 0", UNIT + "test_wal_framing.py -k another_segment"),
-    Mutation("do not check the padding", "rollout/log/framing.py", " or any(data[end:padded])", "", "4"),
-    Mutation("do not check the body", "rollout/log/framing.py", "crc32c(data[offset + 4 : end], start=salt)",
+    Mutation("do not check the padding", "base/log/framing.py", " or any(data[end:padded])", "", "4"),
+    Mutation("do not check the body", "base/log/framing.py", "crc32c(data[offset + 4 : end], start=salt)",
              "crc32c(data[offset + 4 : end], start=salt) and False", "4"),
     Mutation("call all damage a torn tail", "rollout/log/recovery.py",
              "    if segment.watermark >= first:", "    if False:", "4"),
@@ -120,8 +110,8 @@ MUTATIONS = [
              "        early = placed_rows(rows.result(), payload_rows)\n"
              "        samples.make_durable(samples.insert(early).dataset)\n"
              "        payload_rows[absent], with_payload = place_payload(", "8"),
-    Mutation("skip the store's barrier", "store/commit/table.py", "            self.barrier.sync_version(dataset)",
-             "            pass", "9"),
+    Mutation("skip the store's barrier", "store/commit/table.py",
+             "            self.barrier.sync_version(dataset, since=acknowledged)", "            pass", "9"),
     Mutation("name data that is not synced", "store/commit/durability.py",
              "        self._sync(paths)\n\n    def sync_version",
              "\n    def sync_version", "9"),
@@ -182,13 +172,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
     words = parser.parse_args().words
-    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
+    chosen = [
+        mutation
+        for mutation in (*MUTATIONS, *BROKEN_RULES)
+        if not words or any(word in mutation.name for word in words)
+    ]
     if not chosen:
         parser.error(f"no mutation's name contains {' or '.join(words)}; without a word every mutation runs")
     holes = 0
     for mutation in chosen:
         began = time.monotonic()
-        caught = noticed(mutation)
+        caught = find_by_seeds(mutation) if mutation.test == SIMULATOR else noticed(mutation)
         holes += not caught
         verdict = "noticed" if caught else "NOT NOTICED"
         print(
@@ -199,6 +193,17 @@ def main() -> int:
     return holes
 
 
+def find_by_seeds(mutation: Mutation) -> bool:
+    """Whether a seed of the simulator finds a broken rule; prints which, and the invariant that did not hold."""
+    with _copy() as copy:
+        mutate(copy, mutation)
+        command = [sys.executable, "tests/faults/simulation.py", "--seeds", str(_SEEDS), "--until-failure"]
+        done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True,
+                              timeout=_SEEDS_S)  # fmt: skip
+    print(*(line for line in done.stdout.splitlines() if line.startswith(("seed ", "found "))), sep="\n")
+    return done.returncode == 1
+
+
 def noticed(mutation: Mutation) -> bool:
     """Whether the test fails on a mutated copy, and passes on one that is whole."""
     if not _passes(mutation.test):
@@ -206,15 +211,6 @@ def noticed(mutation: Mutation) -> bool:
     with _copy() as copy:
         mutate(copy, mutation)
         return not _run(mutation.test, copy)
-
-
-def mutate(root: Path, mutation: Mutation) -> None:
-    """Break the rule in the package under `root`. Raises ValueError unless its text is there exactly once."""
-    file = root / PACKAGE / (mutation.file if "/" in mutation.file else f"rollout/{mutation.file}")
-    text = file.read_text()
-    if text.count(mutation.old) != 1:
-        raise ValueError(f"{mutation.name}: {mutation.file} has the text {text.count(mutation.old)} times, not once")
-    file.write_text(text.replace(mutation.old, mutation.new))
 
 
 @contextmanager
@@ -240,14 +236,17 @@ def _run(test: str, copy: Path) -> bool:
     else:
         place, _, words = test.partition(" -k ")
         command += [place, "-k", words.strip('"')]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT / "kernels")])}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_DEADLINE_S)
+        done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
         return False
     if done.returncode == 5:
         raise SystemExit(f"no test matches {test}")
     return done.returncode == 0
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT / "kernels")])}
 
 
 def _label(test: str) -> str:

@@ -39,7 +39,7 @@ class PowerDisk:
         def noting(name: str) -> object:
             def sync(descriptor: int) -> None:
                 real[name](descriptor)
-                self._saw(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+                self.synced(descriptor)
 
             return sync
 
@@ -50,6 +50,10 @@ class PowerDisk:
         finally:
             for name, call in real.items():
                 setattr(os, name, call)
+
+    def synced(self, descriptor: int) -> None:
+        """Note that what is open under this descriptor was synced."""
+        self._saw(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
 
     def after_power_loss(self, after: Path, draw: random.Random) -> None:
         """Make one of the states the disk may be in."""

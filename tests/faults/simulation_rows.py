@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deaths import folder
 from inject import Row, Tally
-from simulation import simulate
+from simulator.plane import simulate
 from tinystage import open_files
 
 TWICE = 20

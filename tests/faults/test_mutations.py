@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mutations import MUTATIONS, PACKAGE, ROOT, Mutation, mutate
+from broken_rules import BROKEN_RULES
+from mutation import PACKAGE, Mutation, mutate
+from mutations import MUTATIONS, ROOT
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *BROKEN_RULES], ids=lambda mutation: mutation.name)
 def test_its_text_is_there_once(mutation: Mutation, tmp_path: Path) -> None:
     name = PACKAGE + mutation.file
     copy = tmp_path / name

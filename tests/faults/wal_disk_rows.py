@@ -15,10 +15,10 @@ from inject import Row, Tally
 from story import LENGTH, OPENING_POINTS, is_prefix, segments, state, states, story
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.log import segment_file
+from mopd_dataplane.base.log.framing import SEGMENT_HEADER, read_segment
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
 from mopd_dataplane.job import sections
-from mopd_dataplane.rollout.log import segment_file
-from mopd_dataplane.rollout.log.framing import SEGMENT_HEADER, read_segment
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.log.wal import TokenLog
 

@@ -16,9 +16,9 @@ from inject import Row, Tally
 from story import LENGTH, OPENING_POINTS, POINTS, SETTINGS, is_prefix, segments, state, states, story, tell
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.log.framing import read_segment
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.job import sections
-from mopd_dataplane.rollout.log.framing import read_segment
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.log.wal import TokenLog

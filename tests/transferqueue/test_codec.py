@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_dataplane.errors import DamagedError, InputError
-from mopd_dataplane.store.commit.queue import Value
+from mopd_dataplane.store.queue.values import Value
 from mopd_dataplane.transferqueue.codec import decode, encode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,

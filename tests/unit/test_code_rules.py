@@ -36,10 +36,11 @@ WRITES = {
     "run/follow.py": "a scratch of this process", "run/rehearsal.py": "the same", "store/remote/objects.py": "the same",
     "run/sweep.py": "a run's output is appended to its log",
     "run/token_log_copy.py": "into a staging folder; segments come last",
-    "rollout/log/segment_file.py": "the log: its header is synced first", "rollout/log/ownership.py": "O_EXCL",
+    "base/log/segment_file.py": "the log: its header is synced first", "rollout/log/ownership.py": "O_EXCL",
     "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/remote/range_cache.py": "the same",
     "score/vllm_connector.py": "between two processes, read once", "train/token_stats.py": "the same",
     "train/metrics.py": "lines with a checksum each are appended", "train/stop.py": "a lock",
+    "store/queue/fold.py": "the log of a dead process, before it is removed",
     "store/format/manifests.py": "a torn manifest is set aside, the folder synced",
     "job/reference.py": "generated pages of this repository", "store/format/schemas.py": "the same",
 }  # fmt: skip

@@ -1,1 +1,1 @@
-"""The public ops, one a file, and the pieces only they use."""
+"""The public ops, one per file, and the pieces only they use."""

@@ -27,7 +27,7 @@ Reduction = Literal["none", "sum"]
 
 
 class Options(TypedDict, total=False):
-    """Keywords of :func:`divergence` but ``return_stats``, which decides what it returns."""
+    """Keywords of :func:`divergence` except ``return_stats``, which changes the type of its result."""
 
     kind: Kind
     beta: float

@@ -1,4 +1,4 @@
-"""Sums of exponentials over groups of the vocabulary: what a token is drawn from, group first, then inside the group.
+"""Sums of exponentials over groups of the vocabulary, from which a sampler draws first a group, then a token in it.
 
 Axes: N rows, V vocabulary, G groups of `size` neighbouring ids, the last one shorter where size does not divide V.
 """
@@ -12,7 +12,7 @@ from mopd_kernels.dispatch import Backend, choose_backend, row_functions
 
 
 def group_masses(logits: Tensor, scale: Tensor, size: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """Largest logit [N, G] of each group, and its sum of exp((logit - largest) * scale) [N, G], both float32.
+    """Compute the largest logit of each group, and its sum of exp((logit - largest) * scale), both [N, G] float32.
 
     The logits are read once on a GPU and not copied. A group of nothing but -inf has the sum 0; a NaN gives NaN.
 

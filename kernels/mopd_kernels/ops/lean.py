@@ -1,8 +1,9 @@
 """Vocabulary-sliced divergence: memory independent of the vocabulary, at the price of recomputed products.
 
-The first pass leaves a row state a row, jsd and the skew kinds take a second for H, the last writes a slice of logit
-gradients and multiplies it at once. With a trained head that is 6 products for reverse and forward KL and 8 for the
-others, against 4 in the fast mode. A slice's head gradient accumulates in the compute dtype and is rounded once.
+The first pass computes a row state for each row; jsd and the skew kinds need a second pass for H; the last one writes a
+slice of logit gradients and multiplies it at once. With a trained head that is 6 products for reverse and forward KL
+and 8 for the others, against 4 in the fast mode. A slice's head gradient accumulates in the compute dtype and is
+rounded once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_ro
 from mopd_kernels.sweep import Gradients, Needs, Rows, cut
 
 Part = tuple[int, int]
-"""First column of a slice of the vocabulary, and the one behind its last."""
+"""First column of a slice of the vocabulary, and the column after its last."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Lean:
-    """The student and one teacher, read by rows and vocabulary columns, and what their rows add up to."""
+    """The student and one teacher, read by rows and vocabulary columns, with the sums over their rows."""
 
     ops: ModuleType
     form: Form
@@ -49,7 +50,7 @@ class _Lean:
     gradients: Gradients
 
     def sliced(self, rows: Rows, part: Part) -> Products:
-        """Raw products [C, W] of student and teacher."""
+        """Compute raw products [C, W] of student and teacher."""
         sides, columns = (self.ours, self.theirs), slice(*part)
         zs, zt = (products(side.hidden[rows], side.weight[columns]).to(self.loss.dtype) for side in sides)
         return Products(zs, zt, self.ours.epilogue.sliced(*part), self.theirs.epilogue.sliced(*part))
@@ -69,7 +70,7 @@ class _Lean:
     def add_slice(
         self, part: Part, chunks: Sequence[Rows], states: Sequence[RowState], means: Sequence[Tensor]
     ) -> None:
-        """Add one slice's share of the loss and of every gradient, all row chunks through it."""
+        """Add one slice's share of the loss and of every gradient, over all row chunks."""
         gradients, columns = self.gradients, slice(*part)
         head = self.ours.weight[columns]
         operand = operand_dtype(self.ours.hidden, head) if head.is_cuda else self.loss.dtype
@@ -106,7 +107,7 @@ def lean_sweep(
     loss: Tensor,
     stats: RowStats,
 ) -> Gradients:
-    """Fill ``loss`` [N] and ``stats`` and return the gradients of ``sum(coefficient * D)``."""
+    """Fill ``loss`` [N] and ``stats``, and return the gradients of ``sum(coefficient * D)``."""
     hidden, head, plan = hidden.detach(), student.head, student.plan
     ops, columns, step = dispatch.row_functions(plan.backend, "fdiv"), plan.columns, dispatch.LEAN_COLUMNS
     ours = _Side(hidden, head.weight.detach()[:columns], student.epilogue)

@@ -1,4 +1,4 @@
-"""What an op works out of hidden states and one head before its first row: the checks, and the plan of the call."""
+"""Checks of hidden states and one head, and the plan of the call, before an op's first row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class HeadOptions(TypedDict, total=False):
     temperature: float
     """Divides the logits."""
     vocab_size: int | None
-    """Leading tokens of the head that take part; all when left out."""
+    """Number of leading tokens of the head that take part; all when left out."""
     bias: Tensor | None
     """[V']; may be trained."""
     softcap: float | None
     logit_scale: float
-    """What the model does to its logits besides; a :class:`Head` carries its own."""
+    """Scale of the model's logits, beside bias and softcap; a :class:`Head` carries its own."""
     logit_rows: int | None
     grad_rows: int | None
     """Rows of float32 logits held at once, rows of logit gradients per head-gradient product; chosen by
@@ -35,28 +35,28 @@ class HeadOptions(TypedDict, total=False):
 
 
 class Operands(NamedTuple):
-    """Hidden states [N, D] and a head that fit together. The states are not held: they may be freed before the loss."""
+    """Hidden states [N, D] and a head that fit together. The states are not stored: they may be freed before the
+    loss."""
 
     rows: int
     device: torch.device
     head: Head
     dtype: torch.dtype
-    """In which the op computes."""
+    """Dtype of the computation."""
     epilogue: Epilogue
     plan: Plan
 
     def zeros(self) -> Tensor:
-        """[N] in the dtype of the computation."""
+        """Return zeros [N] in the dtype of the computation."""
         return torch.zeros(self.rows, dtype=self.dtype, device=self.device)
 
     def row_weights(self, weights: Tensor | None) -> Tensor:
-        """[N] factor of each row; one without weights."""
+        """Return the factor of each row, [N]; ones if ``weights`` is None."""
         return torch.ones_like(self.zeros()) if weights is None else weights.detach().to(self.dtype)
 
 
 def operands_of(op: str, who: str, hidden: Tensor, head: Tensor | Head, options: HeadOptions) -> Operands:
-    """:func:`operands` from what an op was given besides. Raises TypeError, under the op's name, for an option that is
-    none."""
+    """Build :func:`operands` from an op's keywords. Raises TypeError, under the op's name, for an unknown one."""
     if unknown := options.keys() - HeadOptions.__optional_keys__:
         raise TypeError(
             f"{op}() got an unexpected keyword argument {min(unknown)!r}; options: "
@@ -81,9 +81,9 @@ def operands(
     backend: Backend = "auto",
     mode: Mode = "fast",
 ) -> Operands:
-    """Check what the caller of an op gave. Raises ValueError; ``who`` names the model in its messages.
+    """Check the arguments of an op. Raises ValueError; ``who`` names the model in its messages.
 
-    most_columns: tokens that other models of the call have.
+    most_columns: smallest vocabulary of the other models in the call.
     """
     check_hidden(who, hidden, head)
     check_temperature(temperature)

@@ -90,7 +90,7 @@ def check_policy_inputs(
     sequence_ids: Tensor | None,
     settings: PolicySettings,
 ) -> None:
-    """Shapes, devices, and settings that need an input which is missing."""
+    """Check shapes, devices, and that every input that the settings need is present. Raises ValueError."""
     if logprob.dim() != 1:
         raise ValueError(f"logprob must be packed tokens [N], got {list(logprob.shape)}")
     check_rows(
@@ -107,7 +107,7 @@ def check_policy_inputs(
 
 
 def combined_weights(logprob: Tensor, weights: Tensor | None, mask: Tensor | None) -> Tensor:
-    """n_t [N] in the log-prob's dtype."""
+    """Compute n_t [N] in the log-prob's dtype."""
     factor = torch.ones_like(logprob.detach()) if weights is None else weights.detach().to(logprob.dtype)
     return factor if mask is None else factor * mask.to(logprob.dtype)
 
@@ -115,7 +115,7 @@ def combined_weights(logprob: Tensor, weights: Tensor | None, mask: Tensor | Non
 def sequences_in_band(
     old: Tensor, sampler: Tensor, factor: Tensor, sequence_ids: Tensor, band: tuple[float, float]
 ) -> Tensor:
-    """[N] 1.0 where the geometric mean of rho over the sequence's live tokens lies in ``band``."""
+    """Return [N] 1.0 where the geometric mean of rho over the sequence's live tokens is in ``band``."""
     _, compact = torch.unique(sequence_ids.long(), return_inverse=True)
     live = (factor != 0).to(old.dtype)
     log_rho = torch.where(live != 0, old - sampler, 0)
@@ -126,7 +126,7 @@ def sequences_in_band(
 
 
 def named_metrics(sums: Tensor) -> PolicyMetrics:
-    """Metric sums [len(METRICS)] to named means."""
+    """Convert metric sums [len(METRICS)] to means by name."""
     tokens = sums[0]
     means = sums / tokens.clamp(min=1)
     return {name: tokens if name == "tokens" else means[i] for i, name in enumerate(METRICS)}

@@ -26,7 +26,7 @@ IGNORED = -100
 
 
 class ChunkOfTokens(NamedTuple):
-    """The sampled tokens of a chunk of rows, and the softmax that they are from."""
+    """The sampled tokens of a chunk of rows, with the logits from which they were sampled."""
 
     z: Tensor
     """[C, V] raw products"""
@@ -42,25 +42,25 @@ class ChunkOfTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One token of every row, under one model's head."""
+    """One token of every row, with one model's head."""
 
     model: Operands
     ids: Tensor
-    """[N], 0 for a row to skip"""
+    """[N] int64, 0 for a row to skip"""
     live: Tensor
-    """[N] bool"""
+    """[N] bool, false for a row to skip"""
     sampling_mask: Tensor | None
 
     @classmethod
     def of(cls, model: Operands, token_ids: Tensor, sampling_mask: Tensor | None) -> SampledTokens:
-        """Raises ValueError for ids and masks that do not fit the model."""
+        """Check token ids and masks. Raises ValueError if they do not fit the model."""
         check_rows(model.rows, model.device, token_ids=token_ids)
         check_token_ids(token_ids, model.plan.columns, IGNORED)
         mask = check_sampling_mask(sampling_mask, token_ids, model.plan.columns, IGNORED)
         return cls(model, token_ids.clamp(min=0), token_ids != IGNORED, mask)
 
     def of_rows(self, rows: Rows, z: Tensor) -> ChunkOfTokens:
-        """Those of one chunk, from its raw products z [C, V]."""
+        """Return the tokens of one chunk, from its raw products z [C, V]."""
         epilogue = self.model.epilogue
         softmax_rows: SoftmaxRows = row_functions(self.model.plan.backend, "softmax").softmax_rows(z, epilogue)
         mask_columns = None if self.sampling_mask is None else MaskColumns.of(self.sampling_mask[rows])
@@ -73,7 +73,7 @@ class SampledTokens:
     def write_gradient(
         self, chunk: ChunkOfTokens, logprob_factor: Tensor, entropy_factor: Tensor | None, gradient: Tensor
     ) -> None:
-        """Gradient of ``a log q_y + e Ent`` into ``gradient`` [C, V].
+        """Write the gradient of ``a log q_y + e Ent`` into ``gradient`` [C, V].
 
         The sampled column is written by itself, as ``a (1 - q)``: added to ``-a q`` it would cancel in half precision.
         """

@@ -25,7 +25,7 @@ from mopd_kernels.teachers import live_rows
 ABSENT = -1
 """Token id of an unused slot, for rows that store fewer than k tokens."""
 GATHER_BYTES = 64 << 20
-"""Head rows gathered at a time in the renormalised mode."""
+"""Bytes of head rows gathered at a time in the renormalised mode."""
 
 
 def topk_divergence(
@@ -116,7 +116,7 @@ def topk_divergence(
 
 
 def _scatter_present(gradient: Tensor, ids: Tensor, values: Tensor, present: Tensor) -> None:
-    """Overwrite the stored columns; unused slots repeat the row's first used one (an empty row writes its zero)."""
+    """Overwrite the stored columns. Unused slots repeat the row's first used one; an empty row writes its zero."""
     first = present.to(torch.int8).argmax(1, keepdim=True)
     ids = torch.where(present, ids, ids.gather(1, first))
     values = torch.where(present, values, values.gather(1, first))
@@ -136,7 +136,10 @@ def _renormalised_pass(
     form: Form,
     needs: Needs,
 ) -> tuple[Tensor, Gradients]:
-    """k gathered head rows a row: batched products forward, a gather product and an indexed addition backward."""
+    """Compute the renormalised mode with k gathered head rows per row.
+
+    The forward pass uses batched products, the backward pass a gather product and an indexed addition.
+    """
     dtype = coefficient.dtype
     loss = torch.zeros_like(coefficient)
     hidden_grad = torch.zeros_like(hidden) if needs.hidden else None
@@ -157,7 +160,7 @@ def _renormalised_pass(
                 flat = chosen.flatten()
                 if weight_grad is not None:
                     outer = (g[:, :, None] * state[:, None, :]).reshape(length(rows) * ids.shape[1], -1)
-                    # index_put_ sorts by index, so equal tokens are added in one order: repeatable on a GPU.
+                    # index_put_ sorts by index, so equal tokens are added in a fixed order: repeatable on a GPU.
                     weight_grad.index_put_((flat,), outer, accumulate=True)
                 if bias_grad is not None:
                     bias_grad.index_put_((flat,), g.flatten(), accumulate=True)

@@ -19,13 +19,14 @@ from mopd_kernels.ops.operands import HeadOptions, Operands, operands_of
 from mopd_kernels.sweep import Needs, Rows, sweep
 
 Choice = Callable[[Rows, Tensor, Epilogue], Tensor]
-"""Ids [C, k] of the rows of a chunk, from their raw products [C, V]."""
+"""Chooses ids [C, k] of the rows of a chunk from their raw products [C, V]."""
 
 
 def topk_logprobs(hidden: Tensor, head: Tensor | Head, k: int, **options: Unpack[HeadOptions]) -> tuple[Tensor, Tensor]:
-    """Ids [N, k] int64 and log-probs [N, k], largest first, normalised over the full vocabulary. No gradient.
+    """Compute the k largest log-probs, [N, k], normalised over the full vocabulary, and their ids [N, k] int64.
 
-    Options: :class:`HeadOptions`. Raises ValueError for shapes or settings that do not fit together.
+    Largest first, without gradient. Options: :class:`HeadOptions`. Raises ValueError for shapes or settings that do not
+    fit together.
     """
     model = operands_of("topk_logprobs", "teacher", hidden, head, options)
     if not 1 <= k <= model.plan.columns:
@@ -44,10 +45,11 @@ def topk_logprobs(hidden: Tensor, head: Tensor | Head, k: int, **options: Unpack
 def chosen_logprobs(
     hidden: Tensor, head: Tensor | Head, token_ids: Tensor, **options: Unpack[HeadOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [N, k] of ``token_ids`` [N, k], normalised over the full vocabulary, and entropy [N]. No gradient.
+    """Compute log-probs [N, k] of ``token_ids`` [N, k], normalised over the full vocabulary, and entropy [N]. No
+    gradient.
 
-    The ids may be another model's largest, as when a teacher is asked about the student's top-k.
-    Options: :class:`HeadOptions`. Raises ValueError for shapes, ids or settings that do not fit together.
+    The ids may be another model's largest, as when a teacher scores the student's top-k. Options: :class:`HeadOptions`.
+    Raises ValueError for shapes, ids or settings that do not fit together.
     """
     model = operands_of("chosen_logprobs", "teacher", hidden, head, options)
     check_rows(len(hidden), hidden.device, token_ids=token_ids)
@@ -59,7 +61,7 @@ def chosen_logprobs(
 
 
 def _logprobs(model: Operands, hidden: Tensor, ids: Tensor, choose: Choice) -> tuple[Tensor, Tensor]:
-    """Log-probs [N, k] of the chosen ids, which are written to ``ids``, and entropy [N]."""
+    """Compute log-probs [N, k] of the chosen ids, which are written to ``ids``, and entropy [N]."""
     softmax = row_functions(model.plan.backend, "softmax")
     logprobs = torch.zeros(ids.shape, dtype=model.dtype, device=hidden.device)
     entropy = model.zeros()

@@ -17,21 +17,21 @@ from mopd_kernels.forms import FORWARD, JSD, REVERSE, SKEW_FORWARD, SKEW_REVERSE
 from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
 
 TILE_ELEMENTS = 1 << 18
-"""A tile and its few temporaries stay in a core's cache."""
+"""Elements of a tile: it and its few temporaries stay in a core's cache."""
 NARROWEST_TILE = 256
 FAR = 40.0
-"""Past this |log-ratio| one side of the mixture is below rounding."""
+"""|log-ratio| beyond which one side of the mixture is below rounding."""
 
 
 def tiles(z: Tensor) -> Iterator[tuple[int, int]]:
-    """Column ranges of z [C, V], narrow where rows are many."""
+    """Yield column ranges of z [C, V], narrow if there are many rows."""
     rows, columns = z.shape
     width = max(NARROWEST_TILE, TILE_ELEMENTS // max(rows, 1))
     return ((start, min(start + width, columns)) for start in range(0, columns, width))
 
 
 def tile_state(x: Tensor, y: Tensor, first_column: int) -> RowState:
-    """State of finished logits x, y [C, W] that sit at vocabulary columns ``first_column`` onwards."""
+    """Compute the state of finished logits x, y [C, W] at vocabulary columns ``first_column`` onwards."""
     student_max, student_top = x.max(dim=1)
     teacher_max, teacher_top = y.max(dim=1)
     x, y = x - student_max[:, None], y - teacher_max[:, None]
@@ -52,7 +52,7 @@ def tile_state(x: Tensor, y: Tensor, first_column: int) -> RowState:
 
 
 def scan_state(z: Products, first_column: int = 0) -> RowState:
-    """Row state of some columns."""
+    """Compute the row state of some columns."""
     return merge_row_states(tile_state(*z.logits(a, b), first_column + a) for a, b in tiles(z.zs))
 
 
@@ -68,7 +68,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(log_q: Tensor, log_p: Tensor, form: Form) -> Columns:
-    """The columns of log-probabilities [C, W]."""
+    """Compute the terms of log-probabilities [C, W]."""
     ratio = log_q - log_p
     mixture = _student_to_mixture(ratio, form) if form.needs_mean else None
     return Columns(log_q.exp(), log_p.exp(), ratio, mixture)
@@ -81,19 +81,19 @@ def _finished(x: Tensor, y: Tensor, state: RowState, form: Form) -> Columns:
 
 
 def _student_to_mixture(ratio: Tensor, form: Form) -> Tensor:
-    """log(q / m) from log(q / p), accurate for any share mu in (0, 1)."""
+    """Compute log(q / m) from log(q / p), accurate for any share mu in (0, 1)."""
     exact = torch.expm1(-ratio.clamp(min=-FAR)).mul_(form.mu).log1p_().neg_()
     return torch.where(ratio > -FAR, exact, ratio - form.log_mu)
 
 
 def _teacher_to_mixture(ratio: Tensor, form: Form) -> Tensor:
-    """log(p / m), likewise."""
+    """Compute log(p / m) from log(q / p), accurate for any share mu in (0, 1)."""
     exact = torch.expm1(ratio.clamp(max=FAR)).mul_(1 - form.mu).log1p_().neg_()
     return torch.where(ratio < FAR, exact, -ratio - form.log_rest)
 
 
 def weighted_h(c: Columns, form: Form) -> Tensor:
-    """q h for every column, up to the constant in h that the gradient drops."""
+    """Compute q h for every column, up to the constant in h that the gradient drops."""
     if form.code == REVERSE:
         return c.q * c.ratio
     if form.code == FORWARD:
@@ -108,7 +108,7 @@ def weighted_h(c: Columns, form: Form) -> Tensor:
 
 
 def centred_loss(c: Columns, form: Form) -> Tensor:
-    """q (f(u) - f'(1)(u - 1)) for every column: non-negative, and accurate where student and teacher agree."""
+    """Compute q (f(u) - f'(1)(u - 1)) for every column: non-negative, and accurate where student and teacher agree."""
     if form.code == REVERSE:
         far = torch.addcmul(c.p - c.q, c.q, c.ratio)
     elif form.code == FORWARD:
@@ -133,7 +133,7 @@ def centred_loss(c: Columns, form: Form) -> Tensor:
 
 
 def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
-    """This part's share of H = E_q[h], [C]; ``state`` is complete. The parts' shares add up."""
+    """Compute this part's share of H = E_q[h], [C], from the complete ``state``. The parts' shares add up."""
     total = torch.zeros_like(state.student_sum)
     for a, b in tiles(z.zs):
         total += weighted_h(_finished(*z.logits(a, b), state, form), form).sum(1)
@@ -141,7 +141,7 @@ def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
 
 
 def mean_from_state(state: RowState, form: Form) -> Tensor:
-    """H of reverse and forward KL, which the first pass already knows."""
+    """Return H of reverse and forward KL, which the first pass has computed."""
     if form.code == FORWARD:
         return torch.full_like(state.student_sum, -1.0)
     return state.student_gap / state.student_sum - (state.student_sum.log() - state.teacher_sum.log())
@@ -150,7 +150,8 @@ def mean_from_state(state: RowState, form: Form) -> Tensor:
 def scan_gradient(
     z: Products, state: RowState, mean: Tensor, form: Form, coefficient: Tensor, gradient: Tensor | None
 ) -> Tensor:
-    """This part's share of D, [C]; writes coefficient * dD/dzs into ``gradient`` [C, W], which may be ``z.zs``."""
+    """Compute this part's share of D, [C], and write coefficient * dD/dzs into ``gradient`` [C, W], which may be
+    ``z.zs``."""
     loss = torch.zeros_like(mean)
     for a, b in tiles(z.zs):
         x, y = z.logits(a, b)
@@ -167,7 +168,7 @@ def scan_gradient(
 
 
 def fdiv_rows(z: Products, form: Form, coefficient: Tensor, gradient: Tensor | None) -> tuple[Tensor, RowStats]:
-    """Divergence [C] and statistics of whole rows; exact zeros where the coefficient is zero.
+    """Compute divergence [C] and statistics of whole rows; exact zeros where the coefficient is zero.
 
     ``gradient`` [C, V], when given, receives ``coefficient * dD/dzs`` and may be ``z.zs`` itself.
     """

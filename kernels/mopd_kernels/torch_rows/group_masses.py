@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 PIECE_ELEMENTS = 1 << 22
-"""Logits whose exponentials exist at once."""
+"""Number of logits whose exponentials exist at once."""
 
 
 def group_masses(logits: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 Correction = Literal["none", "icepop", "tis", "mis"]
 CORRECTIONS: tuple[Correction, ...] = ("none", "icepop", "tis", "mis")
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped here before exp, as verl does; past it a ratio carries no information."""
+"""Bound of log-ratios before exp, as in verl; beyond it a ratio carries no information."""
 METRICS = (
     "tokens",
     "dropped",
@@ -53,7 +53,7 @@ class PolicySettings:
 
 
 class TokenConstants(NamedTuple):
-    """What the policy term compares a token's log-prob with; each [N], or None."""
+    """Values with which the policy term compares a token's log-prob; each [N], or None."""
 
     old: Tensor | None = None
     """None means the log-prob itself: ratio one."""
@@ -65,14 +65,15 @@ class TokenConstants(NamedTuple):
     """Replaces the band test of ``mis``."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenConstants:
-        """Every tensor that is there, changed."""
+        """Apply a function to every tensor that is not None."""
         return TokenConstants._make(None if tensor is None else change(tensor) for tensor in self)
 
 
 def policy_rows(
     logprob: Tensor, constants: TokenConstants, weights: Tensor, settings: PolicySettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss terms [N], derivatives by logprob [N], metric sums [len(METRICS)]. Tokens of weight zero count nowhere."""
+    """Compute loss terms [N], derivatives by logprob [N], metric sums [len(METRICS)]. Tokens of weight zero count
+    nowhere."""
     logprob = logprob.detach()
     old, sampler, advantage, teacher, in_mask = constants
     old = logprob if old is None else old

@@ -21,7 +21,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _grouped(rows: Tensor, codec: Codec) -> Tensor:
-    """[N, D] -> [N, G, group], the last group padded with zeros."""
+    """Split [N, D] into [N, G, group], with the last group padded with zeros."""
     width = rows.shape[1]
     short = codec.groups(width) * codec.group - width
     return F.pad(rows, (0, short)).reshape(len(rows), codec.groups(width), codec.group)
@@ -32,7 +32,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def encode_rows(rows: Tensor, codec: Codec) -> Tensor:
-    """[N, D] float to [N, row_bytes] uint8."""
+    """Encode [N, D] float to [N, row_bytes] uint8."""
     width = rows.shape[1]
     parts: list[Tensor]
     if codec.name in ("fp32", "bf16"):
@@ -71,7 +71,7 @@ def _encode_mxfp4(rows: Tensor, codec: Codec) -> list[Tensor]:
 
 
 def decode_rows(encoded: Tensor, codec: Codec, width: int, dtype: torch.dtype) -> Tensor:
-    """[N, row_bytes] uint8 to [N, D] in ``dtype``."""
+    """Decode [N, row_bytes] uint8 to [N, D] in ``dtype``."""
     start = codec.codes_offset(width)
     scales = encoded[:, : codec.groups(width) * codec.scale_bytes].contiguous()
     codes = encoded[:, start : start + codec.codes_bytes(width)].contiguous()

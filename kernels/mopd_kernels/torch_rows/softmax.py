@@ -12,7 +12,7 @@ from mopd_kernels.torch_rows.fdiv import tiles
 
 
 class SoftmaxRows(NamedTuple):
-    """Each [C]; ``log_z = maximum + log_sum`` is kept in two parts so that ``x - log_z`` rounds once."""
+    """Each [C]; ``log_z = maximum + log_sum`` is stored in two parts so that ``x - log_z`` rounds once."""
 
     maximum: Tensor
     log_sum: Tensor
@@ -21,12 +21,12 @@ class SoftmaxRows(NamedTuple):
     """int64"""
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """Log-probability of logits x [C, k]."""
+        """Compute the log-probability of logits x [C, k]."""
         return (x - self.maximum[:, None]) - self.log_sum[:, None]
 
 
 def softmax_rows(z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
-    """Log-partition, entropy and top-1 of raw products z [C, V]."""
+    """Compute log-partition, entropy and top-1 of raw products z [C, V]."""
     maximum = torch.full_like(z[:, 0], -torch.inf)
     total, drop = torch.zeros_like(maximum), torch.zeros_like(maximum)
     top = torch.zeros_like(maximum, dtype=torch.int64)

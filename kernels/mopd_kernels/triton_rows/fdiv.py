@@ -224,24 +224,25 @@ def _gradient_kernel(
 
 
 def _epilogues(z: Products) -> tuple[object, ...]:
-    """Launch arguments from ``bias_s`` to ``CAP_T``."""
+    """Return the launch arguments from ``bias_s`` to ``CAP_T``."""
     *student_values, bias_s, cap_s = epilogue_arguments(z.student, z.zs)
     *teacher_values, bias_t, cap_t = epilogue_arguments(z.teacher, z.zt)
     return (*student_values, *teacher_values, bias_s, cap_s, bias_t, cap_t)
 
 
 def _form_arguments(form: Form) -> tuple[float, ...]:
-    """``mu`` to ``c6``."""
+    """Return the launch arguments from ``mu`` to ``c6``."""
     return (form.mu, form.log_mu, form.log_rest, *form.series)
 
 
 def _normalisers(state: RowState) -> Tensor:
-    """[4, C]: what turns logits into log-probabilities."""
+    """Compute [4, C], the terms that turn logits into log-probabilities."""
     return torch.stack((state.student_max, state.student_sum.log(), state.teacher_max, state.teacher_sum.log()))
 
 
 def _block(columns: int, form: Form) -> int:
-    """The mixtures' longer formulas spill registers at 4096 columns and two programs an SM; 2048 do not."""
+    """Return the columns of a program: at 4096 and two programs an SM, the mixtures' longer formulas spill
+    registers."""
     return block_of(columns, 2048 if form.needs_mean else 4096)
 
 
@@ -254,9 +255,9 @@ def fdiv_rows(
     block: int | None = None,
     warps: int = WARPS,
 ) -> tuple[Tensor, RowStats]:
-    """As :func:`mopd_kernels.torch_rows.fdiv.fdiv_rows`; zs, zt [C, V] float32 with unit column stride.
+    """Compute :func:`mopd_kernels.torch_rows.fdiv.fdiv_rows`; zs, zt [C, V] float32 with unit column stride.
 
-    block, warps: columns a program holds at once and its warps, where they are tuned.
+    block, warps: columns that a program holds at once and its warps, for tuning.
     """
     zs, zt, *_ = z
     rows, columns = zs.shape
@@ -272,7 +273,7 @@ def fdiv_rows(
 
 
 def scan_state(z: Products, first_column: int = 0) -> RowState:
-    """As :func:`mopd_kernels.torch_rows.fdiv.scan_state`."""
+    """Compute :func:`mopd_kernels.torch_rows.fdiv.scan_state`."""
     zs, zt, *_ = z
     rows, columns = zs.shape
     states = torch.empty(STATE_FIELDS.value, rows, device=zs.device)
@@ -286,7 +287,7 @@ def scan_state(z: Products, first_column: int = 0) -> RowState:
 
 
 def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
-    """As :func:`mopd_kernels.torch_rows.fdiv.scan_mean`."""
+    """Compute :func:`mopd_kernels.torch_rows.fdiv.scan_mean`."""
     zs, zt, *_ = z
     rows, columns = zs.shape
     means = torch.empty(rows, device=zs.device)
@@ -300,7 +301,7 @@ def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
 def scan_gradient(
     z: Products, state: RowState, mean: Tensor, form: Form, coefficient: Tensor, gradient: Tensor | None
 ) -> Tensor:
-    """As :func:`mopd_kernels.torch_rows.fdiv.scan_gradient`."""
+    """Compute :func:`mopd_kernels.torch_rows.fdiv.scan_gradient`."""
     zs, zt, *_ = z
     rows, columns = zs.shape
     losses = torch.empty(rows, device=zs.device)

@@ -15,7 +15,7 @@ NEAR = tl.constexpr(0.1)
 
 @triton.jit
 def log1p(t):
-    """log(1 + t) to the last digits for small t: Kahan's correction of the rounding of 1 + t."""
+    """Compute log(1 + t), accurate for small t: Kahan's correction of the rounding of 1 + t."""
     total = 1.0 + t
     rounded = total - 1.0
     safe = tl.where(rounded == 0.0, 1.0, rounded)
@@ -30,14 +30,14 @@ def expm1(t):
 
 @triton.jit
 def student_to_mixture(ratio, mu, log_mu):
-    """log(q / m) from ratio = log(q / p)."""
+    """Compute log(q / m) from ratio = log(q / p)."""
     exact = -log1p(mu * expm1(-tl.where(ratio < -FAR, -FAR, ratio)))
     return tl.where(ratio > -FAR, exact, ratio - log_mu)
 
 
 @triton.jit
 def teacher_to_mixture(ratio, mu, log_rest):
-    """log(p / m)"""
+    """Compute log(p / m) from ratio = log(q / p)."""
     exact = -log1p((1.0 - mu) * expm1(tl.where(ratio > FAR, FAR, ratio)))
     return tl.where(ratio < FAR, exact, -ratio - log_rest)
 

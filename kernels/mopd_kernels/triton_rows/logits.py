@@ -31,7 +31,7 @@ def load_logits(z, bias, offsets, inside, scale, cap, temperature, HAS_BIAS: tl.
 
 @triton.jit
 def chain(x, scale, cap, temperature, HAS_CAP: tl.constexpr):
-    """dx/dz at logits x."""
+    """Compute dx/dz at logits x."""
     slope = x * 0.0 + scale / temperature
     if HAS_CAP:
         t = x * temperature / cap
@@ -40,7 +40,7 @@ def chain(x, scale, cap, temperature, HAS_CAP: tl.constexpr):
 
 
 def epilogue_arguments(epilogue: Epilogue, rows: Tensor) -> tuple[Tensor, float, float, float, bool, bool]:
-    """(bias, scale, cap, temperature, HAS_BIAS, HAS_CAP) of a launch; absent parts become harmless placeholders."""
+    """Return the launch arguments (bias, scale, cap, temperature, HAS_BIAS, HAS_CAP); absent parts get placeholders."""
     bias, cap = epilogue.bias, epilogue.softcap
     return (
         rows if bias is None else bias.contiguous(),
@@ -53,5 +53,5 @@ def epilogue_arguments(epilogue: Epilogue, rows: Tensor) -> tuple[Tensor, float,
 
 
 def block_of(columns: int, largest: int = 4096) -> int:
-    """Columns a program holds at once: a power of two."""
+    """Return the number of columns that a program holds at once: a power of two."""
     return min(largest, int(triton.next_power_of_2(columns)))

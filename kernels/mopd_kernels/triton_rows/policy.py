@@ -102,7 +102,7 @@ def _policy_kernel(
 def policy_rows(
     logprob: Tensor, constants: TokenConstants, weights: Tensor, settings: PolicySettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`mopd_kernels.torch_rows.policy.policy_rows`; every tensor float32 [N]."""
+    """Compute :func:`mopd_kernels.torch_rows.policy.policy_rows`; every tensor is float32 [N]."""
     logprob = logprob.detach().contiguous()
     count = len(logprob)
     programs = max(1, triton.cdiv(count, BLOCK))

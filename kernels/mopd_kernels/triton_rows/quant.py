@@ -20,14 +20,14 @@ F8_MAX = tl.constexpr(FP8_MAX)
 BIAS = tl.constexpr(E8M0_BIAS)
 F4_EXPONENT = tl.constexpr(FP4_MAX_EXPONENT)
 GROUPS = 16
-"""Groups a program handles at once."""
+"""Number of groups that a program handles at once."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a smaller float32 to the nearest integer, ties to even."""
 
 
 @triton.jit
 def _to_e4m3(v):
-    """Bits of |v| <= 448 as e4m3, rounded to nearest even."""
+    """Convert |v| <= 448 to the bits of e4m3, rounded to nearest even."""
     magnitude = tl.abs(v)
     subnormal = ((magnitude * 512.0 + ROUND) - ROUND).to(tl.int32)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -48,13 +48,13 @@ def _from_e4m3(code):
 
 @triton.jit
 def _power_of_two(exponent):
-    """2^exponent for -126 <= exponent <= 127."""
+    """Compute 2^exponent for -126 <= exponent <= 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scale_by_power(v, exponent):
-    """v * 2^exponent for |exponent| <= 252, in two steps so that no factor leaves the normal range."""
+    """Compute v * 2^exponent for |exponent| <= 252, in two steps so that no factor leaves the normal range."""
     half = exponent >> 1
     return v * _power_of_two(half) * _power_of_two(exponent - half)
 
@@ -156,7 +156,7 @@ def _decode_fp4_kernel(
 
 
 def encode_rows(rows: Tensor, codec: Codec) -> Tensor:
-    """As :func:`mopd_kernels.torch_rows.quant.encode_rows`, for codecs with groups; rows [N, D]."""
+    """Compute :func:`mopd_kernels.torch_rows.quant.encode_rows`, for codecs with groups; rows [N, D]."""
     count, width = rows.shape
     groups, size = codec.groups(width), codec.row_bytes(width)
     encoded = torch.zeros(count, size, dtype=torch.uint8, device=rows.device)
@@ -176,7 +176,7 @@ def encode_rows(rows: Tensor, codec: Codec) -> Tensor:
 
 
 def decode_rows(encoded: Tensor, codec: Codec, width: int, dtype: torch.dtype) -> Tensor:
-    """As :func:`mopd_kernels.torch_rows.quant.decode_rows`, for codecs with groups; encoded [N, row_bytes]."""
+    """Compute :func:`mopd_kernels.torch_rows.quant.decode_rows`, for codecs with groups; encoded [N, row_bytes]."""
     encoded = encoded.contiguous()
     count, size = encoded.shape
     groups = codec.groups(width)

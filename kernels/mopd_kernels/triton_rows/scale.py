@@ -1,7 +1,7 @@
-"""K6: multiply a gradient in place by a factor that lives on the GPU, unless it is one.
+"""K6: multiply a gradient in its own memory by a factor that is on the GPU, unless the factor is one.
 
-The factor of a loss that is the root of the graph is exactly one. Asking the host would stall the stream and
-multiplying anyway would move the whole [V, D] head gradient through memory; each program looks for itself.
+The factor of a loss that is the root of the graph is exactly one. Reading it on the host would stall the stream, and
+multiplying anyway would move the whole [V, D] head gradient through memory. So each program reads it itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _scale_kernel(values, factor, count, B: tl.constexpr):
 
 
 def scale_unless_one(values: Tensor, factor: Tensor) -> Tensor:
-    """``values *= factor`` for a contiguous tensor and a 0-dim factor; returns ``values``."""
+    """Compute ``values *= factor`` for a contiguous tensor and a 0-dim factor; returns ``values``."""
     count = values.numel()
     _scale_kernel[(max(1, triton.cdiv(count, BLOCK)),)](values, factor, count, B=BLOCK, num_warps=4)
     return values

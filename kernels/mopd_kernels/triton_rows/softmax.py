@@ -71,7 +71,7 @@ def _gradient_kernel(
 
 
 def softmax_rows(z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
-    """As :func:`mopd_kernels.torch_rows.softmax.softmax_rows`; z [C, V] float32 with unit column stride."""
+    """Compute :func:`mopd_kernels.torch_rows.softmax.softmax_rows`; z [C, V] float32 with unit column stride."""
     rows, columns = z.shape
     stats = torch.empty(3, rows, device=z.device)
     tops = torch.empty(rows, dtype=torch.int64, device=z.device)
@@ -91,7 +91,7 @@ def softmax_gradient(
     entropy_coefficient: Tensor | None,
     gradient: Tensor,
 ) -> None:
-    """As :func:`mopd_kernels.torch_rows.softmax.softmax_gradient`."""
+    """Compute :func:`mopd_kernels.torch_rows.softmax.softmax_gradient`."""
     count, columns = z.shape
     *values, has_bias, has_cap = epilogue_arguments(epilogue, z)
     _gradient_kernel[(count,)](

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from mopd_dataplane.errors import DeadlineError
 
 DEADLINE_S = 600.0
-"""Longest time one call of an engine may take: a prefill of every slot, or one decode step."""
+"""Longest time of one call of an engine, in seconds: a prefill of every slot, or one decode step."""
 GRACE_S = 10.0
-"""How long a call in the main thread may take to be interrupted; compiled code that hangs never is."""
+"""Seconds in which a call in the main thread must react to an interrupt; compiled code that hangs never does."""
 _LOOKS = 4
-"""Looks at the clock in the time of one deadline, and at least one a second."""
+"""Number of checks of the clock within one deadline; at least one a second."""
 
 Answer = TypeVar("Answer")
 
@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 class CallTimeout:
     """Times one call at a time of the thread that made it.
 
-    In the main thread a late call is interrupted. Where that does not help, and in other threads, the process ends with
+    In the main thread a late call is interrupted. If that does not help, and in other threads, the process ends with
     DeadlineError's exit code: the log keeps every token.
     """
 
@@ -42,7 +42,7 @@ class CallTimeout:
         self._clock.start()
 
     def call(self, work: Callable[[], Answer]) -> Answer:
-        """Run `work` and return its result. Raises what it raises, or DeadlineError after DEADLINE_S seconds."""
+        """Run `work` and return its result. Raises its errors, or DeadlineError after DEADLINE_S seconds."""
         self._since = time.monotonic()
         try:
             return work()
@@ -50,7 +50,7 @@ class CallTimeout:
             self._since = None
 
     def stop(self) -> None:
-        """No more calls."""
+        """End the thread that watches calls."""
         self._ended.set()
         self._clock.join(timeout=GRACE_S)
         if self._interrupts:
@@ -58,7 +58,7 @@ class CallTimeout:
             self._interrupts = False
 
     def _late_s(self) -> float:
-        """Seconds that the call in hand is over its deadline; negative before."""
+        """Return the seconds by which the current call is over its deadline; negative before it."""
         since = self._since
         return -DEADLINE_S if since is None else time.monotonic() - since - DEADLINE_S
 

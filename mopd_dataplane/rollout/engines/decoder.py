@@ -1,6 +1,6 @@
-"""One model that decodes rows side by side: keys and values of every row, logits of its next token.
+"""One model that decodes rows side by side: caches keys and values of every row, computes logits of its next token.
 
-A finished row is overwritten by the last one, and a new sequence starts in the row behind (slot_cache.py).
+When a row finishes, the last row takes its place; a new sequence starts in the row after the last (slot_cache.py).
 
 Axes: N rows, T columns of a prefill block, D hidden width, V vocabulary.
 """
@@ -28,9 +28,9 @@ from mopd_dataplane.rollout.engines.slot_cache import SlotCache
 _CACHE = "past_key_values"
 """Name of the cache in a model's forward pass; Mamba's models call it cache_params."""
 _CHECK_TOKENS = 512
-"""Longest text of the self-check. Windows that are wider are not passed by it."""
+"""Longest text of the self-check, in tokens; it does not test the border of wider windows."""
 _CHECK_STEPS = 4
-"""Tokens of the self-check's texts that are decoded step by step."""
+"""Number of tokens of the self-check's texts that are decoded step by step."""
 
 
 class Decoder:
@@ -65,9 +65,9 @@ class Decoder:
         self.vocab_size = len(head.weight)
 
     def swap_adapter(self, folder: Path) -> bool:
-        """Take another adapter on the base that is here; False when the folder holds anything else.
+        """Replace the adapter on the loaded base. Returns False when the folder is no adapter on this base.
 
-        Raises MismatchError when the adapter does not fit the base; the old one then still acts.
+        Raises MismatchError when the adapter does not fit the base; the old one then stays active.
         """
         if self._base is None or not is_adapter(folder) or base_folder(folder) != self._base:
             return False
@@ -81,16 +81,17 @@ class Decoder:
         return True
 
     def clear(self, rows: int) -> None:
-        """Forget everything that was read."""
+        """Clear the cache of all rows."""
         self.cache = SlotCache(self.layer_types, rows)
-        if self.layer_types.has_states:  # their shapes are known once something was read
+        if self.layer_types.has_states:  # the shapes of states are unknown until something was read
             everything = torch.arange(rows, device=self._device)
             with torch.inference_mode(), self._own_code():
                 self.cache.fill(everything[:1], self._read(torch.zeros(1, 1, dtype=torch.int64))[1])
                 self.cache.reset_states(everything)
 
     def routes(self) -> NDArray[np.int16]:
-        """[tokens, W] expert ids of the newest pass, W over all layers. Raises MismatchError without routers."""
+        """Return the expert ids of the newest pass: [tokens, W], W over all layers. Raises MismatchError without
+        routers."""
         if self._routing is None:
             raise MismatchError(
                 f'{type(self.model).__name__} has no router that can be read; take "experts" out of rollout.record'
@@ -98,10 +99,10 @@ class Decoder:
         return self._routing.chosen().cpu().numpy()
 
     def prefill(self, rows: Sequence[int], block: NDArray[np.int64], lengths: Sequence[int]) -> Tensor:
-        """Read right-padded sequences [N, T], of `lengths` [N] tokens, into rows; their states [N, T, D].
+        """Read right-padded sequences [N, T], of `lengths` [N] tokens, into rows. Returns their states [N, T, D].
 
-        Padding is on the right, so causal attention alone keeps it out of every real token's sight. A recurrent layer
-        would carry it on in its state, so models that have one read sequence by sequence.
+        Padding is on the right, so causal attention alone hides it from every real token. A recurrent layer would carry
+        it on in its state, so models with one read sequence by sequence.
         """
         targets = torch.tensor(rows, device=self._device)
         ids = torch.from_numpy(block)
@@ -122,13 +123,13 @@ class Decoder:
             return torch.cat(parts)
 
     def _read(self, ids: Tensor) -> tuple[Tensor, Any]:
-        """States [N, T, D] of sequences [N, T] read from their beginning, and the cache of that pass."""
+        """Read sequences [N, T] from their beginning. Returns states [N, T, D] and the cache of that pass."""
         cache = self.layer_types.prefill_cache()
         output = self._reads(input_ids=ids.to(self._device), use_cache=True, **{self._cache_name: cache})
         return output.last_hidden_state, cache
 
     def forward(self, last: NDArray[np.int64], columns: NDArray[np.int64]) -> Tensor:
-        """[N, V] logits behind the tokens `last` [N], which stand at `columns` [N] of the first N rows."""
+        """Compute the logits [N, V] after the tokens `last` [N], which are at `columns` [N] of the first N rows."""
         places = torch.from_numpy(columns).to(self._device)
         with self._own_code():
             states = self._reads(
@@ -142,9 +143,9 @@ class Decoder:
 
     @torch.inference_mode()
     def check(self) -> SelfCheck:
-        """Decode two texts side by side, one past every window where that is affordable, and compare with the plain
-        pass of each alone. Forgets everything that was read.
+        """Decode two texts side by side and compare with the plain pass of each alone. Clears the cache.
 
+        One text is longer than every window, unless that takes too long.
         Raises MismatchError above the band of the dtype (self_check.py).
         """
         window = self.layer_types.longest_window
@@ -170,7 +171,8 @@ class Decoder:
         return passed
 
     def _as_attention_takes_it(self, mask: Any) -> Any:
-        """Masks of columns seen in the form of the model's attention: plain attention adds them to its scores."""
+        """Convert boolean masks of visible columns to the form of the model's attention: plain attention adds them to
+        scores."""
         if isinstance(mask, dict):
             return {name: self._as_attention_takes_it(own) for name, own in mask.items()}
         if mask is None or self.model.config._attn_implementation != "eager":
@@ -180,7 +182,7 @@ class Decoder:
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """Whatever a model's code raises becomes a MismatchError that names the model."""
+        """Turn any error of a model's own code into a MismatchError that names the model."""
         try:
             yield
         except (MopdError, torch.OutOfMemoryError):
@@ -192,8 +194,9 @@ class Decoder:
             ) from error
 
     def logits(self, states: Tensor) -> Tensor:
-        """[N, V] float32 logits of states [N, D] on their device, as the architecture scales and caps them."""
-        if states.device.type == "cpu":  # few rows against many: a third faster with the large matrix on the left
+        """Compute the float32 logits [N, V] of states [N, D] on their device, scaled and capped as the architecture
+        does."""
+        if states.device.type == "cpu":  # few rows by many: a third faster with the large matrix on the left
             logits = (self._head_weight @ states.float().T).T.contiguous()
         else:
             logits = states.float() @ self._head_weight.T

@@ -1,12 +1,12 @@
-"""`grouped-gumbel/1` where the logits are: they are read on their device and never copied to the host.
+"""`grouped-gumbel/1` on the device of the logits, which are never copied to the host.
 
-What comes to the host is small: a sum for each group of the vocabulary, and the logits of the group that won. The
-host adds the noise, from the generator that it has anyway and while the device still computes the logits. The rules are
-those of grouped_gumbel.py, so a token is the one that the host would have drawn from these logits, but for the rounding
-of the sums: float32, as between two shapes of a batch (decision 0012).
+Only small tensors are copied to the host: a sum for each group of the vocabulary, and the logits of the chosen group.
+The host adds the noise from its usual generator while the device still computes the logits. The rules are those of
+grouped_gumbel.py, so the token equals the one that the host would have drawn from these logits, but for the rounding of
+the sums: float32, as between two shapes of a batch (decision 0012).
 
-One pass over the logits finds the sums (mopd_kernels.group_masses), one their largest. A cut to the likeliest tokens
-selects among a copy of the rows that have one.
+One pass over the logits computes the sums (mopd_kernels.group_masses), one their largest. A cut to the likeliest tokens
+works on a copy of the rows that have one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 
 _LIKELIEST = 1024
-"""Tokens that a cut looks at first; a row whose boundary lies behind them is sorted whole."""
+"""Number of tokens in which the boundary of a cut is first searched; a row whose boundary is further is sorted
+whole."""
 
 
 def distribution_of(
     kind: type[Distribution], logits: Tensor, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
 ) -> Distribution:
-    """Distribution to draw from, of logits [B, V], on their device where it can; see sampling.Distribution.of."""
+    """Build the distribution of logits [B, V], on their device if the sampler can; see sampling.Distribution.of."""
     if logits.device.type != "cpu" and kind is grouped_gumbel.Distribution:
         return DeviceDistribution.of(logits, temperature, top_k, top_p)
     return kind.of(logits.cpu().numpy(), temperature, top_k, top_p)
@@ -42,7 +43,7 @@ def distribution_of(
 
 @dataclass(frozen=True, slots=True)
 class DeviceDistribution:
-    """See sampling.Distribution; tensors are on the device of the logits."""
+    """See sampling.Distribution; its tensors are on the device of the logits."""
 
     logits: Tensor
     """[B, V]"""
@@ -55,7 +56,7 @@ class DeviceDistribution:
     floor: Tensor
     """[B] lowest (logits - peak) * scale inside the cut; -inf without one"""
     last: Tensor
-    """[B] highest id that is inside with just that score; -1 without a cut"""
+    """[B] highest id among the tokens whose score equals the floor and that are inside; -1 without a cut"""
 
     @classmethod
     def of(cls, logits: Tensor, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> DeviceDistribution:
@@ -98,7 +99,7 @@ class DeviceDistribution:
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
         vocab = self.logits.shape[1]
-        noise = group_noise(keys, positions, vocab)  # before the first word from the device, which is still at work
+        noise = group_noise(keys, positions, vocab)  # before waiting for the device, which is still at work
         group = pick_group(self.log_masses.cpu().numpy(), noise)
         ids = torch.from_numpy(group[:, None] * group_size(vocab) + np.arange(group_size(vocab)))
         ids = ids.to(self.logits.device)
@@ -111,13 +112,13 @@ class DeviceDistribution:
         return tokens
 
     def _log_q(self) -> Tensor:
-        """[B, V] float32"""
+        """Compute the log-probs: [B, V] float32."""
         scores = (self.logits - self.peak[:, None]) * self.scale[:, None]
         inside = _inside(scores, _ids(scores.shape[1], scores.device), self.floor, self.last)
         return torch.where(inside, scores - self._log_total()[:, None].float(), -torch.inf)
 
     def _scores(self, ids: Tensor) -> Tensor:
-        """[B, n] of ids [B, n]"""
+        """Compute the scores of ids [B, n]: [B, n]."""
         return (self.logits.gather(1, ids) - self.peak[:, None]) * self.scale[:, None]
 
     def _log_total(self) -> Tensor:
@@ -129,18 +130,21 @@ def _ids(vocab: int, device: torch.device) -> Tensor:
 
 
 def _log_masses(tops: Tensor, masses: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
-    """[B, G] float64, from what group_masses found."""
+    """Compute [B, G] float64 log masses from the results of group_masses."""
     shift = torch.where(tops == -torch.inf, 0.0, (tops - peak[:, None]) * scale[:, None])
     return shift.double() + masses.double().log()
 
 
 def _inside(scores: Tensor, ids: Tensor, floor: Tensor, last: Tensor) -> Tensor:
-    """[B, n] whether the cut left tokens with these scores [B, n] and ids."""
+    """Return whether the cut left the tokens with these scores [B, n] and ids: [B, n] bool."""
     return (scores > floor[:, None]) | ((scores == floor[:, None]) & (ids <= last[:, None]))
 
 
 def _floors(scores: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Floor and last id [n] of rows with a cut; scores [n, V], total [n] sums of exp(scores). See nucleus.floor_of."""
+    """Compute floor and last id [n] of rows with a cut. See nucleus.floor_of.
+
+    scores: [n, V]. total: [n] sums of exp(scores).
+    """
     vocab = scores.shape[1]
     floor, spare, done = _boundary(scores, min(_LIKELIEST, vocab), total, top_k, top_p)
     if vocab > _LIKELIEST and not bool(done.all()):
@@ -151,7 +155,8 @@ def _floors(scores: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> tupl
 
 
 def _boundary(scores: Tensor, count: int, total: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lowest score kept, how many tokens with just that score are kept, and whether the `count` likeliest told it."""
+    """Return the lowest score inside the cut, how many tokens with that score are inside, and whether the `count`
+    likeliest tokens were enough to tell."""
     values = scores.topk(count, dim=1).values
     ranked = torch.arange(count, device=scores.device)[None] < top_k[:, None]
     probabilities = torch.where(ranked, values.double().exp(), 0.0)

@@ -1,7 +1,7 @@
-"""The protocol of a generation engine: all that the runner uses of it.
+"""The protocol of a generation engine: everything that the runner uses of it.
 
 An engine holds up to `slots` requests. It never sees prompts, groups, the log or the store, so any server that can
-decode token ids with per-token log-probs and position-keyed noise fits behind this protocol.
+decode token ids with per-token log-probs and position-keyed noise fits this protocol.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ GOING, STOP, LENGTH = 0, 1, 2
 FINISH_REASON = {STOP: "stop", LENGTH: "length"}
 _LAST_EXPERT = int(np.iinfo(np.int16).max)
 RESCORED = 16
-"""How many of the newest tokens of a resumed prefix the engine scores again."""
+"""Number of the newest tokens of a resumed prefix that the engine scores again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One generation. The response may already have a prefix: then decoding continues behind it."""
+    """One generation. With a prefix, decoding continues after it."""
 
     uid: str
     prompt_ids: NDArray[np.int32]
-    """[P]"""
+    """[P] token ids"""
     prefix_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """[k] response tokens that exist already; they count against the budget."""
+    """[k] response tokens that exist already; they count towards the budget."""
     key: int
     """128-bit key of the sampling noise; see sampling.sample_key."""
     sampler: str = SAMPLER
-    """Name of what turns logits and noise into tokens; see sampling.SAMPLERS."""
+    """Name of the sampler, which turns logits and noise into tokens; see sampling.SAMPLERS."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -52,12 +52,12 @@ class Request:
     stop: tuple[str, ...] = ()
     """Stop strings, matched over the whole response text."""
     sampling_mask: bool = False
-    """Whether the engine must report the sampling mask of each token."""
+    """The engine must report the sampling mask of each token."""
     experts: bool = False
-    """Whether the engine must report the experts of each token that it read."""
+    """The engine must report the experts of each token that it read."""
 
     def digest(self) -> str:
-        """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
+        """Return a 128-bit digest of everything that decoding depends on: token ids so far, noise key and settings."""
         drawn = (self.key, self.sampler, self.temperature, self.top_p, self.top_k)
         settings = (self.uid, *drawn, self.max_new_tokens, self.stop)
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
@@ -68,10 +68,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Expert ids of the tokens that each of B samples was read up to: the newest `counts` of them."""
+    """Expert ids of the newest `counts` tokens that were read for each of B samples."""
 
     counts: NDArray[np.int32]
-    """[B] 0 where the request does not ask"""
+    """[B] number of tokens; 0 if the request does not ask for experts"""
     ids: NDArray[np.int16]
     """[sum of counts, W] expert ids of all layers, sample after sample"""
 
@@ -81,28 +81,28 @@ class StepOutput:
     """One decode step over B live slots."""
 
     slots: NDArray[np.int64]
-    """[B]"""
+    """[B] slot of each token"""
     positions: NDArray[np.int32]
     """[B] response position of the new token"""
     token_ids: NDArray[np.int32]
-    """[B]"""
+    """[B] new token of each slot"""
     logprobs: NDArray[np.float32]
     """[B] log-prob under the distribution the token was drawn from (see sampling.py)"""
     finished: NDArray[np.uint8]
     """[B] GOING, STOP or LENGTH; a finished slot is free when step returns"""
     masks: SamplingMasks | None = None
-    """Sampling masks of the B tokens, empty for those whose request does not ask; None when no request asks"""
+    """Sampling masks of the B tokens, empty for tokens whose request does not ask; None when no request asks"""
     routes: Routes | None = None
-    """Experts of the tokens that were read for the B tokens, since the request was admitted or its step before; None
-    when no request asks"""
+    """Experts of the tokens that were read since the request was admitted or since its last step; None when no request
+    asks"""
 
 
 @runtime_checkable
 class CanSleep(Protocol):
-    """An engine that can leave its device without ending."""
+    """An engine that can free its device without ending."""
 
     def sleep(self) -> bool:
-        """Leave the device until `load_policy`; every slot must be free. False where it cannot be done here."""
+        """Free the device until `load_policy`; every slot must be free. Returns False if this build cannot do it."""
 
 
 @runtime_checkable
@@ -116,10 +116,10 @@ class Engine(Protocol):
     """A decoder of token ids."""
 
     lockstep: bool
-    """Every step answers for every live slot; otherwise for those whose next token has arrived."""
+    """True if every step returns a token for every live slot; else for those whose next token has arrived."""
     samplers: tuple[str, ...]
-    """Names of the samplers (sampling.py) it draws with, that of new samples first: a resumed sample meets the noise it
-    would have met. Empty when its noise is its own: then a resume is statistical."""
+    """Names of its samplers (sampling.py), that of new samples first. A resumed sample gets the noise that it would
+    have had. Empty when the engine draws with its own noise: then a resume is statistical."""
     slots: int
     policy_version: int
     policy_digest: str
@@ -128,44 +128,44 @@ class Engine(Protocol):
     """Digest of the tokenizer: models/hf.py, tokenizer_digest(load_tokenizer(folder))."""
     vocab_size: int
     context_length: int
-    """Most tokens of prompt and response together."""
+    """Largest number of tokens of prompt and response together."""
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         """Put requests into free slots.
 
-        Returns by slot, for a prefix of k > 0 tokens, the engine's own log-probs of the last min(k, RESCORED) of them:
-        the self-check of a resume. An engine without samplers may return none.
+        Returns by slot, for a prefix of k > 0 tokens, the engine's own log-probs of the last min(k, RESCORED) of them,
+        for the self-check of a resume. An engine without samplers may return none.
         """
 
     def step(self) -> StepOutput:
-        """The next token of every live slot (unless `lockstep`: of at least one), one a slot.
+        """Decode the next token of every live slot (unless `lockstep`: of at least one), one per slot.
 
         Raises EngineError on non-finite logits, and then no slot advances; or when the engine has died.
         """
 
     def release(self, slot: int) -> None:
-        """Forget what a slot holds; a free slot stays free."""
+        """Clear a slot; a free slot stays free."""
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the weights; every slot must be free."""
 
     def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
-        """Write what the live slots remember to a file; how many bytes, 0 when it wrote nothing.
+        """Write the cached state of the live slots to a file. Returns its size in bytes, 0 when nothing was written.
 
         requests: every live slot's request as it stands now, with its whole prefix. An engine that cannot save, or
         would need more than limit_bytes, writes nothing.
         """
 
     def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
-        """Fill the slots 0, 1, 2 … of an empty engine from such a file, to go on as if it had not stopped.
+        """Fill the slots 0, 1, 2 … of an empty engine from such a file, to continue as if it had not stopped.
 
-        Returns by slot the uid and the largest |logit now - logit when saved|, 0 for the same bits. Empty, and
-        nothing changed, unless the file is whole, of the same weights, tokenizer and build, and every sample in it is
-        one of `requests` at the same token.
+        Returns by slot the uid and the largest |logit now - logit when saved|, 0 for the same bits. The list is empty,
+        and nothing changed, unless the file is whole, of the same weights, tokenizer and build, and every sample in it
+        is one of `requests` at the same token.
         """
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free everything that the engine holds."""
 
 
 @runtime_checkable
@@ -177,7 +177,7 @@ class HasIdentity(Protocol):
         """API root of the server."""
 
     def identity(self) -> ServerIdentity | None:
-        """What the served policy is known by; None where the server itself names its weights. Raises EngineError."""
+        """Return the identity of the served policy; None if the server itself names its weights. Raises EngineError."""
 
 
 _COLUMNS = {"slots": "iu", "positions": "iu", "token_ids": "iu", "logprobs": "f", "finished": "iu"}
@@ -185,9 +185,9 @@ _COLUMNS = {"slots": "iu", "positions": "iu", "token_ids": "iu", "logprobs": "f"
 
 
 def check_columns(output: StepOutput) -> None:
-    """Raise EngineError unless every column of a step is a numpy array [B] of its kind of numbers.
+    """Check that every column of a step is a numpy array [B] of its kind of numbers. Raises EngineError.
 
-    First of the checks: the others, and the token log, take values by their place.
+    This check comes first: the others, and the token log, index the columns by position.
     """
     count = len(output.slots) if isinstance(output.slots, np.ndarray) and output.slots.ndim == 1 else None
     for name, kinds in _COLUMNS.items():
@@ -204,9 +204,10 @@ def check_columns(output: StepOutput) -> None:
 
 
 def check_step(output: StepOutput, vocab_size: int) -> None:
-    """Raise EngineError for what no sampler can return: a NaN, a positive log-prob, a token outside the vocabulary.
+    """Refuse values that no sampler can return: a NaN, a positive log-prob, a token outside the vocabulary.
 
     Such a row means garbage logits, so the whole step is refused and the engine is not trusted further.
+    Raises EngineError.
     """
     good = np.isfinite(output.logprobs) & (output.logprobs <= 0)
     good &= (output.token_ids >= 0) & (output.token_ids < vocab_size)
@@ -220,7 +221,8 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
 
 
 def check_kept(output: StepOutput, needs_record: NDArray[np.bool_]) -> SamplingMasks:
-    """The step's masks. Refuse a step without one for every token asked [B], or with one that lacks its token."""
+    """Return the step's masks. Refuses a step without a mask for each token that needs one [B], or with a mask that
+    lacks its token."""
     if output.masks is None or not output.masks.fits(needs_record):
         raise EngineError(
             "the engine gives no sampling masks, which rollout.record asks for; nothing of this step was written; "
@@ -237,9 +239,9 @@ def check_kept(output: StepOutput, needs_record: NDArray[np.bool_]) -> SamplingM
 
 
 def check_routes(output: StepOutput, needs_record: NDArray[np.bool_], lacking: NDArray[np.int64]) -> Routes:
-    """The step's experts. Refuse a step without those of what was read for every token that is asked for them [B].
+    """Return the step's experts. Refuses a step without those of all tokens read for the samples that need them [B].
 
-    lacking: [B] tokens whose experts nobody has said yet.
+    lacking: [B] number of tokens whose experts are still missing.
     """
     routes = output.routes
     if routes is None or routes.counts.shape != needs_record.shape or (routes.counts < lacking)[needs_record].any():

@@ -1,4 +1,4 @@
-"""Sampler `grouped-gumbel/1`: Gumbel-max over groups of the vocabulary, then over the tokens of the group that won.
+"""Sampler `grouped-gumbel/1`: Gumbel-max over groups of the vocabulary, then over the tokens of the chosen group.
 
     group     = argmax_g( log Q(g) + G(key, p, g) ),        Q(g) = sum of q over the group's tokens
     token[p]  = argmax_v in group( log q(v) + G(key, p, v) )
@@ -9,8 +9,8 @@ per entry is one exponential. A group is `size` neighbouring ids, and the size f
 A small change of the logits flips a token only where two noisy scores nearly tie, at both choices: as often as
 Gumbel-max over all tokens does. An inverse CDF flips wherever one of its V boundaries moves (decision 0012).
 
-u comes from Philox4x32-10 (philox.py); numbers 0 … of a position belong to the groups, the following ones to the tokens
-inside the group that won. Only one group is ever searched, so the tokens of every group may use the same numbers.
+u comes from Philox4x32-10 (philox.py). Numbers 0 … of a position belong to the groups, the following ones to the tokens
+inside the chosen group. Only one group is ever searched, so the tokens of every group may use the same numbers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 
 _BUFFER_VALUES = 1 << 17
-"""Entries that are worked on at a time, to stay in the processor's cache."""
+"""Number of entries computed at a time, to stay in the processor's cache."""
 _UNCUT = (np.float32(-np.inf), -1)
-"""Floor and last id of a row without a cut: every token is above it, but one without any probability."""
+"""Floor and last id of a row without a cut: every token is above the floor, except one without any probability."""
 
 
 def group_size(vocab: int) -> int:
-    """Tokens of a group: the smallest power of two whose square is at least the vocabulary.
+    """Return the number of tokens in a group: the smallest power of two whose square is at least the vocabulary.
 
     >>> group_size(100), group_size(49152), group_size(151936)
     (16, 256, 512)
@@ -58,7 +58,7 @@ class Distribution:
     floor: Singles
     """[B] lowest (logits - peak) * scale inside the cut; -inf without one"""
     last: NDArray[np.int64]
-    """[B] highest id that is inside with just that score; -1 without a cut"""
+    """[B] highest id among the tokens whose score equals the floor and that are inside; -1 without a cut"""
 
     @classmethod
     def of(cls, logits: Singles, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Distribution:
@@ -101,11 +101,12 @@ class Distribution:
         return tokens
 
     def _scores(self, logits: Singles) -> Singles:
-        """[B, n] from logits [B, n] of the rows; the same bits as in _masses, which floors are compared in."""
+        """Compute scores [B, n] from logits [B, n] of the rows, with the bits of _masses, in which floors are
+        compared."""
         return (logits - self.peak[:, None]) * self.scale[:, None]
 
     def _inside(self, scores: Singles, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """[B, n] whether the cut left tokens with these scores [B, n] and ids."""
+        """Return whether the cut left the tokens with these scores [B, n] and ids: [B, n] bool."""
         floor, last = self.floor[:, None], self.last[:, None]
         is_inside: NDArray[np.bool_] = scores > floor
         if (self.last >= 0).any():
@@ -118,20 +119,22 @@ class Distribution:
 
 
 def group_noise(keys: Words, positions: NDArray[np.integer], vocab: int) -> Floats:
-    """[B, G + size] Gumbel noise of the groups, behind it that of the places in one; both made even in number."""
+    """Return [B, G + size] Gumbel noise: of the groups, then of the positions in one; both numbers are rounded up to
+    even."""
     size = group_size(vocab)
     groups = -(-vocab // size)
     return -np.log(-np.log(uniforms(keys, positions, groups + groups % 2 + size + size % 2)))
 
 
 def pick_group(log_masses: Floats, noise: Floats) -> NDArray[np.int64]:
-    """[B] groups, from the log of their masses [B, G]."""
+    """Choose a group per row, [B], from the log of their masses [B, G]."""
     group: NDArray[np.int64] = (log_masses + noise[:, : log_masses.shape[1]]).argmax(axis=1)
     return group
 
 
 def pick_token(group: NDArray[np.int64], scores: NDArray[np.floating], noise: Floats) -> NDArray[np.int32]:
-    """[B] tokens, from the scores [B, size] of the group's places; -inf where there is no token."""
+    """Choose a token per row, [B], from the scores [B, size] of the group's positions; -inf marks positions without a
+    token."""
     size = scores.shape[1]
     first = noise.shape[1] - size - size % 2
     tokens: NDArray[np.int32] = (group * size + (scores + noise[:, first : first + size]).argmax(axis=1)).astype(
@@ -143,7 +146,7 @@ def pick_token(group: NDArray[np.int64], scores: NDArray[np.floating], noise: Fl
 def _masses(
     logits: Singles, peak: Singles, scale: Singles, top_k: NDArray[np.int64], top_p: Floats
 ) -> tuple[Floats, Singles, NDArray[np.int64]]:
-    """masses, floor and last of a Distribution; top_k: [B] 1 to V."""
+    """Compute masses, floor and last of a Distribution. top_k: [B] 1 to V."""
     rows, vocab = logits.shape
     sums = np.zeros((rows, -(-vocab // group_size(vocab))))
     floor, last = np.full(rows, _UNCUT[0], np.float32), np.full(rows, _UNCUT[1], np.int64)
@@ -154,7 +157,7 @@ def _masses(
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
         values, weights = scores[: part.stop - begin], buffer[: part.stop - begin]
-        # The difference to the largest is taken first: near it, where probability is, float32 loses nothing.
+        # Subtracting the largest first loses no precision near it, where the probability is.
         np.subtract(logits[part], peak[part, None], out=values)
         if (scale[part] != 1).any():
             np.multiply(values, scale[part, None], out=values)
@@ -172,7 +175,7 @@ def _masses(
 
 
 def _group_sums(values: Singles) -> Floats:
-    """[n, G] sums over the groups of [n, V]."""
+    """Sum [n, V] over the groups: [n, G]."""
     rows, vocab = values.shape
     size = group_size(vocab)
     whole = vocab // size
@@ -184,7 +187,7 @@ def _group_sums(values: Singles) -> Floats:
 
 
 def _group_tops(values: Singles) -> Singles:
-    """[G] largest of the whole groups of [V]."""
+    """Return the largest value of each whole group of [V]: [G]."""
     size = group_size(len(values))
     tops: Singles = values[: len(values) // size * size].reshape(-1, size).max(axis=1)
     return tops

@@ -1,4 +1,4 @@
-"""Sampler `gumbel/1`: Gumbel-max over the whole vocabulary. Kept to continue logs that were written with it.
+"""Sampler `gumbel/1`: Gumbel-max over the whole vocabulary. It remains to continue logs that were written with it.
 
     token[p] = argmax_v( log q(v) + G(key, p, v) ),   G = -log(-log u)
 
@@ -68,9 +68,9 @@ class Distribution:
 
 
 def uniforms(key: int, position: int, count: int, vocab: int) -> Floats:
-    """[count, vocab] uniforms of positions position .. position + count - 1, strictly inside (0, 1).
+    """Return uniforms [count, vocab] of positions position .. position + count - 1, strictly inside (0, 1).
 
-    52 random bits and a half: the largest value is 1 - 2^-53, the smallest 2^-53, both exact in float64.
+    They have 52 random bits and a half: the largest value is 1 - 2^-53, the smallest 2^-53, both exact in float64.
     """
     blocks = -(-vocab // _LANES)
     # numpy's Philox advances its counter before the first block.
@@ -80,12 +80,12 @@ def uniforms(key: int, position: int, count: int, vocab: int) -> Floats:
 
 
 def gumbel(key: int, position: int, count: int, vocab: int) -> Floats:
-    """[count, vocab] standard Gumbel noise."""
+    """Return standard Gumbel noise [count, vocab]."""
     return -np.log(-np.log(uniforms(key, position, count, vocab)))
 
 
 def _keep_top_k(row: Floats, k: int) -> None:
-    """Set all but the k largest to -inf, in place; equal values keep the lower id."""
+    """Set all but the k largest values to -inf, in the array itself; of equal values the lower ids stay."""
     threshold = np.partition(row, -k)[-k]
     tied = np.flatnonzero(row == threshold)
     spare = k - int((row > threshold).sum())
@@ -94,7 +94,8 @@ def _keep_top_k(row: Floats, k: int) -> None:
 
 
 def _keep_nucleus(row: Floats, mass: float) -> None:
-    """Keep the smallest set of likeliest tokens whose probability reaches `mass`, in place; row is shifted to max 0."""
+    """Cut to the smallest set of likeliest tokens whose probability reaches `mass`, in the array itself, shifted to max
+    0."""
     order = np.argsort(-row, kind="stable")
     probabilities = np.exp(row[order])
     before = np.cumsum(probabilities) - probabilities

@@ -34,17 +34,18 @@ from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution, by_s
 from mopd_dataplane.rollout.stop_strings import StopText
 
 _PREFILL_TOKENS = 8192
-"""Tokens of one prefill pass, padding included."""
+"""Upper bound of the tokens in one prefill pass, with padding."""
 _ROW = np.dtype([
     ("slot", "i8"), ("key", "u4", 4), ("last", "i8"), ("length", "i8"), ("prompt", "i8"), ("budget", "i8"),
     ("temperature", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("sampling_mask", "?"),
 ], align=True)  # fmt: skip
-"""A live sequence: slot, noise key, newest token, tokens so far and of the prompt; then the request's settings."""
+"""Columns of a live row: slot, noise key, newest token, length so far and of the prompt, then the request's
+settings."""
 
 
 @dataclass(frozen=True)
 class MixedTeacher:
-    """A second model, a teacher, that is mixed into every draw."""
+    """A second model, a teacher, whose distribution is mixed into every draw."""
 
     folder: Path
     share: float
@@ -82,13 +83,13 @@ class HfEngine:
         self._device = device
         self._mixed_teacher = mixed_teacher
         self._checked_shape: dict[str, Any] | None = None
-        """Shape of the policy that has passed the self-check."""
+        """Shape of the policy that passed the self-check."""
         self.load_policy(Path(folder), policy_version)
 
     def load_policy(self, folder: Path, version: int) -> None:
-        """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them.
+        """Swap the weights; every slot must be free. Keys and values of the old weights are dropped.
 
-        An adapter on the base that is loaded replaces the previous one; the base is not read again.
+        An adapter on the loaded base replaces the previous one; the base is not read again.
         """
         if getattr(self, "_requests", None):
             raise EngineError(f"{len(self._requests)} slots are still live; release them before loading another policy")
@@ -100,27 +101,27 @@ class HfEngine:
         if self._mixed_teacher is not None:
             teacher = self._open_mixed_teacher(self._mixed_teacher.folder, policy)
             self._decoders.append(teacher)
-            # Everything that the drawn distribution depends on.
+            # Everything that the sampling distribution depends on.
             parts = (policy.digest, teacher.digest, repr(self._mixed_teacher.share))
             self.policy_digest = blake2b("\n".join(parts).encode(), digest_size=32).hexdigest()
         self._stop_ids = np.array(stop_ids(folder, self.tokenizer), np.int32)
         self._clear()
 
     def _with_policy(self, folder: Path) -> Decoder:
-        """The decoder of a policy: the one that is here, where only its adapter is another, or a new one."""
+        """Return the decoder of a policy: the current one if only its adapter changes, else a new one."""
         here: list[Decoder] = getattr(self, "_decoders", [])
         if here and here[0].swap_adapter(folder):
             here[0].clear(self.slots)
             return here[0]
         decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
         shape = model_shape(folder)
-        if shape != self._checked_shape:  # every version of a policy has the same one
+        if shape != self._checked_shape:  # all versions of a policy have the same shape
             self.self_check = decoder.check()
             self._checked_shape = shape
         return decoder
 
     def _open_mixed_teacher(self, folder: Path, policy: Decoder) -> Decoder:
-        """The mixed teacher's decoder. Raises MismatchError when it does not fit the policy."""
+        """Open the mixed teacher's decoder. Raises MismatchError when it does not fit the policy."""
         compare_vocabularies(self.tokenizer, load_tokenizer(folder), name=str(folder))
         decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
         decoder.check()
@@ -136,12 +137,12 @@ class HfEngine:
         self._requests: list[Request] = []
         self._stops: list[StopText] = []
         self._read: list[NDArray[np.int16] | None] = []
-        """Expert ids of what each row was prefilled with, until its next step says them."""
+        """Expert ids of each row's prefill, until its next step reports them."""
         self._rows = np.zeros(self.slots, _ROW)
 
     @property
     def _live(self) -> NDArray[np.void]:
-        """[live] of _ROW; writing to it writes to the rows."""
+        """[live] rows of _ROW; writing to them writes to the original rows."""
         return self._rows[: len(self._requests)]
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
@@ -187,7 +188,7 @@ class HfEngine:
         return row
 
     def _rescore(self, row: int, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
-        """Log-probs of a row's newest prefix tokens, from each decoder's prefill states [width, D]."""
+        """Compute log-probs of a row's newest prefix tokens, from each decoder's prefill states [width, D]."""
         request = self._requests[row]
         count = min(len(request.prefix_ids), RESCORED)
         end = len(request.prompt_ids) + len(request.prefix_ids) - 1
@@ -203,7 +204,8 @@ class HfEngine:
         positions = live["length"] - live["prompt"]
         with np.errstate(invalid="ignore"):
             tokens, logprobs, masks = self._sample(logits, positions)
-        # Behind the draw, whose noise is computed while a device is still at the logits. A sum is finite where all are.
+        # After the draw, whose noise is computed while a device still works on the logits. A sum is finite if all terms
+        # are.
         finite = torch.stack([own.sum(1).isfinite() for own in logits]).all(0).cpu().numpy()
         if not finite.all():
             bad = int(np.flatnonzero(~finite)[0])
@@ -223,12 +225,13 @@ class HfEngine:
         return output
 
     def _forward(self) -> list[torch.Tensor]:
-        """[live, V] logits of each decoder."""
+        """Compute the logits [live, V] of each decoder."""
         last, columns = self._live["last"].copy(), self._live["length"] - 1
         return [decoder.forward(last, columns) for decoder in self._decoders]
 
     def _routes(self) -> Routes | None:
-        """Experts of the tokens that the asking rows have read since their last report, up to the newest pass."""
+        """Return experts of the tokens that the asking rows have read since their last report, up to the newest
+        pass."""
         if not any(request.experts for request in self._requests):
             return None
         stepped = self._decoders[0].routes()
@@ -242,7 +245,7 @@ class HfEngine:
     def _distribution(
         self, kind: type[Distribution], logits: Sequence[torch.Tensor], rows: NDArray[np.void]
     ) -> Distribution:
-        """Distribution that a sampler draws from; logits: [N, V] of each decoder; rows: [N] of _ROW."""
+        """Build the distribution for a sampler. logits: [N, V] of each decoder; rows: [N] of _ROW."""
         settings = rows["temperature"], rows["top_k"], rows["top_p"]
         parts = [distribution_of(kind, own, *settings) for own in logits]
         return parts[0] if self._mixed_teacher is None else parts[0].mixed(parts[1], share=self._mixed_teacher.share)
@@ -277,7 +280,7 @@ class HfEngine:
             self._leave(int(row))
 
     def _leave(self, row: int) -> None:
-        """Free a row; the last row moves into it."""
+        """Free a row by moving the last row into it."""
         last = len(self._requests) - 1
         request, stops, read = self._requests.pop(), self._stops.pop(), self._read.pop()
         if row == last:
@@ -289,12 +292,12 @@ class HfEngine:
 
     @torch.inference_mode()
     def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
-        """See Engine.save. The logits of the next token go into the file too: restore compares them bit by bit."""
+        """See Engine.save. The logits of the next token are saved too: restore compares them bit by bit."""
         if not self._requests or not limit_bytes or any(read is not None for read in self._read):
             return 0
         if any(decoder.layer_types.has_states for decoder in self._decoders):
-            return 0  # the pass below would advance a recurrent state that the step behind it advances again
-        # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
+            return 0  # the pass below would advance a recurrent state twice
+        # The pass writes the keys of each row's last token; the next step writes the same ones again.
         logits = torch.stack(self._forward()).cpu()
         lengths = self._live["length"].tolist()
         token_bytes = sum(decoder.cache.token_bytes() for decoder in self._decoders)
@@ -327,7 +330,7 @@ class HfEngine:
         return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
 
     def _identity(self) -> dict[str, str]:
-        """Everything besides the tokens that keys, values and logits depend on."""
+        """Return everything besides the tokens that keys, values and logits depend on."""
         return {
             "weights": self.policy_digest,
             "tokenizer": self.tokenizer_digest,

@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 
 class EngineKind(ABC):
-    """A kind of engine; made without arguments. Its attributes say what a job may ask of it."""
+    """A kind of engine, created without arguments. Its attributes tell which settings a job may use with it."""
 
     records: tuple[str, ...] = ()
-    """Values of `rollout.record` that it supports."""
+    """Supported values of `rollout.record`."""
     mixes: bool = False
-    """Whether it draws from two models (`rollout.teacher_mix`)."""
+    """True if it can draw from two models (`rollout.teacher_mix`)."""
     stays: bool = False
-    """Whether it takes long to start, so that a run keeps it between policies (`engine.keep`)."""
+    """True if it takes long to start, so that a run keeps it between policies (`engine.keep`)."""
     here: bool = False
-    """Whether it decodes in this process, on `engine.device`."""
+    """True if it decodes in this process, on `engine.device`."""
     settings: tuple[str, ...] = ("options",)
-    """Keys of `[engine]` that it understands beside kind, slots, threads and dtype."""
+    """Supported keys of `[engine]` beside kind, slots, threads and dtype."""
     adapters: bool = True
-    """Whether it decodes a policy that is an adapter on a base."""
+    """True if it can decode a policy that is an adapter on a base."""
     leaves_adapters: bool = True
-    """Whether an engine that was opened on an adapter also takes whole weights."""
+    """True if an engine that was opened on an adapter can also load whole weights."""
     highest_rank: int = 0
-    """Largest rank of an adapter that it decodes; 0 for any."""
+    """Largest supported rank of an adapter; 0 for any."""
     is_checked: bool = False
     """Whether its log-probs are compared with transformers' plain pass before it samples for a stage."""
     package: str = ""
-    """Module that must be installed where it runs; empty for none."""
+    """Module that must be installed on its machine; empty for none."""
 
     @abstractmethod
     def open(
@@ -54,14 +54,15 @@ class EngineKind(ABC):
         mixed_teacher: MixedTeacher | None,
         adapter: sections.Lora | None = None,
     ) -> Engine:
-        """An engine with this policy, every slot free. mixed_teacher: given only to a kind that mixes. adapter: of what
-        kind the policies after this one are, where the stage trains an adapter.
+        """Open an engine with this policy, every slot free.
 
+        mixed_teacher: passed only to a kind that mixes. adapter: settings of the adapters that later policies will be,
+        if the stage trains an adapter.
         Raises MismatchError for a model that it cannot decode, EngineError when it does not start.
         """
 
     def check_adapter(self, folder: Path) -> None:  # noqa: B027  most kinds take what transformers takes
-        """Raise MismatchError for an adapter that it would not decode as peft does."""
+        """Check that an adapter is decoded as peft does. Raises MismatchError if not."""
 
 
 class Hf(EngineKind):
@@ -132,11 +133,11 @@ class Vllm(EngineKind):
 
 
 ENGINES: dict[str, type[EngineKind]] = {"hf": Hf, "vllm": Vllm}
-"""The built-in ones, by the name that `engine.kind` gives them."""
+"""Built-in kinds, by their names in `engine.kind`."""
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The kind that a job names. Raises UnknownNameError."""
+    """Return the kind of this name. Raises UnknownNameError."""
     plugin: Any = find_plugin("mopd.engines", name, ENGINES)
     if not (isinstance(plugin, type) and issubclass(plugin, EngineKind)):
         raise UnknownNameError(f"engine {name!r} is no class derived from {__name__}.EngineKind")
@@ -144,7 +145,7 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def kinds_that(can: Callable[[type[EngineKind]], bool]) -> str:
-    """Built-in kinds that can do something, as a job writes them: for messages.
+    """List the built-in kinds with a capability, as written in a job, for messages.
 
     >>> kinds_that(lambda kind: kind.mixes)
     '"hf"'

@@ -28,7 +28,8 @@ class Saved:
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], rows: Sequence[str], identity: Mapping[str, str]) -> int:
-    """Write a file under its name in one rename; its bytes, or 0 when the disk does not take it."""
+    """Write a file and rename it to its name when complete. Returns its size in bytes, or 0 when the disk refuses
+    it."""
     about = json.dumps({"rows": list(rows), "identity": dict(identity)})
     staging = file.with_suffix(".tmp")
     try:
@@ -42,7 +43,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], rows: Sequence[str], identi
 
 
 def read(file: Path, identity: Mapping[str, str]) -> Saved | None:
-    """The content of a file, or None when it is not there, is damaged, or is of another identity."""
+    """Read a file. Returns None when it is missing, damaged, or of another identity."""
     try:
         with safe_open(file, framework="pt") as content:
             metadata = content.metadata()

@@ -1,8 +1,8 @@
 """Thresholds of top-k and top-p cuts, without sorting the vocabulary.
 
-The tokens that are kept are those above a *floor*, and of the tokens that score the floor itself those with the lowest
-ids. The floor is found by selection: what is certainly inside or certainly outside is set aside before anything is
-sorted, so that the cost is a pass over the scores and little more, and two or three where they are nearly flat.
+The tokens inside a cut are those above a *floor*, and of the tokens whose score equals the floor those with the lowest
+ids. The floor is found by selection: scores that are certainly inside or certainly outside are set aside before
+anything is sorted. So the cost is little more than a pass over the scores, or two to three where they are nearly flat.
 """
 
 import numpy as np
@@ -11,23 +11,24 @@ from numpy.typing import NDArray
 Singles = NDArray[np.float32]
 
 _DEPTH = -8.0
-"""Where the boundary of a nucleus is first looked for, in nat below the likeliest token: mostly little is above it."""
+"""Depth at which the boundary of a nucleus is first searched, in nat below the likeliest token: few tokens are
+above."""
 _FEW = 512
-"""Candidates that are sorted rather than cut again, and size of the sample that says where to cut."""
+"""Number of candidates that are sorted instead of cut again, and size of the sample that selects the cut."""
 _MARGIN = 24
-"""Places in the sample between where the boundary seems to be and the cuts around it, about the root of its size."""
+"""Distance in the sample between the estimated boundary and the cuts around it, about the root of the sample's size."""
 _ROUNDS = 4
-"""Most times that a sample is taken; tied scores cannot be told apart by any number of cuts."""
+"""Upper bound of the number of samples taken; no number of cuts separates tied scores."""
 
 
 def floor_of(scores: Singles, tops: Singles, total: float, top_k: int, top_p: float) -> tuple[np.float32, int]:
-    """The lowest score that is kept, and the highest id that is kept with just that score.
+    """Return the lowest score inside the cut, and the highest id inside among the tokens with that score.
 
-    scores: [V] float32, the largest is 0. tops: largest scores of parts of the row. total: sum of exp(scores), which a
-    row without a top k measures its nucleus by. The nucleus is the smallest set of likeliest tokens of the top k whose
-    probability reaches top_p; equal scores keep the lower id.
+    scores: [V] float32, the largest is 0. tops: largest scores of parts of the row. total: sum of exp(scores), by which
+    a row without a top k measures its nucleus. The nucleus is the smallest set of likeliest tokens of the top k whose
+    probability reaches top_p; of equal scores the lower ids are inside.
     """
-    if np.isnan(total):  # logits that are not finite, which an engine refuses behind the draw
+    if np.isnan(total):  # non-finite logits, which an engine refuses after the draw
         return np.float32(-np.inf), -1
     candidates = scores
     if top_k < len(scores):
@@ -42,15 +43,15 @@ def floor_of(scores: Singles, tops: Singles, total: float, top_k: int, top_p: fl
 
 
 def _largest(scores: Singles, tops: Singles, k: int) -> Singles:
-    """[k] the k largest scores, in any order."""
+    """Return the k largest scores in any order: [k]."""
     near = scores
-    if k <= len(tops):  # k parts have a score as large as this one, so the k-th largest is no smaller
+    if k <= len(tops):  # k parts have such a score, so the k-th largest is no smaller
         near = scores[scores >= np.partition(tops, -k)[-k]]
     return np.partition(near, -k)[-k:]
 
 
 def _boundary(candidates: Singles, goal: float) -> tuple[np.float32, int]:
-    """The lowest score inside the nucleus, and how many tokens with just that score are inside."""
+    """Return the lowest score inside the nucleus, and how many tokens with that score are inside."""
     before = 0.0
     pivots: tuple[np.float32, ...] = (np.float32(_DEPTH),)
     for _ in range(_ROUNDS):
@@ -62,7 +63,7 @@ def _boundary(candidates: Singles, goal: float) -> tuple[np.float32, int]:
             reached = before + float(np.exp(above.astype(np.float64)).sum())
             if reached >= goal:
                 candidates = above
-                break  # what is below the next pivot is outside already
+                break  # everything below the next pivot is outside already
             if len(above) < len(candidates):
                 candidates, before = candidates[~upper], reached
         pivots = _around(candidates, goal - before)
@@ -74,7 +75,7 @@ def _boundary(candidates: Singles, goal: float) -> tuple[np.float32, int]:
 
 
 def _around(candidates: Singles, goal: float) -> tuple[np.float32, ...]:
-    """Two scores between which a sample of the candidates puts the boundary, the higher one first."""
+    """Return two scores around the boundary as estimated from a sample of the candidates, the higher one first."""
     every = max(1, len(candidates) // _FEW)
     sample = np.sort(candidates[::every])[::-1]
     index = int(np.searchsorted(np.cumsum(np.exp(sample.astype(np.float64))) * every, goal))

@@ -15,7 +15,7 @@ Words = NDArray[np.uint32]
 
 
 def key_words(key: int) -> Words:
-    """[4] 32-bit words of a 128-bit key, the lowest first.
+    """Split a 128-bit key into [4] 32-bit words, the lowest first.
 
     >>> key_words(1 << 32).tolist()
     [0, 1, 0, 0]
@@ -24,9 +24,9 @@ def key_words(key: int) -> Words:
 
 
 def uniforms(keys: Words, positions: NDArray[np.integer], count: int) -> NDArray[np.float64]:
-    """[B, count] uniforms strictly inside (0, 1) of each row's key [B, 4] and position [B]; count is even.
+    """Return uniforms [B, count] strictly inside (0, 1) of each row's key [B, 4] and position [B]; count is even.
 
-    52 random bits and a half: the largest value is 1 - 2^-53, the smallest 2^-53, both exact in float64.
+    They have 52 random bits and a half: the largest value is 1 - 2^-53, the smallest 2^-53, both exact in float64.
     """
     blocks = np.broadcast_to(np.arange(count // 2, dtype=np.uint32), (len(keys), count // 2))
     words = _blocks(
@@ -37,9 +37,9 @@ def uniforms(keys: Words, positions: NDArray[np.integer], count: int) -> NDArray
 
 
 def _blocks(c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words) -> Words:
-    """[B, n, 4] words of the counters [B, n], in which c1, c2, c3 and the key may be [B, 1]."""
+    """Compute the words [B, n, 4] of the counters [B, n]; c1, c2, c3 and the key may be [B, 1]."""
     for number in range(_ROUNDS):
-        # A product's halves are read in place: 32-bit words of the same memory.
+        # The halves of a product are read as 32-bit words of the same memory.
         low = np.multiply(c0, _MULTIPLIERS[0], dtype=np.uint64).view(np.uint32)
         high = np.multiply(c2, _MULTIPLIERS[1], dtype=np.uint64).view(np.uint32)
         if number:

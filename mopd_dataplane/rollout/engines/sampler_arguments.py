@@ -1,7 +1,7 @@
 """The arguments of a vLLM request for the keyed sampler: the noise key, the first position, the distribution.
 
-It travels in `SamplingParams.extra_args`, which a server fills from a completion request's `vllm_xargs`, so it is one
-flat dictionary of JSON numbers, strings and lists. vLLM itself is asked for the greedy choice.
+They travel in `SamplingParams.extra_args`, which a server fills from a completion request's `vllm_xargs`, so they are
+one flat dictionary of JSON numbers, strings and lists. vLLM itself is asked for the greedy choice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 
 _PREFIX = "mopd_"
-"""What the names of the arguments begin with; a SamplerArguments' fields follow."""
+"""Prefix of the names of the arguments; the name of a field of SamplerArguments follows."""
 _READ: dict[str, Callable[[Any], Any]] = {
     "sample_key": lambda digits: int(str(digits), 16), "first": int, "again": lambda ids: tuple(map(int, ids)),
     "sampler": str, "temperature": float, "top_p": float, "top_k": int,
@@ -29,28 +29,29 @@ class SamplerArguments:
     first: int
     """Response position of the first token that the engine draws."""
     again: tuple[int, ...]
-    """Tokens that must come first, whatever the noise says; their log-probs are those of the distribution."""
+    """Tokens that must come first, whatever the noise; their log-probs are those of the distribution."""
     sampler: str
-    """See sampling.SAMPLERS."""
+    """Name of the sampler, see sampling.SAMPLERS."""
     temperature: float
     top_p: float
     top_k: int
 
     @classmethod
     def of(cls, request: Request, again: Sequence[int]) -> SamplerArguments:
-        """Arguments to continue after a request's prefix, with its newest tokens `again` drawn once more."""
+        """Build the arguments that continue a request after its prefix, drawing its newest tokens `again` once more."""
         first = len(request.prefix_ids) - len(again)
         settings = (request.sampler, request.temperature, request.top_p, request.top_k)
         return cls(request.key, first, tuple(again), *settings)
 
     def as_arguments(self) -> dict[str, Any]:
-        """As `extra_args` or `vllm_xargs`."""
+        """Return the arguments as `extra_args` or `vllm_xargs`."""
         plain = asdict(self) | {"sample_key": f"{self.sample_key:032x}", "again": list(self.again)}
         return {f"{_PREFIX}{name}": value for name, value in plain.items()}
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any] | None) -> SamplerArguments | None:
-        """The arguments of a request; None when it has none. Raises ValueError when they are incomplete."""
+        """Read the arguments of a request. Returns None when it has none. Raises ValueError when they are
+        incomplete."""
         if not arguments or f"{_PREFIX}sample_key" not in arguments:
             return None
         try:

@@ -5,10 +5,10 @@ renormalised. The noise comes from a counter-based generator at counter (positio
 resumed sample gets the same noise, and a sample does not depend on the rest of its batch.
 
 A sampler turns noise and distribution into a token, and has a name and a version. Each sample records its sampler (in
-the token log, and in `samples.sampler`) and keeps it to its end: new samples get SAMPLER, a log is continued with the
-sampler that it was begun with.
+the token log, and in `samples.sampler`) and uses it to its end: new samples get SAMPLER, and a log is continued with
+the sampler that began it.
 
-The log-prob reported is log q(token): what an importance ratio needs. At temperature 0 the token is argmax(logits) and
+The reported log-prob is log q(token), which an importance ratio needs. At temperature 0 the token is argmax(logits) and
 the log-prob is that of the model at temperature 1 (under the point mass itself it would always be 0).
 """
 
@@ -30,7 +30,7 @@ FIRST_SAMPLER = gumbel.NAME
 """Sampler of logs that name none."""
 
 OWN_NOISE = "engine"
-"""Stands for the sampler where an engine draws with noise of its own (Engine.samplers is empty)."""
+"""Name recorded instead of a sampler when an engine draws with noise of its own (Engine.samplers is empty)."""
 
 
 class Distribution(Protocol):
@@ -45,21 +45,21 @@ class Distribution(Protocol):
         """
 
     def mixed(self, other: Any, *, share: float) -> Self:
-        """(1 - share) of this and `share` of another of the same kind."""
+        """Mix this with another distribution of the same class: (1 - share) of this and `share` of the other."""
 
     def log_q(self) -> Floats:
-        """[B, V] log-probs; -inf outside the cut."""
+        """Return log-probs [B, V]; -inf outside the cut."""
 
     def logprobs(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-        """[B] log q of one token a row, the same bits in any batch."""
+        """Return log q of one token per row, [B]; the bits are the same in any batch."""
 
     def kept(self) -> NDArray[np.bool_]:
-        """[B, V] what the cut left."""
+        """Return the tokens inside the cut: [B, V] bool."""
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
-        """[B] tokens, for keys [B, 4] (philox.key_words), positions and temperatures [B]; ties go to the lower id.
+        """Draw a token per row, [B]; ties go to the lower id. At temperature 0 the noise is left out.
 
-        At temperature 0 the noise is left out.
+        keys: [B, 4], see philox.key_words. positions, temperature: [B].
         """
 
 
@@ -71,19 +71,20 @@ SAMPLERS: dict[str, type[Distribution]] = {
 
 
 def sample_key(uid: str) -> int:
-    """128-bit noise key of a sample."""
+    """Return the 128-bit noise key of a sample."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=16, person=b"mopd-noise").digest(), "little")
 
 
 def sampler(name: str) -> type[Distribution]:
-    """The sampler of that name; for a name of another build, the sampler of new samples, so that the resume is
+    """Return the sampler of this name; for a name of another build, that of new samples: the resume is then
     statistical."""
     return SAMPLERS.get(name, SAMPLERS[SAMPLER])
 
 
 def by_sampler(names: Sequence[str]) -> Iterator[tuple[type[Distribution], slice | NDArray[np.bool_]]]:
-    """Each sampler that rows of a batch name, with its rows: all as a slice, which copies nothing, unless a log of an
-    older sampler is continued beside new samples.
+    """Yield each sampler in a batch, with its rows.
+
+    The rows are one slice, which copies nothing, unless a log of an older sampler is continued beside new samples.
     """
     used = dict.fromkeys(names)
     for name in used:

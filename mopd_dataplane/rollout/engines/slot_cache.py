@@ -1,8 +1,8 @@
-"""What every live row of a decoder has read: keys and values of its tokens, and the states of recurrent layers.
+"""Cache of every live row of a decoder: keys and values of its tokens, and the states of recurrent layers.
 
 Column c of a row is absolute position c of its sequence, so rows need no padding and no shifting. Layers with a sliding
-window or chunks keep all columns too: the mask of a step leaves out what a token must not see. Layers with linear
-attention, convolutions or state-space recurrences have one state for each row, which each step overwrites.
+window or chunks cache all columns too: the mask of a step hides the columns that a token must not see. Layers with
+linear attention, convolutions or state-space recurrences have one state for each row, which each step overwrites.
 
 Axes: N live rows, T columns, D hidden width.
 """
@@ -17,18 +17,18 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from mopd_dataplane.models.layer_types import BOTH, RECURRENT, LayerTypes
 
 _GROWTH = 64
-"""Columns of the cache are added in multiples of this."""
+"""The number of columns grows in multiples of this."""
 
 
 class SlotCache(Cache):
-    """Cache of all layers. `place` tells where the next forward pass writes; the layers follow."""
+    """Cache of all layers. `place` sets where the next forward pass writes; the layers follow."""
 
     def __init__(self, types: LayerTypes, rows: int) -> None:
         self.rows = rows
         self.columns = torch.zeros(0, dtype=torch.long)
-        """[N] column that each row of the coming forward pass writes"""
+        """[N] column that the next forward pass writes in each row"""
         self.width = 0
-        """Columns that the coming forward pass reads."""
+        """Number of columns that the next forward pass reads."""
         self._types = types
         layers: list[Any] = []
         for name, states in zip(types.names, types.states_of_layers, strict=True):
@@ -43,7 +43,7 @@ class SlotCache(Cache):
         super().__init__(layers=layers)
 
     def place(self, columns: Tensor, width: int) -> Any:
-        """Announce a decode step of N rows, the furthest into column `width` - 1; returns its masks, see
+        """Prepare a decode step of N rows, the longest of which writes column `width` - 1. Returns its masks, see
         LayerTypes.masks."""
         self.columns = columns
         self.width = width
@@ -52,7 +52,7 @@ class SlotCache(Cache):
         return self._types.masks(columns, width)
 
     def fill(self, rows: Tensor, prefill: Cache) -> None:
-        """Copy what a prefill pass over right-padded sequences has read into rows."""
+        """Copy the cache of a prefill pass over right-padded sequences into rows."""
         for layer, source in zip(self.layers, prefill.layers, strict=True):
             if isinstance(layer, _AttentionSlots):
                 layer.fill(rows, source.keys, source.values)  # type: ignore[union-attr,arg-type]
@@ -73,12 +73,12 @@ class SlotCache(Cache):
             states.move(source, target)
 
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
+        """Return the bytes of one token's keys and values over all layers."""
         both = [tensor[0, :, :1] for layer in self._attention for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in both)
 
     def take(self, lengths: Sequence[int]) -> dict[str, Tensor]:
-        """Keys and values of the first rows on the CPU: one row behind the other, [heads, sum(lengths), head_dim]."""
+        """Return keys and values of the first rows on the CPU, row after row: [heads, sum(lengths), head_dim]."""
         taken = {}
         for index, layer in enumerate(self._attention):
             for name, rows in (("keys", layer.keys), ("values", layer.values)):
@@ -87,7 +87,7 @@ class SlotCache(Cache):
         return taken
 
     def put(self, lengths: Sequence[int], taken: dict[str, Tensor], device: str) -> None:
-        """Write what `take` gave into the first rows."""
+        """Write the result of `take` into the first rows."""
         for index, layer in enumerate(self._attention):
             keys, values = (taken[f"{name}.{index}"].to(device) for name in ("keys", "values"))
             parts = zip(keys.split(list(lengths), dim=1), values.split(list(lengths), dim=1), strict=True)
@@ -96,7 +96,7 @@ class SlotCache(Cache):
 
 
 class _AttentionSlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """[rows, heads, columns, head_dim] keys and values of one layer."""
+    """Keys and values of one layer: [rows, heads, columns, head_dim]."""
 
     is_sliding = False
     keys: Tensor
@@ -107,7 +107,7 @@ class _AttentionSlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token per row, return the columns read."""
+        """Write one token per row. Returns the columns to read."""
         cache = self._cache
         self._reserve(cache.width, key_states, value_states)
         count = len(key_states)
@@ -135,23 +135,23 @@ class _AttentionSlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: columns are reserved when they are written."""
+        """Do nothing: columns are reserved when they are written."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns read, and the offset of the first."""
+        """Return the number of columns to read, and the offset of the first."""
         return self._cache.width, 0
 
     def get_seq_length(self) -> int:
-        """Columns read by the current pass."""
+        """Return the number of columns that the current pass reads."""
         return self._cache.width
 
     def get_max_length(self) -> int:
-        """-1: rows grow as needed."""
+        """Return -1: rows grow as needed."""
         return -1
 
 
 class _StateSlots(LinearAttentionLayer):
-    """States of one recurrent layer, one for each row; the live rows are shown to the model as views."""
+    """States of one recurrent layer, one for each row; the model sees views of the live rows."""
 
     def __init__(self, cache: SlotCache, states: int) -> None:
         LinearAttentionLayer.__init__(self, states)  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ class _StateSlots(LinearAttentionLayer):
         """[rows, …] states by (`conv_states` or `recurrent_states`, index within the layer)."""
 
     def fill_states(self, rows: Tensor, source: Any) -> None:
-        """Take the states of a prefill pass over unpadded sequences."""
+        """Copy the states of a prefill pass over unpadded sequences."""
         for kind in ("conv_states", "recurrent_states"):
             for index, state in getattr(source, kind).items():
                 if state is not None:
@@ -169,7 +169,7 @@ class _StateSlots(LinearAttentionLayer):
                     self._stored[kind, index][rows] = state
 
     def select(self, count: int) -> None:
-        """Show the states of the first `count` rows to the coming forward pass, which writes them in place."""
+        """Show the states of the first `count` rows to the next forward pass, which overwrites them."""
         for (kind, index), stored in self._stored.items():
             getattr(self, kind)[index] = stored[:count]
             getattr(self, f"is_{kind}_initialized")[index] = True
@@ -195,4 +195,4 @@ class _BothSlots(_StateSlots, _AttentionSlots):  # type: ignore[override]
         _StateSlots.__init__(self, cache, states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: states and columns are reserved when they are written."""
+        """Do nothing: states and columns are reserved when they are written."""

@@ -1,10 +1,10 @@
 """Common base of the engines that run in another process: they send requests and receive tokens as these arrive.
 
-admit ──_send──▶ the engine ──_listen──▶ Streams ──step──▶ the loop, one token a slot
-                              a slot that ends, or is released ──_cancel──▶ the engine
+    admit ──_send──▶ the engine ──_listen──▶ Streams ──step──▶ the loop, one token a slot
+                                  a slot that ends, or is released ──_cancel──▶ the engine
 
-An engine that cannot score a prefix draws the newest RESCORED prefix tokens again (see sampler_arguments.py): what
-arrives first for such a slot is the self-check of the resume, what follows is new.
+An engine that cannot score a prefix draws the newest RESCORED prefix tokens again (see sampler_arguments.py). The first
+tokens for such a slot are the self-check of the resume; new tokens follow.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from mopd_dataplane.rollout.stop_strings import StopText
 
 Noise = Literal["keyed", "seeded"]
 MOST_CUTS = 5
-"""How often one request may be cut off and begun again."""
+"""How often one request may be interrupted and started again."""
 
 
 @dataclass
@@ -40,30 +40,30 @@ class Stream:
     """One live slot."""
 
     name: str
-    """The engine's name of the request; never used twice."""
+    """The engine's name of the request; never used again."""
     request: Request
     stops: StopText
     again: tuple[int, ...]
     """Prefix tokens that the engine draws again before it continues."""
     position: int
-    """Response position of the next token that is handed out."""
+    """Response position of the next token for the loop."""
     rescored: list[float] = field(default_factory=list)
     arrived: deque[tuple[int, float]] = field(default_factory=deque)
     ended: bool = False
-    """The engine sends no more tokens of it."""
+    """True once the engine will send no more tokens of it."""
     heard_s: float = field(default_factory=time.monotonic)
     heard: list[int] = field(default_factory=list)
-    """New tokens so far, handed out or not."""
+    """New tokens so far, both those passed to the loop and those still waiting."""
     continued: int = 0
-    """How many of them are in the prefix of the request by now."""
+    """Number of tokens in `heard` that are already in the prefix of the request."""
     cuts: int = 0
-    """How often it was begun again behind what had come."""
+    """How often the request was started again after the tokens that had arrived."""
     admission: list[float] | None = None
-    """Log-probs of the prefix tokens that were drawn again when it was admitted, once it was begun again."""
+    """Log-probs of the prefix tokens that were drawn again at admission, saved when the request was started again."""
 
     @property
     def is_rescored(self) -> bool:
-        """Every prefix token that is drawn again has come back."""
+        """True once all prefix tokens that the engine draws again have come back."""
         return len(self.rescored) == len(self.again)
 
 
@@ -82,7 +82,7 @@ class Streams:
         return len(self._live)
 
     def open(self, slot: int, request: Request, *, again: int) -> Stream:
-        """Take a request in; the engine will draw the newest `again` tokens of its prefix once more."""
+        """Register a request. The engine will draw the newest `again` tokens of its prefix once more."""
         if slot in self._live or not 0 <= slot < self._slots:
             raise EngineError(f"slot {slot} of {self._slots} is not free")
         prefix = request.prefix_ids.tolist()
@@ -94,9 +94,9 @@ class Streams:
         return stream
 
     def arrive(self, name: str, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """New tokens of a request; those of a request that was closed meanwhile are dropped.
+        """Add new tokens of a request; those of a request that was closed meanwhile are dropped.
 
-        Raises EngineError when a prefix token does not come back as it is, or a new one is impossible.
+        Raises EngineError when a prefix token comes back changed, or a new one is impossible.
         """
         if (stream := self._by_name.get(name)) is None:
             return
@@ -121,10 +121,11 @@ class Streams:
             stream.rescored.append(logprob)
 
     def begin_again(self, name: str, *, again: int) -> Stream | None:
-        """Continue a request whose connection was cut behind the tokens that came, under a new name.
+        """Continue a request whose connection was cut after the tokens that arrived, under a new name.
 
-        again: tokens that the engine draws once more. None where there is nothing left to ask for: the request was
-        closed, or all its tokens are here. Raises EngineError for one that was cut MOST_CUTS times before.
+        again: number of tokens that the engine draws once more. Returns None when nothing is left to request: the
+        request was closed, or all its tokens are here. Raises EngineError for a request that was cut MOST_CUTS times
+        before.
         """
         if (stream := self._by_name.get(name)) is None:
             return None
@@ -150,11 +151,11 @@ class Streams:
         return stream
 
     def knows(self, name: str) -> bool:
-        """Whether a live slot has this request."""
+        """Check if a live slot has this request."""
         return name in self._by_name
 
     def end(self, name: str) -> None:
-        """The engine has finished a request. Raises EngineError when it was still repeating the prefix."""
+        """Record that the engine has finished a request. Raises EngineError when it was still repeating the prefix."""
         if (stream := self._by_name.get(name)) is None:
             return
         stream.ended = True
@@ -166,9 +167,9 @@ class Streams:
 
     @property
     def ready(self) -> bool:
-        """Whether some slot's next token is here.
+        """True if some slot's next token is here.
 
-        Raises DeadlineError when one has said nothing for too long, EngineError when one ended too early.
+        Raises DeadlineError when a slot has been silent for too long, EngineError when one ended too early.
         """
         silent_since = time.monotonic() - call_timeout.DEADLINE_S
         for slot, stream in self._live.items():
@@ -185,7 +186,7 @@ class Streams:
         return any(stream.arrived for stream in self._live.values())
 
     def step(self) -> tuple[StepOutput, list[str]]:
-        """The next token of each slot that has one, and the names of the requests that end with it."""
+        """Return the next token of each slot that has one, and the names of the requests that end with it."""
         rows, ended = [], []
         for slot, stream in list(self._live.items()):
             if not stream.arrived:
@@ -209,7 +210,7 @@ class Streams:
         return LENGTH if stream.position + 1 >= stream.request.max_new_tokens else GOING
 
     def close(self, slot: int) -> str:
-        """Forget a live slot; the name of its request."""
+        """Close a live slot. Returns the name of its request."""
         name = self._live.pop(slot).name
         del self._by_name[name]
         return name
@@ -219,7 +220,7 @@ class Streams:
 
 
 class StreamingEngine(ABC):
-    """The slots, the tokenizer and the shape of the model; see Engine for what the public methods promise."""
+    """Slots, tokenizer and shape of the model; Engine documents the public methods."""
 
     lockstep = False
     policy_version: int
@@ -236,7 +237,7 @@ class StreamingEngine(ABC):
         self._streams = Streams(slots, self.tokenizer, stop_ids(folder, self.tokenizer))
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
-        """See Engine.admit. Other live slots continue meanwhile; their tokens are kept for the following steps."""
+        """See Engine.admit. Other live slots continue meanwhile; their tokens wait for the following steps."""
         opened = []
         for slot, request in requests:
             self._check(request)
@@ -253,11 +254,11 @@ class StreamingEngine(ABC):
 
     @property
     def _again(self) -> int:
-        """Tokens of a prefix that are drawn once more, at most."""
+        """Upper bound of the prefix tokens that are drawn once more."""
         return RESCORED if self.samplers else 0
 
     def _ask(self, stream: Stream) -> None:
-        """Send a request for what follows a stream's prefix."""
+        """Send a request that continues a stream's prefix."""
         ids = [*stream.request.prompt_ids.tolist(), *stream.request.prefix_ids.tolist()]
         self._send(stream, ids[: len(ids) - len(stream.again)])
 
@@ -274,24 +275,25 @@ class StreamingEngine(ABC):
             self._cancel([self._streams.close(slot)])
 
     def _require_free(self) -> None:
-        """Raise EngineError while a slot is live: another policy may not be loaded then."""
+        """Check that no slot is live, so that another policy may be loaded. Raises EngineError."""
         if len(self._streams):
             raise EngineError(f"{len(self._streams)} slots are still live; release them before loading another policy")
 
     def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
-        """Saves nothing, because the engine's keys and values cannot be read; prefixes are read again."""
+        """Save nothing, because the engine's keys and values cannot be read; prefixes are read again."""
         return 0
 
     def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
-        """See save."""
+        """Restore nothing, see save."""
         return []
 
     def _drawing(self, request: Request, again: Sequence[int], *, arguments_as: str) -> dict[str, Any]:
-        """Settings of vLLM for what follows a request's prefix, whose newest tokens `again` are drawn once more."""
+        """Return vLLM's settings for a continuation of a request's prefix, whose newest tokens `again` are drawn once
+        more."""
         settings = {
             "max_tokens": request.max_new_tokens - len(request.prefix_ids) + len(again),
             "logprobs": 0,
-            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
+            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end tokens
         }
         if self.samplers:
             arguments = SamplerArguments.of(request, again).as_arguments()
@@ -300,26 +302,27 @@ class StreamingEngine(ABC):
         return settings | drawn | {"seed": native_seed(request)}
 
     def _check(self, request: Request) -> None:  # noqa: B027  most engines take every request
-        """Raise MismatchError for a request that the engine cannot serve as it is meant."""
+        """Check that the engine can serve a request as specified. Raises MismatchError."""
 
     def _waiting(self) -> bool:
-        """Whether something waits to be listened to."""
+        """Check if a message from the engine is waiting."""
         return False
 
     @abstractmethod
     def _send(self, stream: Stream, prompt: list[int]) -> None:
-        """Ask for what follows `prompt`, the token ids before those that are drawn again."""
+        """Request a continuation of `prompt` (the ids before the ones to be drawn again)."""
 
     @abstractmethod
     def _listen(self) -> None:
-        """Take what the engine says next into the streams; wait for it."""
+        """Wait for the engine's next message and pass it to the streams."""
 
     @abstractmethod
     def _cancel(self, names: Sequence[str]) -> None:
-        """These requests need no more tokens."""
+        """Tell the engine that these requests need no more tokens."""
 
 
 def native_seed(request: Request) -> int:
-    """Seed of an engine's own generator: other noise for every prefix, so that a resume does not repeat noise."""
+    """Return the seed of an engine's own generator. It differs for every prefix, so that a resume does not repeat
+    noise."""
     text = f"{request.key:032x}:{len(request.prefix_ids)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,10 +1,10 @@
 """The vLLM engine of this machine: vLLM's core runs in a process of its own and streams tokens here.
 
-docs/engines.md explains `noise`. The keyed sampler draws the newest RESCORED tokens of a resumed sample again, on
-the decode path and with the rounding of those in the log. A seeded sample is not compared: its resume is statistical.
+docs/engines.md explains `noise`. The keyed sampler draws the newest RESCORED tokens of a resumed sample again, on the
+decode path and with the rounding of those in the log. A seeded sample is not compared: its resume is statistical.
 
-Whole weights are reloaded in place. Adapters are LoRA requests on their base, which stays as it is: vLLM's
-reload_weights leaves a base that is ready for adapters unchanged and says nothing, so it is not used there.
+Whole weights are reloaded into the running engine. Adapters are LoRA requests on their base, which stays loaded: vLLM's
+reload_weights silently leaves a base that is ready for adapters unchanged, so it is not used there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class VllmEngine(StreamingEngine):
         require_vllm()
         folder = Path(folder)
         self._folder = weights_folder(folder)
-        """What vLLM was started with: a model, or the base of adapters."""
+        """Folder that vLLM was started with: a model, or the base of adapters."""
         super().__init__(folder, slots=slots, noise=noise)
         adapted = [folder] if is_adapter(folder) else []
         arguments: dict[str, Any] = {
@@ -76,7 +76,7 @@ class VllmEngine(StreamingEngine):
         self._engine = start(self._folder, arguments, threads=threads)
         self._adapters = VllmAdapters(self._engine) if arguments.get("enable_lora") else None
         self._request: Any = None
-        """The LoRA request that every sample is drawn with; None for the model that vLLM was started with."""
+        """The LoRA request for every sample; None for the model that vLLM was started with."""
         self.policy_version, self.policy_digest = policy_version, weights_digest(self._folder)
         if adapted:
             try:
@@ -107,7 +107,7 @@ class VllmEngine(StreamingEngine):
         return output
 
     def _listen(self) -> None:
-        """Take the tokens of vLLM's next iteration."""
+        """Pass on the tokens of vLLM's next iteration."""
         with answering():
             for answer in self._engine.step():
                 completion = answer.outputs[0]
@@ -124,8 +124,9 @@ class VllmEngine(StreamingEngine):
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the policy; every slot must be free. No cached prefix outlives the weights that computed it.
 
-        Raises MismatchError when the folder holds a model of another shape, an adapter on another base, or an adapter
-        where vLLM was started for none, or the reverse; the old policy stays.
+        Raises MismatchError when the folder holds a model of another shape, an adapter on another base, an adapter
+        where vLLM was started without support, or whole weights where it was started for adapters; the old policy
+        stays.
         """
         self._require_free()
         shape = model_shape(folder)
@@ -144,10 +145,10 @@ class VllmEngine(StreamingEngine):
         self.policy_version, self.policy_digest = version, digest
 
     def _reload(self, folder: Path) -> None:
-        """Whole weights in place of whole weights; every cached prefix is dropped with the old ones."""
+        """Replace whole weights by whole weights, dropping every cached prefix."""
         with answering():
             if self._asleep:
-                self._engine.wake_up(["weights"])  # room for the weights first: they are read before the cache is
+                self._engine.wake_up(["weights"])  # weights first: they are read before the cache is allocated
             self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
             if self._asleep:
                 self._engine.wake_up(["kv_cache"])
@@ -156,7 +157,7 @@ class VllmEngine(StreamingEngine):
                 raise EngineError("vLLM did not drop its cached prefixes; run again to continue with a new engine")
 
     def _adapt(self, adapters: VllmAdapters, folder: Path, digest: str) -> None:
-        """The base as it is, or an adapter on it."""
+        """Switch to the plain base, or to an adapter on it."""
         base = weights_digest(weights_folder(folder))
         if base != weights_digest(self._folder):
             raise MismatchError(
@@ -170,10 +171,11 @@ class VllmEngine(StreamingEngine):
         adapters.keep_only(digest)
 
     def sleep(self) -> bool:
-        """Leave the device until `load_policy`; every slot must be free. False where this build of vLLM cannot.
+        """Free the device until `load_policy`; every slot must be free. Returns False if this build of vLLM cannot do
+        it.
 
-        Weights are dropped rather than kept on the host: the next policy brings its own. A base of adapters is kept
-        there: nothing brings it back.
+        Weights are dropped instead of moved to the host, because the next policy brings its own. A base of adapters is
+        moved to the host, because nothing would load it again.
         """
         self._require_free()
         if self._can_sleep and not self._asleep:

@@ -1,11 +1,10 @@
-"""vLLM's sampler as a pure function of (logits, sample key, position): the one of sampling.py, as a logits processor.
+"""vLLM's sampler as a pure function of (logits, sample key, position): sampling.py as a logits processor.
 
-Runs inside vLLM; docs/engines.md says how a server takes it. The processor itself chooses the token: in a row whose
-request carries SamplerArguments only the chosen token keeps a finite value, and that value is its log-prob. vLLM, asked
-for the greedy token and for `logprobs_mode = "processed_logits"`, returns both as they are.
+It runs inside vLLM; docs/engines.md shows how to start a server with it. The processor itself chooses the token: in a
+row whose request carries SamplerArguments, only the chosen token keeps a finite value, and that value is its log-prob.
+vLLM, asked for the greedy token and for `logprobs_mode = "processed_logits"`, returns both unchanged.
 
-Rows without SamplerArguments are left alone. Logits that are not finite come back as a NaN log-prob, which the client
-refuses.
+Rows without SamplerArguments are left alone. Non-finite logits give a NaN log-prob, which the client refuses.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class _Row(NamedTuple):
     arguments: SamplerArguments
     key: Words
     drawn: list[int]
-    """vLLM's own list: it grows with every token of the request."""
+    """vLLM's own list of the request's tokens, which grows with each."""
 
     @property
     def repeats(self) -> int:
-        """The token that must come next; -1 when none is known."""
+        """The token that must come next; -1 when none is prescribed."""
         due = self.arguments.again[len(self.drawn) :]
         return due[0] if due else -1
 
@@ -51,7 +50,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
         SamplerArguments.read(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
-        """It decides what the greedy token is."""
+        """Return False: the processor changes the greedy token."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
@@ -73,7 +72,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
                 self._rows[source] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, V] in place."""
+        """Replace the logits [B, V] in the tensor itself."""
         indices = sorted(self._rows)
         if not indices:
             return logits
@@ -86,7 +85,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
 
 
 def _drawn(logits: torch.Tensor, rows: list[_Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Token [B] and its log-prob [B]; token 0 and NaN where logits are not finite."""
+    """Draw a token per row. Returns tokens [B] and log-probs [B]; token 0 and NaN for non-finite logits."""
     temperature = np.array([row.arguments.temperature for row in rows])
     top_k = np.array([row.arguments.top_k for row in rows], np.int64)
     top_p = np.array([row.arguments.top_p for row in rows])
@@ -98,7 +97,7 @@ def _drawn(logits: torch.Tensor, rows: list[_Row]) -> tuple[NDArray[np.int64], N
         drawn = distribution.draw(keys[own], positions[own], temperature[own])
         tokens[own] = np.where(repeated[own] >= 0, repeated[own], drawn)
         logprobs[own] = np.maximum(distribution.logprobs(tokens[own]), LOWEST)
-    # A sum is finite where all logits are.
+    # A sum is finite if all logits are.
     good = logits.sum(1).isfinite().cpu().numpy()
     tokens[~good], logprobs[~good] = 0, np.nan
     return tokens, logprobs

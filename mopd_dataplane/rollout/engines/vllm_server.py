@@ -64,7 +64,7 @@ class ServerEngine(StreamingEngine):
         self._server = VllmServer(url)
         self.context_length = min(self._server.context_length, self.context_length)
         self._name = ""
-        """What requests ask the server for."""
+        """Name of the model in requests to the server."""
         if adapter is not None:
             self._server.require_adapters()
         self.load_policy(Path(folder), policy_version)
@@ -73,12 +73,13 @@ class ServerEngine(StreamingEngine):
         self._completions = Completions(self._server.url, self._server.headers, most=slots)
 
     def _check_sampler(self, noise: Noise) -> None:
-        """Have the server draw two tokens and check which sampler and which log-probs it uses."""
+        """Let the server draw two tokens, and check which sampler and which log-probs it uses."""
         if noise == "seeded":
-            # The only token left by top_k = 1 has log-prob 0, unless the server reports the softmax before the cut.
+            # The only token inside top_k = 1 has log-prob 0, unless the server reports the softmax before the cut.
             self._cuts_reported = self._said_at_once(_probe(top_k=1), ())[1] == 0
             return
-        # Of two tokens at one place top_k = 1 leaves at most one; the sampler repeats both, and says which is outside.
+        # Of two tokens at one position, top_k = 1 leaves at most one; the sampler repeats both and reports the outer as
+        # such.
         due = (self.vocab_size - 1, self.vocab_size - 2)
         told = [self._said_at_once(_probe(token, top_k=1), (token,)) for token in due]
         if tuple(token for token, _ in told) != due or min(logprob for _, logprob in told) != LOWEST:
@@ -88,7 +89,7 @@ class ServerEngine(StreamingEngine):
             )
 
     def _said_at_once(self, request: Request, again: tuple[int, ...]) -> tuple[int, float]:
-        """The first token of a request that is not streamed, and its log-prob."""
+        """Return the first token of a request that is not streamed, and its log-prob."""
         body = self._body(request, request.prompt_ids.tolist(), again) | {"stream": False, "max_tokens": 1}
         reply, answer = self._server.completion(body, CompletionsReply, "a first token")
         choice = reply.choices[0]
@@ -104,7 +105,7 @@ class ServerEngine(StreamingEngine):
             "stream": True,
             "return_token_ids": True,
             "add_special_tokens": False,
-            # A server takes what is not said here from the model's generation config.
+            # A server takes settings that are missing here from the model's generation config.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -113,7 +114,7 @@ class ServerEngine(StreamingEngine):
         }
 
     def _check(self, request: Request) -> None:
-        """Raise MismatchError when the server cannot report log-probs of this distribution."""
+        """Check that the server can report log-probs of this distribution. Raises MismatchError."""
         plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
         if not plain and not self._cuts_reported:
             raise MismatchError(
@@ -133,8 +134,10 @@ class ServerEngine(StreamingEngine):
             self._completions.stop(name)
 
     def _listen(self) -> None:
-        """Take the next chunk of any stream. Raises EngineError when a stream broke or a stop cannot wait for the
-        server, DeadlineError."""
+        """Pass on the next chunk of any stream.
+
+        Raises EngineError when a stream broke or when a stop cannot wait for the server, DeadlineError after a silence.
+        """
         chunk = self._next_chunk()
         if chunk.was_cut:
             if (stream := self._streams.begin_again(chunk.name, again=self._again)) is not None:
@@ -180,7 +183,8 @@ class ServerEngine(StreamingEngine):
         return self._server.url
 
     def identity(self) -> ServerIdentity | None:
-        """See HasIdentity. A keyed server may report logits in place of log-probs, and is known by its sampler."""
+        """See HasIdentity. Returns None for a keyed server: it may report logits for log-probs, and its sampler
+        identifies it."""
         if self._server.names_weights or self.samplers:
             return None
         return identity_of(self._server, self._name, self.tokenizer, self.vocab_size)
@@ -192,7 +196,7 @@ class ServerEngine(StreamingEngine):
 
 
 def _probe(*prefix: int, top_k: int) -> Request:
-    """A request that only looks at what the server does."""
+    """Build a request that only tests what the server does."""
     return Request(
         uid="probe", prompt_ids=np.ones(1, np.int32), prefix_ids=np.array(prefix, np.int32), key=0, top_k=top_k,
         max_new_tokens=len(prefix) + 1,
@@ -201,14 +205,14 @@ def _probe(*prefix: int, top_k: int) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a stream: tokens or an error; if it has neither, the stream has ended."""
+    """Part of a stream: tokens or an error; with neither, the stream has ended."""
 
     name: str
     token_ids: list[int]
     logprobs: list[float]
     error: str = ""
     was_cut: bool = False
-    """Whether the connection was cut after the stream's beginning."""
+    """True if the connection was cut after the stream's beginning."""
 
 
 class Completions:
@@ -224,7 +228,7 @@ class Completions:
         self._running[name] = self._client.start(self._run(name, body))
 
     def stop(self, name: str) -> None:
-        """End a stream, if it has not ended; the server stops decoding when the connection closes."""
+        """End a stream that is still running; the server stops decoding when the connection closes."""
         if (stream := self._running.pop(name, None)) is not None:
             stream.cancel()
 
@@ -242,12 +246,12 @@ class Completions:
             self.said.put(Chunk(name, [], []))
         except MopdError as error:
             self.said.put(Chunk(name, [], [], error=str(error), was_cut=isinstance(error, BrokenOffError)))
-        except Exception as error:  # whatever a server says: else the run waits for it in vain
+        except Exception as error:  # any error must reach the run, which would wait forever
             self.said.put(Chunk(name, [], [], error=f"{type(error).__name__}: {error}"))
 
     def _say(self, name: str, text: str) -> None:
-        """Pass on the tokens of one event. Raises EngineError when it has another form, or tokens and not a log-prob
-        for each."""
+        """Pass on the tokens of one event. Raises EngineError when it has another form, or lacks a log-prob of a
+        token."""
         try:
             event = Event.model_validate_json(text)
         except ValidationError as error:
@@ -269,7 +273,8 @@ class Completions:
 
 
 def _logprob(token: int, value: float | None) -> float:
-    """A streamed log-prob; vLLM's sign for an impossible token passes, because repeated tokens may have it."""
+    """Check a streamed log-prob; vLLM's value for an impossible token is allowed, because repeated tokens may have
+    it."""
     if value == LOWEST:
         return LOWEST
     try:

@@ -2,11 +2,9 @@
 
 wal.py           the log of one engine replica: append, wait until durable, rotate, retire; and its copy elsewhere
 log_records.py   the records, one class per kind
-framing.py       records and segments as bytes
-segment_file.py  the file behind one segment
-flusher.py       group commit: one thread syncs for all callers
-filesystem.py    acknowledgement levels, and which of them a file system supports
 ownership.py     one writer per log
 recovery.py      rebuilds the ledger from the log of a dead process
-ledger.py        the state that replaying records gives, in a live and in a recovered process
+ledger.py        the state from replayed records, the same in a live and in a recovered process
+
+base/log/ has what every log is made of: segments, group commit, acknowledgement levels.
 """

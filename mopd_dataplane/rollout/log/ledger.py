@@ -1,7 +1,7 @@
-"""The messages of a token log, replayed.
+"""The state of a token log, computed by replaying its messages.
 
-The runner applies every message it appends, and recovery applies every message it reads: the state of a live process
-and the state rebuilt from its log come out of the same code.
+The runner applies every message that it appends, and recovery applies every message that it reads: one code computes
+the state of a live process and the state rebuilt from its log.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ class Ledger:
         self.next_handle = 0
 
     def unfinished(self) -> dict[int, PartialSample]:
-        """Samples without a FINISH record."""
+        """Return the samples without a FINISH record."""
         return {handle: partial for handle, partial in self.partials.items() if not partial.finish_reason}
 
     def apply(self, message: log_records.LogRecord) -> None:
-        """Replay one message. Raises ValueError when it contradicts what came before."""
+        """Replay one message. Raises ValueError when it contradicts earlier messages."""
         match message:
             case log_records.Step():
                 self._step(message)
@@ -72,7 +72,7 @@ class Ledger:
                 self.next_handle = next_handle
 
     def checkpoint(self) -> Iterator[log_records.LogRecord]:
-        """Messages from which an empty ledger becomes this one."""
+        """Yield messages that turn an empty ledger into this one."""
         for handle, partial in self.partials.items():
             yield log_records.Open(handle, partial.spec, partial.interruptions, partial.resume)
             yield from _carried(handle, partial)
@@ -138,7 +138,7 @@ class Ledger:
 
 
 def _set_call(partial: PartialSample, ordinal: int, call: Call) -> None:
-    """A new call, or the result of one that has none."""
+    """Record a new call, or the result of a call that has none."""
     if ordinal == len(partial.calls):
         partial.calls.append(call)
     elif ordinal > len(partial.calls):
@@ -150,7 +150,7 @@ def _set_call(partial: PartialSample, ordinal: int, call: Call) -> None:
 
 
 def _carried(handle: int, partial: PartialSample) -> Iterator[log_records.LogRecord]:
-    """A partial sample's masks, spans, tokens and FINISH, in an order that replays."""
+    """Yield a partial sample's masks, spans, tokens and FINISH, in an order that can be replayed."""
     tokens, logprobs = partial.response, np.array(partial.logprobs, np.float32)
     mask = np.array(partial.loss_mask, np.uint8)
     if sets := len(partial.masks):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.log.framing import CLOSE, SYNC
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import FORMAT_1_NAMES
@@ -26,12 +27,12 @@ _TEXT_FIELDS = tuple(name for name in SampleSpec.__slots__ if name != "prompt_id
 
 
 def _values(record: Any) -> list[Any]:
-    """Values of a record's fields: what dataclasses.astuple gives, without its copies."""
+    """Return the values of a record's fields, like dataclasses.astuple without its copies."""
     return [getattr(record, name) for name in record.__slots__]
 
 
 class _Numbers:
-    """Encoding of a record that is nothing but numbers, laid out as `layout` says."""
+    """Encoding of a record of numbers only, laid out by `layout`."""
 
     __slots__ = ()
     layout: ClassVar[str]
@@ -45,7 +46,7 @@ class _Numbers:
 
 
 class _NumbersAndText:
-    """Encoding of a record of numbers, laid out as `layout` says, and of a text behind them."""
+    """Encoding of a record of numbers, laid out by `layout`, followed by a text."""
 
     __slots__ = ()
     layout: ClassVar[str]
@@ -61,12 +62,13 @@ class _NumbersAndText:
 
 
 def _packed(types: Iterable[str | np.dtype[Any]], *columns: NDArray[Any]) -> bytes:
-    """Columns as values of these types, one column behind the other."""
+    """Encode columns as values of these types, one column after the other."""
     return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, types, strict=True))
 
 
 def _packed_rows(types: Iterable[str | np.dtype[Any]], *columns: NDArray[Any]) -> bytes:
-    """Columns with a value for each row. Raises MismatchError for other shapes: read back, they would be other rows."""
+    """Encode columns with one value per row. Raises MismatchError for other shapes, which would be read as other
+    rows."""
     if columns[0].ndim != 1 or any(column.shape != columns[0].shape for column in columns):
         raise MismatchError(
             f"columns of shapes {[list(column.shape) for column in columns]} are no rows of a token log; one dimension "
@@ -76,7 +78,7 @@ def _packed_rows(types: Iterable[str | np.dtype[Any]], *columns: NDArray[Any]) -
 
 
 def _unpacked(types: Iterable[str | np.dtype[Any]], count: int, body: bytes, offset: int = 0) -> list[NDArray[Any]]:
-    """Columns of `count` values each, from an offset on."""
+    """Decode columns of `count` values each, from an offset on."""
     columns = []
     for of in types:
         columns.append(np.frombuffer(body, of, count=count, offset=offset))
@@ -118,7 +120,7 @@ class Step:
 
     kind: ClassVar[int] = 2
     types: ClassVar[list[np.dtype[Any]]] = [*map(np.dtype, ("<u4", "<u4", "<u4", "<f4", "u1"))]
-    """Not their names, which numpy would read at every step."""
+    """As dtypes, because numpy would parse their names at every step."""
     row_bytes: ClassVar[int] = 17
     handles: NDArray[np.uint32]
     positions: NDArray[np.uint32]
@@ -138,14 +140,14 @@ class Step:
 
 
 _SUPPORT_IDS = 1 << 15
-"""Token ids and rows of a SamplingMask record, from which on another one begins."""
+"""Number of token ids and rows of a SamplingMask record above which another one begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
     """Sampling masks of tokens in a STEP or TOKENS record that follows; without that record they are ignored.
 
-    ordinals: which of its sample's own tokens (environment tokens do not count) each set is of.
+    ordinals: index of the token of each mask among its sample's own tokens (environment tokens do not count).
     """
 
     kind: ClassVar[int] = 14
@@ -157,7 +159,7 @@ class SamplingMask:
     def records(
         cls, handles: NDArray[np.uint32], ordinals: NDArray[np.uint32], masks: SamplingMasks
     ) -> Iterator[SamplingMask]:
-        """Rows [n] in as many records as their size asks for; one row has at most 65,536 ids."""
+        """Yield the rows [n] in as many records as their size needs; one row has at most 65,536 ids."""
         ends = np.cumsum(masks.sizes)
         parts = (ends + np.arange(len(ends))) // _SUPPORT_IDS
         for part in np.unique(parts):
@@ -181,12 +183,12 @@ class SamplingMask:
 
 
 _ROUTED_IDS = 1 << 17
-"""Expert ids of a ROUTED record, from which on another one begins."""
+"""Number of expert ids of a ROUTED record above which another one begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Experts that n tokens went to when they were read, those of one sample side by side.
+    """Experts of n tokens, recorded when they were read; those of one sample are consecutive.
 
     The first record of a position counts; after a resume a repeated position is ignored.
     """
@@ -194,15 +196,15 @@ class Routed:
     kind: ClassVar[int] = 15
     handles: NDArray[np.uint32]
     positions: NDArray[np.uint32]
-    """[n] absolute: the prompt counts"""
+    """[n] absolute positions, counted from the first token of the prompt"""
     ids: NDArray[np.int16]
-    """[n, W]"""
+    """[n, W] expert ids over all layers"""
 
     @classmethod
     def records(
         cls, handles: NDArray[np.uint32], positions: NDArray[np.uint32], ids: NDArray[np.int16]
     ) -> Iterator[Routed]:
-        """Tokens [n] in as many records as their size asks for."""
+        """Yield the tokens [n] in as many records as their size needs."""
         step = max(1, _ROUTED_IDS // max(ids.shape[1], 1))
         for start in range(0, len(ids), step):
             part = slice(start, start + step)
@@ -294,12 +296,12 @@ class Commit:
 
 
 ABANDON_REASONS = ("tool_in_doubt", "tool_diverged")
-"""Reasons for which a sample may be given up. None depends on its content or length."""
+"""Reasons for which a sample may be abandoned. None depends on its content or length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon(_NumbersAndText):
-    """The sample is given up; FINISH follows, and it is committed as abandoned."""
+    """The sample is abandoned; FINISH follows, and it is committed as abandoned."""
 
     kind: ClassVar[int] = 8
     layout: ClassVar[str] = "<I"
@@ -309,7 +311,7 @@ class Abandon(_NumbersAndText):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """The sample's call of that ordinal: without a result the intent to run it, with one its result."""
+    """A tool call of the sample, by its ordinal: without a result the intent to run it, else its result."""
 
     kind: ClassVar[int] = 13
     handle: int
@@ -330,7 +332,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Base(_Numbers):
-    """The checkpoint is complete: nothing before this segment is needed any more. `samples` are carried."""
+    """The checkpoint is complete: earlier segments are no longer needed. `samples` are carried over."""
 
     kind: ClassVar[int] = 9
     layout: ClassVar[str] = "<II"
@@ -340,15 +342,16 @@ class Base(_Numbers):
 
 @dataclass(frozen=True, slots=True)
 class Sync(_Numbers):
-    """Carries the watermark when nothing else does."""
+    """Carries the watermark when no other record does."""
 
-    kind: ClassVar[int] = 10
+    kind: ClassVar[int] = SYNC
     layout: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Fence(_Numbers):
-    """First record of an epoch: where the log of earlier epochs ends. Bytes after that position are ignored.
+    """First record of an epoch: the position where the log of earlier epochs ends. Bytes after that position are
+    ignored.
 
     epoch 0 means that there was no log before.
     """
@@ -364,7 +367,7 @@ class Fence(_Numbers):
 class Close(_Numbers):
     """Last record of a segment that was ended on purpose."""
 
-    kind: ClassVar[int] = 12
+    kind: ClassVar[int] = CLOSE
     layout: ClassVar[str] = ""
 
 
@@ -374,7 +377,8 @@ _KINDS: dict[int, type[LogRecord]] = {message.kind: message for message in typin
 
 
 def decode(kind: int, body: bytes) -> LogRecord:
-    """The message of a record. Raises ValueError (struct.error, KeyError included) for what no writer wrote."""
+    """Decode the message of a record. Raises ValueError (also struct.error and KeyError) for bytes that no writer
+    wrote."""
     try:
         return _KINDS[kind].decode(body)
     except (LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:

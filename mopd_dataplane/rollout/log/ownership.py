@@ -1,8 +1,8 @@
 """One writer per log: a lock for as long as the process lives, and an epoch number that is never used twice.
 
-The lock is flock, which the kernel drops at the death of the process, however it dies. (POSIX record locks are dropped
-by an unrelated close() of the same file.) The epoch is claimed with O_EXCL, so even where locks do not work, two
-writers never share a file, and the older one finds out.
+The lock is flock, which the kernel releases at the death of the process, however it dies. (POSIX record locks are
+released by an unrelated close() of the same file.) The epoch is claimed with O_EXCL, so even where locks do not work,
+two writers never share a file, and the older one notices.
 """
 
 import json
@@ -15,11 +15,11 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 
 LOCK = "LOCK"
-"""File of a log folder that is locked as long as somebody writes the log."""
+"""File of a log folder that its writer locks."""
 
 
 def take_lock(folder: Path) -> int:
-    """Lock a log folder; the descriptor that holds the lock. Raises ResourceError naming the holder."""
+    """Lock a log folder. Returns the descriptor that holds the lock. Raises ResourceError naming the holder."""
     descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if not try_lock(descriptor):
         holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
@@ -33,7 +33,7 @@ def take_lock(folder: Path) -> int:
 
 
 def claim_epoch(folder: Path, *, above: int = 0) -> int:
-    """Claim the next epoch, durably; `above` is the newest that was claimed elsewhere."""
+    """Claim the next epoch, durably. above: the newest epoch that was claimed elsewhere."""
     claims = folder / "epoch"
     make_folder(claims)
     claimed = [int(file.stem) for file in claims.glob("*.json") if file.stem.isdigit()]
@@ -56,7 +56,7 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
 
 
 def claim_file(folder: Path, epoch: int) -> Path:
-    """Path of the file that claims an epoch."""
+    """Return the path of the file that claims an epoch."""
     return folder / "epoch" / f"{epoch}.json"
 
 

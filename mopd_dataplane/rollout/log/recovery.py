@@ -1,10 +1,10 @@
 """Recovery: rebuilds the ledger of a dead process from the bytes of its log.
 
-Recovery reads and never writes, so a second crash in the middle of it changes nothing. It finds the newest segment
-with a complete checkpoint (a BASE record), replays it, and then decides what the first unreadable record means:
+Recovery reads and never writes, so a second crash in the middle of it changes nothing. It finds the newest segment with
+a complete checkpoint (a BASE record), replays it, and then decides what the first unreadable record means:
 
     * no readable record states a watermark at or above it: it was never acknowledged as durable. The log is cut there,
-      at one point for all samples; what follows is ignored even where it parses, so there are no holes.
+      at one point for all samples; later bytes are ignored even where they parse, so there are no holes.
     * some record does: durable bytes are damaged. DamagedError; nothing is rewritten.
 """
 
@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mopd_dataplane.base.log.framing import Segment, read_segment
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.rollout.log import log_records
-from mopd_dataplane.rollout.log.framing import Segment, read_segment
 from mopd_dataplane.rollout.log.ledger import Ledger
 
 _EPOCH = re.compile(r"[0-9a-f]{8}")
@@ -28,17 +28,17 @@ class Recovered:
     ledger: Ledger = field(default_factory=Ledger)
     next_lsn: int = 1
     fence: log_records.Fence = field(default_factory=lambda: log_records.Fence(0, 0, 0))
-    """Where the log ends; the first record of the next epoch."""
+    """Position where the log ends; the first record of the next epoch."""
     torn_bytes: int = 0
-    """Bytes behind the cut."""
+    """Number of bytes after the cut."""
 
 
 def recover(home: Path) -> Recovered:
-    """Read the log of one writer. Raises DamagedError when durable bytes are not what was written."""
+    """Read the log of one writer. Raises DamagedError when durable bytes have changed."""
     epochs = epoch_folders(home)
     unbased: list[Segment] = []
     for epoch in sorted(epochs, reverse=True):
-        # An epoch that died before its own checkpoint was complete has put a fence on this one; the first one rules.
+        # An epoch that died before its own checkpoint was complete has fenced this one; the first fence counts.
         fence = next((fence for fence in map(_fence, unbased) if fence is not None and fence.epoch == epoch), None)
         segments = _segments(epochs[epoch], fence)
         for index in reversed(range(len(segments))):
@@ -50,18 +50,18 @@ def recover(home: Path) -> Recovered:
 
 
 def epoch_folders(home: Path) -> dict[int, Path]:
-    """Epoch folders of a writer, by number."""
+    """Return the epoch folders of a writer, by number."""
     folders = (folder for folder in home.glob("*") if _EPOCH.fullmatch(folder.name))
     return {int(folder.name, 16): folder for folder in folders}
 
 
 def segment_files(folder: Path) -> list[Path]:
-    """Segments of an epoch folder, in order."""
+    """Return the segments of an epoch folder, in order."""
     return sorted(file for file in folder.iterdir() if _SEGMENT.fullmatch(file.name))
 
 
 def _segments(folder: Path, fence: log_records.Fence | None) -> list[Segment]:
-    """The epoch's segments, up to the fence that a later epoch put behind it."""
+    """Read the epoch's segments, up to the fence of a later epoch."""
     read = []
     for path in segment_files(folder):
         number = int(path.stem, 16)
@@ -73,14 +73,14 @@ def _segments(folder: Path, fence: log_records.Fence | None) -> list[Segment]:
 
 
 def _fence(segment: Segment) -> log_records.Fence | None:
-    """The fence that a segment begins with."""
+    """Return the fence at the beginning of a segment."""
     if segment.records and segment.records[0].kind == log_records.Fence.kind:
         return log_records.Fence.decode(segment.records[0].body)
     return None
 
 
 def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Recovered:
-    """Replay the base segment, and check that nothing behind it was promised."""
+    """Replay the base segment, and check that no later record was promised."""
     ledger = Ledger()
     for record in base.records:
         try:
@@ -110,7 +110,7 @@ _BY_HAND = "nothing was changed; keep the folder and see docs/durability.md, 'Re
 
 
 def _check_tail(segment: Segment, first: int) -> None:
-    """Raise when a record at or above lsn `first` was promised as durable."""
+    """Check that no record at or above lsn `first` was promised as durable. Raises DamagedError."""
     if segment.watermark >= first:
         raise DamagedError(
             f"{segment.path}: record {segment.next_lsn} at byte {segment.valid_end} of {segment.size} cannot be read, "
@@ -119,7 +119,7 @@ def _check_tail(segment: Segment, first: int) -> None:
 
 
 def _check_never_based(segments: list[Segment]) -> None:
-    """Raise DamagedError unless a log without any checkpoint is one whose very first record was interrupted."""
+    """Check that a log without any checkpoint is one whose very first record was interrupted. Raises DamagedError."""
     for segment in segments:
         _check_tail(segment, segment.header.first_lsn)
         begins = not segment.records or _fence(segment) == log_records.Fence(0, 0, 0)

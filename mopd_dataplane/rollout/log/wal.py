@@ -17,28 +17,25 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.log.filesystem import Level, Mount, mount_of
+from mopd_dataplane.base.log.log_writer import LogWriter
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
-from mopd_dataplane.rollout.log.filesystem import Level, Mount, mount_of
-from mopd_dataplane.rollout.log.flusher import Flusher
-from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.ownership import claim_epoch, claim_file, make_folder, take_lock
 from mopd_dataplane.rollout.log.recovery import Recovered, epoch_folders, recover, segment_files
-from mopd_dataplane.rollout.log.segment_file import SegmentFile
 
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Whatever the operating system refuses becomes a ResourceError that says which log it was."""
+    """Turn errors of the operating system into a ResourceError that names the log."""
     try:
         yield
     except MopdError:
@@ -53,16 +50,16 @@ class LogCopy(Protocol):
     """A copy of one writer's log on an object store, from which another node can continue it."""
 
     def fetch(self, folder: Path) -> int:
-        """Bring a local log up to date when the copy is of a later epoch; returns the newest claimed epoch."""
+        """Update a local log when the copy is of a later epoch. Returns the newest claimed epoch."""
 
     def claim(self, epoch: int) -> None:
-        """Claim an epoch for this process. Raises ResourceError when another node was quicker."""
+        """Claim an epoch for this process. Raises ResourceError when another node claimed it first."""
 
     def ship(self, folder: Path, epoch: int) -> None:
-        """Copy the log as it lies there. Raises ResourceError when another node has taken it over."""
+        """Copy the local log as it is now. Raises ResourceError when another node has taken it over."""
 
 
-class TokenLog:
+class TokenLog(LogWriter):
     """Writer of one log, made by `open`."""
 
     def __init__(
@@ -77,25 +74,21 @@ class TokenLog:
         copy: LogCopy | None,
     ) -> None:
         self.folder = folder
-        self.epoch = epoch
         self.mount: Mount = mount_of(folder)
         self._settings = settings
-        self._syncs = settings.durability == "durable"
         self._lock = lock
-        self._notice = notice
         self._copy = copy
-        self._uuid = secrets.token_bytes(16)
-        self._segment = -1
-        self._next_lsn = recovered.next_lsn
-        self._last_crc = 0
-        self._stated = 0
-        self._appending = threading.Lock()
-        self._flusher = Flusher(settings.group_commit_ms / 1000, self._sync_file, self._state_watermark)
-        make_folder(self._epoch_folder)
+        super().__init__(
+            folder / f"{epoch:08x}", secrets.token_bytes(16), epoch=epoch, next_lsn=recovered.next_lsn,
+            syncs=settings.durability == "durable", group_commit_s=settings.group_commit_ms / 1000,
+            full_disk_wait_s=settings.full_disk_wait_s, notice=notice,
+            words=("generation", "every logged token is kept"),
+        )  # fmt: skip
+        make_folder(self._segments)
         fault_point("wal.epoch")
         self._begin_segment(previous=0)
         try:
-            self._write(recovered.fence)
+            self._log(recovered.fence)
             self._checkpoint(recovered.ledger)
         except BaseException:
             self._file.close()
@@ -116,10 +109,11 @@ class TokenLog:
     ) -> tuple[TokenLog, Recovered]:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 
-        accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
-        notice: called with one line when the disk fills up, and when there is space again.
-        copy: keeps a copy elsewhere, from which a log that another node left is fetched first.
-        lock: the descriptor of take_lock, if the caller has locked the folder already; it is the log's from here on.
+        accept: gets the recovered ledger and may refuse it by raising; the log is then left unchanged. notice: called
+        with one line when the disk fills up, and when there is space again. copy: copy of the log elsewhere, from which
+        a log that another node left is fetched first. lock: descriptor from take_lock, if the caller has locked the
+        folder already; the log owns it from here on.
+
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
         with _named(folder):
@@ -127,13 +121,13 @@ class TokenLog:
             if lock is None:
                 lock = take_lock(folder)
             try:
-                # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
+                # The claim comes before the reading, so that a writer that lost its lock deletes no segments.
                 epoch = claim_epoch(folder, above=0 if copy is None else copy.fetch(folder))
                 try:
                     recovered = recover(folder)
                     accept(recovered.ledger)
                 except MopdError:
-                    claim_file(folder, epoch).unlink()  # the log is left exactly as it was found
+                    claim_file(folder, epoch).unlink()  # the log is left unchanged
                     raise
                 if copy is not None:
                     copy.claim(epoch)
@@ -145,53 +139,30 @@ class TokenLog:
 
     @property
     def level(self) -> Level:
-        """Best acknowledgement level this log can promise, on its file system and with its settings."""
+        """Highest acknowledgement level of this log, on its file system and with its settings."""
         return self.mount.level if self._syncs else "logged"
 
     @property
-    def synced_lsn(self) -> int:
-        """Newest record known to be on disk."""
-        return self._flusher.synced
-
-    @property
-    def appended_lsn(self) -> int:
-        """Newest record appended; SYNC records, which nobody waits for, do not count."""
-        return self._flusher.written
-
-    @property
     def full(self) -> bool:
-        """Whether the segment has reached its size."""
+        """True if the segment has reached its size."""
         return self._file.size >= self._settings.segment_bytes
-
-    @property
-    def sync_seconds(self) -> list[float]:
-        """Duration of every sync of the current segment."""
-        return self._file.sync_seconds
 
     def append(self, message: log_records.LogRecord) -> int:
         """Write one record and return its lsn: it is `logged`.
 
-        A full disk pauses here until there is space again. Raises ResourceError when that takes longer than
-        `full_disk_wait_s`, or when the log is dead; a dead log takes nothing more.
+        A full disk pauses the call until there is space again. Raises ResourceError when that takes longer than
+        `full_disk_wait_s`, or when the log is dead, since a dead log accepts no records.
         """
         with self._appending:
             self._flusher.check()
             fault_point("wal.append")
-            lsn = self._write(message)
+            lsn = self._log(message)
             fault_point("wal.appended")
         self._flusher.wrote(lsn)
         return lsn
 
-    def wait_durable(self, lsn: int) -> None:
-        """Return when a record is `durable`; immediately if the settings leave syncing to the kernel.
-
-        Raises ResourceError when the log is dead, DeadlineError when the disk does not answer.
-        """
-        if self._syncs:
-            self._flusher.wait(lsn)
-
     def rotate(self, ledger: Ledger) -> None:
-        """End the segment, begin the next with a checkpoint of the ledger, and delete what is no longer needed."""
+        """End the segment, begin the next with a checkpoint of the ledger, and delete older segments."""
         with self._appending, self._flusher.paused():
             self._flusher.check()
             try:
@@ -205,7 +176,7 @@ class TokenLog:
                 raise
 
     def ship(self) -> None:
-        """Bring the copy on the object store up to date; when that fails the log says so and continues without it.
+        """Update the copy on the object store. A failure is reported, and the log continues without the copy.
 
         Raises ResourceError when another node has taken the log over.
         """
@@ -217,7 +188,7 @@ class TokenLog:
             self._notice(f"the token log was not copied to the store, only this node can continue it: {failure}")
 
     def close(self, *, forget: bool = False) -> None:
-        """End the log cleanly. forget: every sample is committed, so the segments go too."""
+        """End the log cleanly. forget: every sample is committed, so the segments are deleted too."""
         self._flusher.stop()
         try:
             self._flusher.check()
@@ -225,7 +196,7 @@ class TokenLog:
                 self._end_segment()
                 fault_point("wal.closed")
                 if forget:
-                    shutil.rmtree(self._epoch_folder)
+                    shutil.rmtree(self._segments)
         finally:
             self.abort()
 
@@ -235,40 +206,20 @@ class TokenLog:
         self._file.close()
         os.close(self._lock)
 
-    @property
-    def _epoch_folder(self) -> Path:
-        return self.folder / f"{self.epoch:08x}"
-
-    def _begin_segment(self, *, previous: int) -> None:
-        self._segment += 1
-        header = SegmentHeader(self.epoch, self._uuid, self._segment, self._next_lsn, previous)
-        self._salt = header.salt
-        self._file = SegmentFile(
-            self._epoch_folder / f"{self._segment:016x}.wal",
-            header.pack(),
-            syncs=self._syncs,
-            full_disk_wait_s=self._settings.full_disk_wait_s,
-            notice=self._notice,
-        )
-
-    def _end_segment(self) -> None:
-        self._write(log_records.Close())
-        self._sync_whole()
-        self._file.close()
-
     def _checkpoint(self, ledger: Ledger) -> None:
-        """Carry what is not committed into this segment; when that is durable, older segments may go."""
+        """Write the samples that are not committed into this segment, and delete older segments once that is
+        durable."""
         for message in ledger.checkpoint():
-            self._write(message)
+            self._log(message)
         fault_point("wal.base")
         self._sync_whole()
         fault_point("wal.base.synced")
-        self._write(log_records.Sync())
+        self._log(log_records.Sync())
         self._check_not_fenced()
         self._retire()
 
     def _retire(self) -> None:
-        for file in segment_files(self._epoch_folder):
+        for file in segment_files(self._segments):
             if file != self._file.path:
                 file.unlink()
                 fault_point("wal.retire")
@@ -278,45 +229,14 @@ class TokenLog:
                 claim_file(self.folder, epoch).unlink(missing_ok=True)
                 fault_point("wal.retire")
 
-    def _write(self, message: log_records.LogRecord) -> int:
-        lsn = self._next_lsn
-        synced = self._flusher.synced
-        record = pack_record(self._salt, lsn, synced, self.epoch, message.kind, message.encode())
-        try:
-            self._file.write(record)
-        except ResourceError as failure:
-            self._flusher.fail(failure)
-            raise
-        self._last_crc = int.from_bytes(record[:4], "little")
-        self._next_lsn = lsn + 1
-        self._stated = synced
-        return lsn
-
-    def _sync_file(self) -> None:
-        fault_point("wal.sync")
-        self._check_not_fenced()
-        self._file.sync()
-        fault_point("wal.synced")
+    def _log(self, message: log_records.LogRecord) -> int:
+        return self._write(message.kind, message.encode())
 
     def _check_not_fenced(self) -> None:
-        """Raise ResourceError if a newer writer has fenced this one, which locks cannot always prevent."""
+        """Check that no newer writer has fenced this one, which locks cannot always prevent. Raises ResourceError."""
         mine, next_one = claim_file(self.folder, self.epoch), claim_file(self.folder, self.epoch + 1)
         if next_one.exists() or not mine.exists():
             raise ResourceError(
                 f"another process took over the log {self.folder} after epoch {self.epoch}; this one stops. "
                 "Its unsynced tokens are drawn again by the new owner, the same way"
             )
-
-    def _sync_whole(self) -> None:
-        """Put everything written on disk, and say so."""
-        self._file.sync()
-        if self._syncs:
-            self._flusher.synced = self._flusher.written = self._next_lsn - 1
-
-    def _state_watermark(self) -> None:
-        """Write the watermark unless a record already has, or somebody is just writing one."""
-        if self._stated < self._flusher.synced and self._appending.acquire(blocking=False):
-            try:
-                self._write(log_records.Sync())
-            finally:
-                self._appending.release()

@@ -1,8 +1,8 @@
 """Environments, which reply to the policy at the end of its turn, by the name that a domain gives.
 
 Another package offers one as an entry point of `mopd.environments`, or it is named `package.module:Name` as a domain's
-`environment`. It works on text; the chat template, or the domain's `reply_template`, turns a reply into what the
-student reads (replies.py), which is masked in the loss.
+`environment`. It works on text. The chat template, or the domain's `reply_template`, turns a reply into tokens for the
+student (replies.py), which are masked in the loss.
 """
 
 import re
@@ -26,18 +26,18 @@ class Conversation:
 
     prompt: Prompt
     said: list[str]
-    """Policy and environment in turn, the policy first and last, without special tokens."""
+    """Texts of policy and environment in turn, the policy first and last, without special tokens."""
     run: Callable[..., Result]
     """run(argv, timeout_s=10.0) runs a command in the sample's sandbox, at most once over all lives of the rollout."""
 
     @property
     def turns(self) -> int:
-        """Turns of the policy so far."""
+        """Number of the policy's turns so far."""
         return (len(self.said) + 1) // 2
 
 
 class Environment(ABC):
-    """An environment; made once in each process that samples, with the domain's `environment_args` as keywords.
+    """An environment, created once in each process that samples, with the domain's `environment_args` as keywords.
 
     A turn may be replayed after a crash, so `reply` must be a function of the conversation and of the output of its
     commands: no clock, no random numbers, no state of its own. Side effects go through `Conversation.run`.
@@ -48,16 +48,16 @@ class Environment(ABC):
 
     @abstractmethod
     def reply(self, conversation: Conversation) -> str | None:
-        """Reply to the policy's last turn; None ends the conversation."""
+        """Return the reply to the policy's last turn; None ends the conversation."""
 
 
 class CommandTool(Environment):
-    """One tool: where the policy's turn matches `call`, a command runs in its sandbox, and the output is the reply.
+    """One tool: if the policy's turn matches `call`, a command runs in its sandbox, and the output is the reply.
 
     call: regular expression that is searched in the turn. argv: the command, its words with the groups of `call` as
     placeholders, `["expr", "{a}", "+", "{b}"]`: the policy's text never becomes another word, and no shell reads it.
-    turns: most calls of a conversation. timeout_s: seconds a command may take. A command that fails replies with its
-    exit code and what it wrote to stderr.
+    turns: largest number of calls in a conversation. timeout_s: longest time of a command, in seconds. A command that
+    fails replies with its exit code and its stderr.
     """
 
     def __init__(self, *, call: str, argv: Sequence[str], turns: int = 4, timeout_s: float = 10.0) -> None:
@@ -94,11 +94,11 @@ ENVIRONMENTS: dict[str, type[Environment] | str] = {
     "command": CommandTool,
     "verifiers": "mopd_dataplane.integrations.verifiers:TasksetTools",
 }
-"""The built-in ones, by the name that a domain's `environment` gives them: a class, or where it is."""
+"""Built-in environments by their names in a domain's `environment`: a class, or where it is."""
 
 
 def find_environment(name: str) -> type[Environment]:
-    """The class that a domain names. Raises UnknownNameError."""
+    """Return the class that a domain names. Raises UnknownNameError."""
     plugin: Any = find_plugin("mopd.environments", name, ENVIRONMENTS)
     if isinstance(plugin, str):
         plugin = find_plugin("mopd.environments", plugin, {})
@@ -108,7 +108,8 @@ def find_environment(name: str) -> type[Environment]:
 
 
 def make_environment(name: str, arguments: dict[str, Any]) -> Environment:
-    """The environment that a domain names. Raises UnknownNameError for the name, InputError for the arguments."""
+    """Create the environment that a domain names. Raises UnknownNameError for the name, InputError for the
+    arguments."""
     environment_class = find_environment(name)
     try:
         return environment_class(**arguments)

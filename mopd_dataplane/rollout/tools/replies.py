@@ -1,4 +1,4 @@
-"""A conversation as tokens: which are the policy's, and how the student reads an environment's reply."""
+"""A conversation as tokens: which tokens are the policy's, and how the student reads an environment's reply."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _MARK = "{reply}"
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """Form in which the student reads a reply.
+    """How the student reads a reply.
 
     Example: reply_template "\\n{reply}\\n" -> ids("46") are the tokens of "\\n46\\n", before = after = "\\n".
     """
 
     ids: Callable[[str], list[int]]
-    """Text of a reply -> the tokens that follow the policy's turn, up to where the policy writes again."""
+    """Encodes a reply as the tokens that follow the policy's turn, up to where the policy writes again."""
     before: str = ""
-    """Text before a reply's own text when its tokens are decoded without special tokens."""
+    """Text before a reply's own text in its decoded tokens, without special tokens."""
     after: str = ""
-    """Text after it."""
+    """Text after a reply's own text."""
 
     def text(self, decoded: str) -> str:
-        """A reply's own text, of its decoded tokens."""
+        """Extract a reply's own text from its decoded tokens."""
         return decoded.removeprefix(self.before).removesuffix(self.after)
 
 
 def answering(
     environments: Mapping[str, Environment], replies: Mapping[str, ReplyForm], decode: Callable[[list[int]], str]
 ) -> Callable[[Turn], list[int] | None]:
-    """The environments of several domains as the one that a rollout asks.
+    """Combine the environments of several domains into the one function that a rollout calls.
 
-    environments, replies: by domain; a domain without one has conversations of one turn. decode: text of tokens without
+    environments, replies: by domain; a domain without one has conversations of one turn. decode: decodes tokens without
     special tokens.
     """
 
@@ -61,12 +61,13 @@ def answering(
 def turn_texts(
     response: Sequence[int], loss_mask: Sequence[int], form: ReplyForm, decode: Callable[[list[int]], str]
 ) -> list[str]:
-    """Texts of the policy and its environment in turn, without special tokens and without a reply's frame."""
+    """Return the texts of the policy and its environment in turn, without special tokens and without a reply's
+    frame."""
     return [decode(ids) if own else form.text(decode(ids)) for ids, own in whose_turns(response, loss_mask)]
 
 
 def whose_turns(response: Sequence[int], loss_mask: Sequence[int]) -> list[tuple[list[int], bool]]:
-    """A response cut into turns, and whether each is the policy's.
+    """Cut a response into turns. Returns the tokens of each, with True for the policy's.
 
     >>> whose_turns([7, 8, 9, 7], [1, 1, 0, 1])
     [([7, 8], True), ([9], False), ([7], True)]
@@ -78,7 +79,7 @@ def whose_turns(response: Sequence[int], loss_mask: Sequence[int]) -> list[tuple
 def reply_form(
     tokenizer: PreTrainedTokenizerBase, *, prompt_template: str, reply_template: str, role: str
 ) -> ReplyForm:
-    """Form in which the student reads a reply: a message of the chat template where `prompt_template` is `chat`, else
+    """Return how the student reads a reply: as a message of the chat template if `prompt_template` is `chat`, else by
     `reply_template`.
 
     Raises PromptError for a chat template that does not append messages, or does not end answers with special tokens.

@@ -21,7 +21,7 @@ from mopd_dataplane.errors import DeadlineError, ResourceError
 from mopd_dataplane.records import Prompt
 
 OUTPUT_BYTES = 64 << 10
-"""Kept of stdout and of stderr, each."""
+"""Number of bytes of stdout and of stderr that are stored, each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,26 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a sample; no result yet means in doubt."""
+    """One call of a sample. Without a result it is in doubt."""
 
     position: int
-    """Response length when the call was made: the turn it belongs to."""
+    """Length of the response when the call was made, which identifies its turn."""
     command: Command
     result: Result | None = None
 
 
 class Sandbox(Protocol):
-    """Runs commands, and remembers by key what it ran."""
+    """Runs commands, and remembers by key which ones it ran."""
 
     def run(self, sandbox: str, key: str, command: Command) -> Result | None:
-        """Run a command once per key in the named sandbox, or return what the run of that key gave.
+        """Run a command once per key in the named sandbox, or return the result of that key's earlier run.
 
-        None when the key's command was started but what came of it cannot be known.
+        Returns None when the key's command was started but its outcome cannot be determined.
         """
 
 
 class Abandoned(Exception):
-    """The sample cannot go on; `reason` is one of log_records.ABANDON_REASONS."""
+    """The sample cannot continue; `reason` is one of log_records.ABANDON_REASONS."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -79,13 +79,13 @@ class Turn:
     response: list[int]
     """Response tokens so far, all of them durable."""
     loss_mask: list[int]
-    """1 on those that the policy wrote."""
+    """1 on response tokens that the policy wrote."""
     uid: str
     calls: Sequence[Call]
-    """Commands that the sample ran before, this turn's when it is played again included."""
+    """Commands that the sample ran before, including those of this turn when it is replayed."""
     sandbox: Sandbox | None
     say: Callable[[Call, int], None]
-    """Keeps a call of that ordinal."""
+    """Records a call with its ordinal."""
 
     def __post_init__(self) -> None:
         self._next = sum(call.position < len(self.response) for call in self.calls)
@@ -93,8 +93,8 @@ class Turn:
     def run(self, argv: Sequence[str], *, timeout_s: float = 10.0) -> Result:
         """Run a command in the sample's sandbox, at most once over all lives of this rollout.
 
-        The environment must ask for the same commands in the same order when the same turn is played again.
-        Raises ResourceError when the rollout was given no sandbox.
+        The environment must run the same commands in the same order when the same turn is replayed.
+        Raises ResourceError when the rollout has no sandbox.
         """
         if self.sandbox is None:
             raise ResourceError("this rollout has no sandbox; give run_rollout(sandbox=SubprocessSandbox(folder))")

@@ -1,7 +1,7 @@
 """Runs one command once: `python -m mopd_dataplane.rollout.tools.sandbox_agent`, the task as JSON on stdin.
 
-Prints the result as JSON; `null` when an earlier agent claimed the key, is gone, and left no result. The agent lives in
-a session of its own, so the death of the rollout does not stop a command that has begun.
+Prints the result as JSON; `null` when an earlier agent claimed the key, is gone, and left no result. The agent runs in
+a session of its own, so the death of the rollout does not stop a running command.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any
 from mopd_dataplane.base.files import fsync, publish_file, try_lock
 
 _LAST_WORDS_S = 2.0
-"""How long the output of a killed command is waited for."""
+"""How long to wait for the output of a killed command, in seconds."""
 
 
 def serve(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Run the task's command unless its key was claimed before; then what came of it, waiting while it runs."""
+    """Run the task's command unless its key was claimed before. Returns its result, waiting while it runs."""
     records = Path(task["workspace"]).with_suffix(".calls")
     records.mkdir(exist_ok=True, mode=0o700)
     claim, outcome = records / f"{task['key']}.claim", records / f"{task['key']}.json"
@@ -66,7 +66,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(command: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Kill a command and every process it started; what they had said."""
+    """Kill a command and every process it started. Returns their output."""
     os.killpg(command.pid, signal.SIGKILL)
     try:
         return command.communicate(timeout=_LAST_WORDS_S)

@@ -33,6 +33,7 @@ def train_spec(run: Run, stage: Stage, window: int, *, checkpoints: Path, scratc
         hub_revision=student.revision if from_hub else "",
         policy_dir=str(run.policies.stage_folder(stage)),
         checkpoint_dir=str(checkpoints),
+        checkpoints_every=run.job.retain.checkpoints_every,
         socket=str(scratch / "loader.sock"),
         train=stage.train,
         objective=run.job.objective(stage),

@@ -17,7 +17,7 @@ from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
 from mopd_dataplane.errors import InputError, MismatchError
 from mopd_dataplane.job.job import Stage
-from mopd_dataplane.job.sections import Scale
+from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.run.changes import last_change, next_change

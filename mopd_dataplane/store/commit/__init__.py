@@ -1,4 +1,4 @@
-"""Writing: tables, commits that are durable and happen once, and the queue.
+"""Writing: tables, commits that are durable and happen once.
 
 acknowledged.py  which version of a table was acknowledged last
 table.py         one dataset: read at a version, append payload, insert rows exactly once
@@ -13,5 +13,4 @@ samples.py       samples: payload first, metadata last
 signals.py       teachers' signals: payload first, then `scores`
 token_stats.py   per-token statistics of scoring and training
 changes.py       changes of the job after its stages had begun
-queue.py         a durable key-value queue beside the tables, used by transferqueue/
 """

@@ -11,7 +11,7 @@ half written.
 import re
 from pathlib import Path
 
-from mopd_dataplane.base.files import fsync
+from mopd_dataplane.base.files import fsync, make_durable_folder
 from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.format.manifests import crc_of_manifest
 from mopd_dataplane.store.location import StoreLocation
@@ -65,8 +65,6 @@ class Acknowledged:
 
 
 def _touch(folder: Path, name: str) -> None:
-    new_folders = [parent for parent in (folder, *folder.parents) if not parent.is_dir()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(folder)
     (folder / name).touch()
-    for path in [folder, *(parent.parent for parent in new_folders)]:
-        fsync(path)
+    fsync(folder)

@@ -20,7 +20,7 @@ from mopd_dataplane.store.commit.in_flight import no_commit_in_flight
 from mopd_dataplane.store.format.manifests import names_of_versions
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.open_versions import free_versions
-from mopd_dataplane.store.read.tags import drop_versions, tagged
+from mopd_dataplane.store.read.tags import drop_versions, remove_torn_tags, tagged
 
 KEEP = timedelta(days=1)
 """Untagged versions younger than this are left alone: a reader of another machine may be at work on them."""
@@ -68,6 +68,7 @@ def clean_up(
         if committers:
             return CleanedUp(hindrance=f"a commit is in flight: {', '.join(committers)}")
         _sweep_staged(location.root / table)
+        remove_torn_tags(dataset, lambda tag: location.has(f"snapshots/{tag}.json"))
         old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
         if not readers_keep:
             return CleanedUp(len(old), drop_versions(dataset, old))

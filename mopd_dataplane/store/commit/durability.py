@@ -2,7 +2,8 @@
 
     sync_data      before the commit: the files a version will name. A version never points to bytes a power cut
                    can take away.
-    sync_version   after it: manifest, transaction, directories, and data another process did not live to sync.
+    sync_version   after it: manifest, transaction, directories, and data another process did not live to sync; so too
+                   the manifests of versions in between, which whoever lists the versions reads.
 
 Files synced before are remembered and skipped. A failed sync is never repeated: the kernel drops the dirty pages, and
 a second fsync reports success without having written.
@@ -17,7 +18,7 @@ from lance.fragment import FragmentMetadata
 
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.format.manifests import manifest
+from mopd_dataplane.store.format.manifests import manifest, names_of_versions
 
 
 class LostFileError(ResourceError):
@@ -49,9 +50,10 @@ class Barrier:
                 paths += [path, *([*sidecar.iterdir(), sidecar] if sidecar.is_dir() else [])]
         self._sync(paths)
 
-    def sync_version(self, dataset: lance.LanceDataset) -> None:
+    def sync_version(self, dataset: lance.LanceDataset, *, since: int | None = None) -> None:
         """Return once this version survives a power cut; ResourceError when that cannot be ensured.
 
+        since: the version that was acknowledged last; those in between survive too (None: this version alone).
         Raises LostFileError when a file is gone, also one that was synced before the commit.
         """
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
@@ -63,6 +65,9 @@ class Barrier:
         if transaction is not None:
             name = f"{transaction.read_version}-{transaction.uuid}.txn"
             paths += [path] if (path := self._root / "_transactions" / name).exists() else []
+        if since is not None and dataset.version > since + 1:
+            between = names_of_versions(self._root, least=since + 1)
+            paths += [manifest(self._root, version) for version in between if version < dataset.version]
         self._sync([path for path in paths if path not in self._synced])
         # What only older versions name is asked for no more.
         self._synced &= named

@@ -75,7 +75,7 @@ class Table:
         self._newest = 0
         """The newest version that this process has seen, in a folder."""
         self._torn: dict[int, Path] = {}
-        """Manifests by version that a power cut left above the newest acknowledged one; readers pass them over."""
+        """Manifests by version, from the first that a power cut tore on: never acknowledged; readers pass them over."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -154,7 +154,7 @@ class Table:
                 set_aside(path)
             warnings.warn(
                 f"{self.uri}: version {version} was being committed when the machine stopped, and was never "
-                f"acknowledged; its torn manifest is set aside as {path.stem}.torn, nothing acknowledged is lost",
+                f"acknowledged; its manifest is set aside as {path.stem}.torn, nothing acknowledged is lost",
                 stacklevel=2,
             )
         self._torn = {}
@@ -216,14 +216,14 @@ class Table:
     def append(self, rows: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
         """Append payload rows as they are; their [n] row ids, and the dataset that has them."""
         with writing_files(self._location, self.name), writing(self.uri):
-            dataset = self._evolved()
+            dataset = self.open_evolved()
             fragments = self._write(dataset, rows)
             fault_point(f"{self.name}.append.written")
             self.check_files(fragments)
             operation = lance.LanceOperation.Append(fragments)
             dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
         fault_point(f"{self.name}.append.committed")
-        return ids_of_files(dataset, _paths(fragments)), self._tidied(dataset)
+        return ids_of_files(dataset, _paths(fragments)), self.tidied(dataset)
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
         """Append rows on exactly this version; None, with nothing changed, when another commit came first."""
@@ -234,13 +234,13 @@ class Table:
         """Insert the rows whose key the table does not have; the keys decide, other columns are not compared."""
         with writing_files(self._location, self.name):
             inserted = self._insert(rows)
-        return replace(inserted, dataset=self._tidied(inserted.dataset)) if inserted.new.any() else inserted
+        return replace(inserted, dataset=self.tidied(inserted.dataset)) if inserted.new.any() else inserted
 
     def _insert(self, rows: pa.Table) -> Inserted:
         written = np.zeros(rows.num_rows, bool)
         fragments: list[FragmentMetadata] = []  # hold the rows that are written, and that no version names yet
         first = _first_of_each(rows.select(self.spec.key))
-        self._evolved()
+        self.open_evolved()
         for attempt in range(ATTEMPTS):
             matches, dataset = self.find(rows)
             if fragments and _holds(dataset, fragments):
@@ -285,10 +285,11 @@ class Table:
         may then have dropped this one, so nothing is left to do. Raises LostFileError for a file that is gone
         otherwise.
         """
-        if self.barrier is None or self._acknowledged.newest() < dataset.version:
+        acknowledged = self._acknowledged.newest()
+        if self.barrier is None or acknowledged < dataset.version:
             try:
                 if self.barrier is not None:
-                    self.barrier.sync_version(dataset)
+                    self.barrier.sync_version(dataset, since=acknowledged)
                 self._acknowledged.record(dataset.version)
             except LostFileError:
                 if self._acknowledged.newest() < dataset.version:
@@ -329,7 +330,7 @@ class Table:
         self.make_durable(done)
         return True
 
-    def _evolved(self) -> lance.LanceDataset:
+    def open_evolved(self) -> lance.LanceDataset:
         """The newest version, given the nullable columns that came into being after the dataset."""
         dataset = self.open_to_write()
         names = set(dataset.schema.names)
@@ -349,7 +350,7 @@ class Table:
         self.sync_data(fragments)
         return fragments
 
-    def _tidied(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
+    def tidied(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
         """The version with its small files merged when there are too many, else the same."""
         if blob_columns(self.spec) or not (limit := is_crowded(dataset)):
             return dataset

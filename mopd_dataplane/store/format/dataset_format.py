@@ -23,6 +23,8 @@ PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
 PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
 FREED = "freed"
 """Codec of a row of hidden states that are gone; see retire.py."""
+FORKED_FROM = "forked_from"
+"""Key of a store's mark that names the run and the point that it was forked from."""
 TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 

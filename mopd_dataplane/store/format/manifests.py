@@ -65,37 +65,40 @@ def _noted(root: Path) -> int:
 
 
 def torn_manifests(root: Path, acknowledged: int) -> tuple[dict[int, Path], int]:
-    """(manifests above the newest acknowledged version that were not written whole, by version; the newest whole one).
+    """(manifests that are to be set aside, by version; the newest version below them).
 
     Only a power cut between a commit and its sync leaves a file without its end, or with a sector of zeros. (Lance may
-    read one with such a hole as a dataset with other columns.) A manifest that is whole and does not parse is left to
-    Lance, which refuses it. Raises DamagedError when the newest acknowledged version is gone, or not whole.
+    read one with such a hole as a dataset with other columns.) Versions above a torn one were not acknowledged either,
+    and go with it, so that no number is missing below the newest version. A manifest that is whole and does not parse
+    is left to Lance, which refuses it. Raises DamagedError when the newest acknowledged version is gone, or not whole.
     """
     versions = names_of_versions(root, least=acknowledged)
-    torn: dict[int, Path] = {}
-    for version in versions:
-        path = manifest(root, version)
-        if not _is_torn(path.read_bytes()):
-            return torn, version
-        if version == acknowledged:
-            raise DamagedError(
-                f"{root}: version {version} was acknowledged, and its manifest {path.name} is cut short or has holes; "
-                "nothing was changed: restore the file from a copy"
-            )
-        torn[version] = path
+    torn = [version for version in versions if _is_torn(manifest(root, version))]
+    if torn and torn[-1] == acknowledged:
+        raise DamagedError(
+            f"{root}: version {acknowledged} was acknowledged, and its manifest {manifest_name(acknowledged)} is cut "
+            "short or has holes; nothing was changed: restore the file from a copy"
+        )
+    above = {version: manifest(root, version) for version in versions if torn and version >= torn[-1]}
+    if len(above) < len(versions):
+        return above, versions[len(above)]
     if acknowledged:
-        older = names_of_versions(root)[len(torn) :]
+        older = names_of_versions(root)[len(above) :]
         newest = f"the newest one there is {older[0]}" if older else "there is none"
         raise DamagedError(
             f"{root}: version {acknowledged} was acknowledged, {newest}; manifests were deleted or an older copy was "
             "put back: restore the folder `_versions` from a copy"
         )
-    if torn:
+    if above:
         raise DamagedError(f"{root}: no manifest is whole; restore the folder `_versions` from a copy")
-    return torn, 0
+    return {}, 0
 
 
-def _is_torn(content: bytes) -> bool:
+def _is_torn(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:  # dropped by a clean-up since it was listed
+        return False
     sectors = (content[start : start + _SECTOR] for start in range(0, len(content), _SECTOR))
     return not content.endswith(_MANIFEST_END) or any(not any(sector) for sector in sectors)
 

@@ -13,6 +13,8 @@ verify_deleted.py    the audit of deletions: their records, and the search for w
 upgrade.py           tables of format 1, copied into format 2
 copy_samples.py      copying matching samples, with everything that refers to them, to a new store
 copy_tables.py       copying every table unchanged, file by file
+link_tables.py       a new store with the same tables, under second names of their files
+cut_rows.py          removing from it what a run did after a point
 copy_target.py       the place of a copy: one writer, continued or begun anew
 copy_files.py        the end of a copy, and the files beside the tables
 deletion_records.py  records of what was deleted, by identity alone

@@ -5,7 +5,7 @@ snapshots pin are copied as they are: data, sidecars and deletions first, then t
 checkpoints and the token log, which name rows and versions, stay valid. Other versions are not copied.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import lance
@@ -19,6 +19,8 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.manifests import manifest_name
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.copy_files import copy_file
+from mopd_dataplane.store.queue.logged import LoggedQueue
+from mopd_dataplane.store.queue.queue_log import LOGS
 from mopd_dataplane.store.read import snapshot as snapshots
 
 
@@ -33,15 +35,21 @@ class PinnedTables:
     """Versions of each table by the tag of the snapshot that pins them."""
 
 
-def pin_tables(source: Store) -> PinnedTables:
-    """Open the newest version of every table, and those that snapshots pin. Raises DamagedError for a manifest that is
-    not the one that was acknowledged, or pinned."""
+def pin_tables(source: Store, tags: Collection[str] | None = None) -> PinnedTables:
+    """Open the newest version of every table, and those that snapshots of these tags pin (None: all snapshots).
+
+    What queues have in logs alone is folded first. Raises DamagedError for a manifest that is not the one that was
+    acknowledged, or pinned.
+    """
+    if source.root is not None:
+        for name in source.location.children(LOGS):
+            LoggedQueue(source.root, name, starts_folding=False).fold()
     snapshot, handles = snapshots.take_snapshot(
         source.location, {name: source.table_handle(name) for name in table_names(source)}
     )
     datasets = {name: {opened.version: opened} for name, opened in zip(snapshot.versions, handles, strict=True)}
     pins = {}
-    for tag, versions in _pins(source).items():
+    for tag, versions in _pins(source, tags).items():
         try:
             for name, version in versions.items():
                 if version not in datasets[name]:
@@ -63,7 +71,8 @@ def copy_tables(source: Store, location: StoreLocation, pinned: PinnedTables) ->
         if problem := old.manifest_damage():  # its copy would be acknowledged
             raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
-            _copy_version(source, location, name, pinned.datasets[name][version])
+            for file in version_files(source.location, name, pinned.datasets[name][version]):
+                copy_file(source, location, file)
             fault_point("whole_copy.version")
         table = Table(location, name)
         for version in versions:
@@ -88,10 +97,12 @@ def _queues(source: Store) -> list[str]:
     return [f"queues/{name}" for name in source.location.children("queues")]
 
 
-def _pins(source: Store) -> dict[str, dict[str, int]]:
+def _pins(source: Store, tags: Collection[str] | None) -> dict[str, dict[str, int]]:
     """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
     pins = {}
     for tag in snapshots.tags_of(source.location):
+        if tags is not None and tag not in tags:
+            continue
         try:
             pins[tag] = snapshots.tagged(source, tag).versions
         except UnknownNameError:  # a deletion has released it since
@@ -105,18 +116,18 @@ def _pins(source: Store) -> dict[str, dict[str, int]]:
     return pins
 
 
-def _copy_version(source: Store, location: StoreLocation, name: str, dataset: lance.LanceDataset) -> None:
-    """The files of one version of a table, its manifest last."""
+def version_files(location: StoreLocation, name: str, dataset: lance.LanceDataset) -> Iterator[str]:
+    """Files of one version of a table, by their names in the store: those that a manifest names, then the manifest."""
     for fragment in dataset.get_fragments():
         for data_file in fragment.data_files():
             stem = data_file.path.removesuffix(".lance")
-            for beside in source.location.children(f"{name}/data/{stem}"):
-                copy_file(source, location, f"{name}/data/{stem}/{beside}")
-            copy_file(source, location, f"{name}/data/{data_file.path}")
+            for beside in location.children(f"{name}/data/{stem}"):
+                yield f"{name}/data/{stem}/{beside}"
+            yield f"{name}/data/{data_file.path}"
         deletions = fragment.metadata.deletion_file
         if deletions is not None:
-            copy_file(source, location, f"{name}/{deletions.path(fragment.fragment_id)}")
+            yield f"{name}/{deletions.path(fragment.fragment_id)}"
     transaction = dataset.read_transaction(dataset.version)
     if transaction is not None:
-        copy_file(source, location, f"{name}/_transactions/{transaction.read_version}-{transaction.uuid}.txn")
-    copy_file(source, location, f"{name}/_versions/{manifest_name(dataset.version)}")
+        yield f"{name}/_transactions/{transaction.read_version}-{transaction.uuid}.txn"
+    yield f"{name}/_versions/{manifest_name(dataset.version)}"

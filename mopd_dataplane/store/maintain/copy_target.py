@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mopd_dataplane.base.files import try_lock
+from mopd_dataplane.base.files import make_durable_folder, try_lock
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
@@ -42,7 +42,7 @@ def one_writer(location: StoreLocation) -> Iterator[None]:
         yield
         return
     location.check_new()
-    location.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_durable_folder(location.root, 0o700)
     descriptor = os.open(location.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not try_lock(descriptor):

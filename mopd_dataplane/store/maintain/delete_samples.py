@@ -35,7 +35,7 @@ from mopd_dataplane.store.format.dataset_format import FREED, blob_columns
 from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.store.format.row_ids import row_ids
 from mopd_dataplane.store.maintain.deletion_records import Deletion, PromptSlot, names_prompt, prompt_hash, uids_in
-from mopd_dataplane.store.maintain.remove_rows import remove_rows
+from mopd_dataplane.store.maintain.remove_rows import Blobs, remove_rows
 from mopd_dataplane.store.read import snapshot as snapshots
 from mopd_dataplane.store.read.row_reader import check_crcs, fitting_rows, header_columns, scored_rows, take_rows
 from mopd_dataplane.store.read.tags import tagged
@@ -136,8 +136,8 @@ def rows_to_go(store: OpenStore, uids: Collection[str], prompts: Collection[str]
     signals = [name for name in names if name.startswith("signals/")]
     of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
     uid_array = pa.array(sorted(uids), pa.string())
-    rows_by_table = {name: _rows_of(store.dataset(name), uid_array) for name in of_samples}
-    rows_by_table["events"] = _events_of(store.dataset("events"), set(uids), set(prompts))
+    rows_by_table = {name: rows_of(store.dataset(name), uid_array) for name in of_samples}
+    rows_by_table["events"] = events_of(store.dataset("events"), set(uids), set(prompts))
     for name in ("evals", "prompts"):
         rows_by_table[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
     return {name: rows for name, rows in rows_by_table.items() if len(rows)}
@@ -151,7 +151,8 @@ def late_samples(store: OpenStore, deletion: Deletion) -> dict[str, int]:
     return {uid: row for uid, row in pairs if uid not in deleted_uids}
 
 
-def _rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
+def rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
+    """Row ids of a table's rows of some samples, by their uids."""
     if not len(uids):
         return np.empty(0, np.int64)
     with reading(dataset.uri):
@@ -170,7 +171,7 @@ def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[st
     return rows.filter(pc.is_in(rows["prompt_id"], value_set=pa.array(gone, pa.string())))
 
 
-def _events_of(dataset: lance.LanceDataset, uids: set[str], prompts: set[str]) -> Rows:
+def events_of(dataset: lance.LanceDataset, uids: set[str], prompts: set[str]) -> Rows:
     """Events whose name or detail names one of the samples, or one of the prompts by the hash of its name."""
     if not uids and not prompts:
         return np.empty(0, np.int64)
@@ -219,9 +220,13 @@ def _remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
             fault_point("delete.unpinned")
         for name, rows in remaining.items():
             table = store.table_handle(name)
-            blobs = partial(_states, store, name) if blob_columns(table.spec) else None
-            if count := remove_rows(store.location, table, rows, blobs):
+            if count := remove_rows(store.location, table, rows, blobs_of(store, name)):
                 yield name, count
+
+
+def blobs_of(store: OpenStore, name: str) -> Blobs | None:
+    """Reader of what a scan of a table does not show; None for a table without such columns."""
+    return partial(_states, store, name) if blob_columns(store.table_handle(name).spec) else None
 
 
 def pins_of(store: OpenStore, rows_by_table: dict[str, Rows]) -> list[str]:

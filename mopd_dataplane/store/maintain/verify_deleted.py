@@ -14,10 +14,11 @@ from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import FOLDER, UID, Deletions, names_prompt, prompt_hash, uids_in
 from mopd_dataplane.store.maintain.verify_files import JOB_FILES
 from mopd_dataplane.store.maintain.verify_report import Finding
+from mopd_dataplane.store.queue.queue_log import LOGS
 from mopd_dataplane.store.read.decode import KEPT
 from mopd_dataplane.tables import TABLES
 
-_NOT_SEARCHED = {*TABLES, "signals", "queues", "acknowledged", "locks", FOLDER}
+_NOT_SEARCHED = {*TABLES, "signals", "queues", LOGS, "acknowledged", "locks", FOLDER}
 """Folders of datasets, which are searched row by row (what old versions hold leaves the disk with them), of numbers of
 versions, and of the records."""
 _FOLDERS = ("wal", "checkpoints", "policies", "discriminators", "snapshots", KEPT)

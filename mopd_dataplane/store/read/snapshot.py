@@ -42,11 +42,18 @@ def pin(location: StoreLocation, tables: Mapping[str, Table], tag: str, target: 
     if (pinned_snapshot := _held(location, tag)) is not None:
         return pinned_snapshot
     snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
+    _set_tags(tables, tag, snapshot)
+    del handles  # held until the tags were there
+    record = {"versions": snapshot.versions, "manifests": _manifests(location, snapshot)}
+    if not location.create_json(_file(tag), record) and (first := _held(location, tag)) is not None:
+        _set_tags(tables, tag, first)  # another process pinned its own snapshot meanwhile, whose tags this call moved
+        return first
+    return snapshot
+
+
+def _set_tags(tables: Mapping[str, Table], tag: str, snapshot: Snapshot) -> None:
     for name, version in snapshot.versions.items():
         set_tag(tables[name].open(version), tag, version)
-    del handles  # held until the tags were there
-    location.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(location, snapshot)})
-    return snapshot
 
 
 def tags_of(location: StoreLocation) -> list[str]:

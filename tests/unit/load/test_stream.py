@@ -126,7 +126,7 @@ def test_a_condition_leaves_out_samples_and_the_batches_say_so(store):
             ]
             expected += [[pack for pack in packs if pack]] if any(packs) else []
     assert 0 < sum(len(pack) for step in expected for pack in step) < 24
-    spec = SPEC.model_copy(update={"where": where})
+    spec = SPEC.model_copy(update={"where": where, "deadline_s": 120.0})
     with BatchStream(store.uri, spec, views="numpy", environment={}) as stream:
         batches = [
             (lengths_in(batch), batch.loss_tokens, sum(int(p.loss_mask.sum()) for p in batch.packs)) for batch in stream
@@ -143,7 +143,7 @@ def test_a_condition_leaves_out_samples_and_the_batches_say_so(store):
     ],
 )
 def test_a_condition_that_cannot_be_met_is_refused(store, where, error, message):
-    spec = SPEC.model_copy(update={"where": where})
+    spec = SPEC.model_copy(update={"where": where, "deadline_s": 120.0})
     with (
         BatchStream(store.uri, spec, views="numpy", environment={}) as stream,
         pytest.raises(error, match=message),

@@ -13,6 +13,7 @@ import torch
 from decoding import TINY, Preempted, make_requests
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.log.framing import MAX_BODY
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models.hf import hidden_states, load_model
@@ -22,7 +23,6 @@ from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engines.engine import Request, Routes, StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.log import log_records, recovery
-from mopd_dataplane.rollout.log.framing import MAX_BODY
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.runner import SAVED

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mopd_dataplane.base.log.framing import SegmentHeader, pack_record
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.rollout.log import log_records
-from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 

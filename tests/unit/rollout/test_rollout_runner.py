@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.log.framing import read_segment
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, PromptError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.log import log_records, recovery
-from mopd_dataplane.rollout.log.framing import read_segment
 from mopd_dataplane.rollout.runner import RolloutReport
 from mopd_dataplane.rollout.tools.sandbox import Turn
 from mopd_dataplane.testing.toy_engine import EOS, ToyEngine

@@ -13,6 +13,7 @@ import pytest
 from decoding import make_requests
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.log.framing import MAX_BODY
 from mopd_dataplane.base.sampling_masks import SamplingMasks, sampling_masks_of
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job import sections
@@ -21,7 +22,6 @@ from mopd_dataplane.rollout.engines.engine import Request, StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution
 from mopd_dataplane.rollout.log import log_records, recovery
-from mopd_dataplane.rollout.log.framing import MAX_BODY
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.partial_sample import PartialMasks
 from mopd_dataplane.testing.toy_engine import ToyEngine

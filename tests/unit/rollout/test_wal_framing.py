@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mopd_dataplane.base.log.framing import MAX_BODY, SEGMENT_HEADER, SegmentHeader, pack_record, read_segment
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.rollout.log import log_records
-from mopd_dataplane.rollout.log.framing import MAX_BODY, SEGMENT_HEADER, SegmentHeader, pack_record, read_segment
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 
 UUID = bytes(range(16))

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mopd_dataplane.base.log import segment_file
+from mopd_dataplane.base.log.filesystem import mount_of
+from mopd_dataplane.base.log.framing import read_segment
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.job import sections
-from mopd_dataplane.rollout.log import log_records, segment_file
-from mopd_dataplane.rollout.log.filesystem import mount_of
-from mopd_dataplane.rollout.log.framing import read_segment
+from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.ownership import claim_file
 from mopd_dataplane.rollout.log.recovery import recover

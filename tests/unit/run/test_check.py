@@ -220,6 +220,15 @@ def test_every_part_of_the_store_is_counted(tmp_path: Path, capsys: pytest.Captu
     assert disk["all"].startswith("about ")
 
 
+def test_checkpoints_that_retain_keeps_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: of 3 versions the last two stay anyway, so version 1 costs 12 bytes a parameter more."""
+    wide = {"config": TINY | {"hidden_size": 1024}}
+    said, _ = check(tmp_path, job(tmp_path, student=wide, retain={"checkpoints_every": 1}), capsys)
+    kept = said["disk"]["s checkpoints of 1 earlier versions (retain.checkpoints_every)"]
+    parameters = float(said["models"]["student"].split()[0]) * 1e6
+    assert float(kept.split()[1]) * 1e6 == pytest.approx(12 * parameters, rel=0.05)
+
+
 def test_what_is_not_known_yet_is_called_unknown_and_the_sum_a_lower_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

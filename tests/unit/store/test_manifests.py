@@ -10,6 +10,7 @@ import lance
 import pytest
 import store_builders as build
 
+from mopd_dataplane.store.commit import durability
 from mopd_dataplane.store.commit.clean_up import clean_up
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.manifests import manifest, names_of_versions, newest_version
@@ -109,3 +110,37 @@ def test_clean_up_keeps_the_acknowledged_version_and_what_is_newer(store: Store)
     assert table.acknowledged() == acknowledged
     clean_up(store.location, table.name, table.open(), acknowledged, older_than=None)
     assert names_of_versions(root_of(store)) == [acknowledged + 2, acknowledged + 1, acknowledged]
+
+
+def test_the_first_torn_manifest_above_the_acknowledged_one_is_set_aside_with_all_above_it(store: Store) -> None:
+    """Two commits that nobody was told of, of which a power cut tore the first: whoever lists the versions reads it."""
+    committed(store, 2)
+    table = store.table_handle("samples")
+    acknowledged = table.acknowledged()
+    none = store.table("samples").slice(0, 0).drop_columns(["row_crc"])
+    for _ in range(2):
+        assert table.append_on(table.open(), none) is not None
+    root = root_of(store)
+    torn = manifest(root, acknowledged + 1)
+    torn.write_bytes(torn.read_bytes()[:-20])
+    assert Store.open(store.uri).dataset("samples").version == acknowledged
+    with pytest.warns(UserWarning, match="was never acknowledged; its manifest is set aside"):
+        committed(Store.open(store.uri), 1, first=2)
+    assert [entry["version"] for entry in lance.dataset(str(root)).versions()] == names_of_versions(root)[::-1]
+    assert len(list((root / "_versions").glob("*.torn"))) == 2
+    assert Store.open(store.uri).verify().ok
+
+
+def test_a_commit_syncs_the_manifests_of_versions_that_nobody_acknowledged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(store, 1)
+    table = store.table_handle("samples")
+    none = store.table("samples").slice(0, 0).drop_columns(["row_crc"])
+    assert (left := table.append_on(table.open(), none)) is not None
+    synced: list[Path] = []
+    real = durability.fsync
+    monkeypatch.setattr(durability, "fsync", lambda path: (synced.append(path), real(path)))
+    committed(store, 1, first=1)
+    root = root_of(store)
+    assert {manifest(root, left.version), manifest(root, left.version + 1)} <= {*synced}

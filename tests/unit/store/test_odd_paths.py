@@ -8,10 +8,10 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.store.commit.queue import Queue
 from mopd_dataplane.store.commit.token_stats import write_token_stats
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.copy_samples import copy_samples
+from mopd_dataplane.store.queue.logged import LoggedQueue
 
 ODD = [
     "é",
@@ -54,7 +54,7 @@ def test_a_store_works_at_an_odd_path_and_nothing_is_made_beside_it(tmp_path: Pa
     assert store.sql("select count(*) as n from samples")["n"].to_pylist() == [3]
     store.compact(now=True)
     assert store.verify().findings == []
-    queue = Queue(store.uri, "q")
+    queue = LoggedQueue(store.uri, "q", starts_folding=False)
     queue.pin("first")
     queue.pin("first")
     assert [*copy_samples(store, str(tmp_path / "copies" / name), "group_index = 0")]

@@ -10,6 +10,9 @@ import lance
 import pyarrow as pa
 import pytest
 
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.commit.clean_up import clean_up
+from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.read.tags import ATTEMPTS, drop_tag, set_tag, tagged
 
 
@@ -18,7 +21,7 @@ class Vanishing:
 
     def __init__(self, dataset: lance.LanceDataset, times: int) -> None:
         self._dataset, self._left = dataset, times
-        self.tags = SimpleNamespace(list=self._list)
+        self.tags, self.uri = SimpleNamespace(list=self._list), dataset.uri
 
     def _list(self) -> dict[str, Any]:
         if self._left:
@@ -50,3 +53,27 @@ def test_a_tag_is_set_moved_and_dropped_once_or_twice(dataset: lance.LanceDatase
     for _ in range(2):
         drop_tag(dataset, "kept")
     assert tagged(dataset) == {}
+
+
+def test_a_tag_that_a_power_cut_tore_is_no_tag_and_clean_up_deletes_it(dataset: lance.LanceDataset) -> None:
+    torn = Path(dataset.uri) / "_refs" / "tags" / "torn.json"
+    torn.write_bytes(b"")
+    assert tagged(dataset) == {"kept": 1}
+    set_tag(dataset, "torn", 1)
+    assert tagged(dataset) == {"kept": 1, "torn": 1}
+    torn.write_bytes(bytes(100))
+    drop_tag(dataset, "kept")
+    assert tagged(dataset) == {}
+
+
+def test_clean_up_goes_on_past_a_torn_tag_unless_a_snapshot_needs_it(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "s")
+    store.snapshot(tag="pinned")
+    labels = store.table_handle("labels")
+    tags = tmp_path / "s" / "labels" / "_refs" / "tags"
+    (tags / "torn.json").write_bytes(b"")
+    clean_up(store.location, "labels", labels.open(), labels.acknowledged(), older_than=None)
+    assert [path.name for path in tags.iterdir()] == ["pinned.json"]
+    (tags / "pinned.json").write_bytes(b"")
+    with pytest.raises(DamagedError, match="snapshot pinned needs it; nothing was cleaned up"):
+        clean_up(store.location, "labels", labels.open(), labels.acknowledged(), older_than=None)

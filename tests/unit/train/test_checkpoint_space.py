@@ -1,4 +1,5 @@
-"""A disk that gets full inside a checkpoint: a named error, and the checkpoint before stays the newest."""
+"""Checkpoints on a disk: when it gets full inside of one, the error is named and the one before stays the newest; and
+which of them stay."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, latest_checkpoint
+from mopd_dataplane.train.newest import window_ends
 from mopd_dataplane.train.ranks import Ranks
 
 
@@ -36,3 +38,22 @@ def test_a_full_disk_is_named_and_costs_only_the_new_checkpoint(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001"], "the room is back"
     checkpoints.save(Position(step=2), identity, model, optimizer)
     assert latest_checkpoint(tmp_path) == (Position(step=2), identity)
+
+
+@pytest.mark.parametrize(("every", "versions"), [(0, [5, 6]), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 5, 6])])
+def test_ends_of_windows_stay_as_long_as_asked_for(tmp_path: Path, every: int, versions: list[int]) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, Ranks.join("cpu"), every=every)
+    identity = Identity(stage="s", objective={}, plan_digest="p", snapshot_digest="d")
+    for window in range(6):
+        for inside in (1, 2):
+            position = Position(step=3 * window + inside, window=window, window_step=inside)
+            checkpoints.save(position, identity, model, optimizer)
+        checkpoints.save(Position(step=3 * window + 3, window=window + 1), identity, model, optimizer)
+    ends = window_ends(tmp_path)
+    assert {version: (end.name, end.step) for version, end in ends.items()} == {
+        version: (f"step-{3 * version:08d}", 3 * version) for version in versions
+    }
+    inside = {path.name for path in tmp_path.glob("step-*")} - {end.name for end in ends.values()}
+    assert inside == {"step-00000017"}, "and the newest but one, which lies inside of a window"

@@ -13,7 +13,7 @@ import torch
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError
 from mopd_dataplane.fields import FIELDS, value
 from mopd_dataplane.job.load import check_job
-from mopd_dataplane.job.sections import Scale
+from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.records import Pack
 from mopd_dataplane.run.steps.trainer_process import ranks_here
 from mopd_dataplane.train.context import MADE, check_heads, part_of, trained_token_fields

@@ -1,4 +1,4 @@
-"""Records and segments of the token log as bytes.
+"""Records and segments of a log as bytes.
 
 Segment header, 64 bytes little-endian, written and synced before the file gets its name:
     magic 8s | version u32 | header bytes u32 | epoch u32 | algorithm u32 | log uuid 16s | segment u64 | first lsn u64 |
@@ -6,11 +6,11 @@ Segment header, 64 bytes little-endian, written and synced before the file gets 
 
 Record, 32-byte header little-endian, then the body, then zeros up to a multiple of 8:
     masked crc32c u32 | body bytes u32 | lsn u64 | synced lsn u64 | epoch u32 | kind u16 | flags u16 (0)
-The checksum covers salt + rest of the header + body, and the padding is compared with zeros: no byte is outside a
-check. salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
+The checksum covers salt + rest of the header + body, and the padding is compared with zeros: every byte is checked.
+salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
 
-`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written. A record that
-cannot be read but lies at or below a watermark was damaged; above every watermark it may just not have been written.
+`synced lsn` is the durable watermark: the lsn of the newest durable record when this one was written. An unreadable
+record at or below a watermark was damaged; above every watermark it may just not have been written.
 """
 
 import struct
@@ -28,6 +28,8 @@ CRC32C = 1
 """Checksum algorithm id."""
 MAX_BODY = 1 << 20
 """Largest record body in bytes."""
+SYNC, CLOSE = 10, 12
+"""Kinds of records that every log has: one that only carries the watermark, and the last one of a finished segment."""
 
 _SEGMENT = struct.Struct("<8sIIII16sQQI")
 SEGMENT_HEADER = _SEGMENT.size + 4
@@ -73,20 +75,20 @@ class Record:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment file as read back: its good records up to the first that is not."""
+    """A segment file as read back: its good records up to the first bad one."""
 
     path: Path
     header: SegmentHeader
     records: list[Record]
     valid_end: int
-    """Offset behind the last good record."""
+    """Offset of the end of the last good record."""
     size: int
     watermark: int
-    """Largest synced lsn that any good record of the file states, behind the first bad one too; 0 when none."""
+    """Largest synced lsn in any good record of the file, also after the first bad one; 0 when there is none."""
 
     @property
     def next_lsn(self) -> int:
-        """lsn of the first record that is missing."""
+        """lsn of the first missing record."""
         return self.header.first_lsn + len(self.records)
 
 
@@ -99,26 +101,26 @@ def pack_record(salt: int, lsn: int, synced_lsn: int, epoch: int, kind: int, bod
 
 
 def read_segment(path: Path, *, limit: int | None = None) -> Segment:
-    """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is not what was written."""
-    if not path.is_file():  # a device or a pipe would never end
-        raise DamagedError(f"{path} is no regular file; a segment of a token log is one: put it back from a copy")
+    """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is damaged."""
+    if not path.is_file():  # reading a device or a pipe would never end
+        raise DamagedError(f"{path} is no regular file; a segment of a log is one: put it back from a copy")
     data = path.read_bytes()[:limit]
-    header = _read_header(path, data)
+    header = read_header(path, data)
     salt = header.salt
     records: list[Record] = []
     offset = SEGMENT_HEADER
     while True:
-        record = _record_at(data, offset, salt, header.epoch)
+        record = record_at(data, offset, salt, header.epoch)
         if record is None or record.lsn != header.first_lsn + len(records):
             break
         records.append(record)
         offset = record.end
     seen = [record.synced_lsn for record in records]
-    seen += [record.synced_lsn for record in _salvage(data, offset, salt, header.epoch)]
+    seen += [record.synced_lsn for record in salvage(data, offset, salt, header.epoch)]
     return Segment(path, header, records, offset, len(data), max(seen, default=0))
 
 
-def _read_header(path: Path, data: bytes) -> SegmentHeader:
+def read_header(path: Path, data: bytes) -> SegmentHeader:
     if len(data) < SEGMENT_HEADER:
         raise DamagedError(f"{path}: {len(data)} bytes, too short for a segment header of {SEGMENT_HEADER}")
     (crc,) = _CRC.unpack_from(data, _SEGMENT.size)
@@ -132,8 +134,8 @@ def _read_header(path: Path, data: bytes) -> SegmentHeader:
     return SegmentHeader(epoch, log_uuid, segment, first_lsn, previous)
 
 
-def _record_at(data: bytes, offset: int, salt: int, epoch: int) -> Record | None:
-    """The good record at an offset, or None."""
+def record_at(data: bytes, offset: int, salt: int, epoch: int) -> Record | None:
+    """Return the good record at an offset, or None."""
     start = offset + RECORD_HEADER
     if start > len(data):
         return None
@@ -148,17 +150,17 @@ def _record_at(data: bytes, offset: int, salt: int, epoch: int) -> Record | None
     return Record(lsn, synced_lsn, kind, data[start:end], offset, padded, crc)
 
 
-def _salvage(data: bytes, offset: int, salt: int, epoch: int) -> list[Record]:
-    """Good records behind the first bad one, read only for their watermarks."""
+def salvage(data: bytes, offset: int, salt: int, epoch: int) -> list[Record]:
+    """Return good records after the first bad one, which are read only for their watermarks."""
     offset += -offset % 8
     words = np.frombuffer(data, "<u4", count=max(0, len(data) - offset) // 4, offset=min(offset, len(data)))
     rows = words[: len(words) // 2 * 2].reshape(-1, 2)
     lengths, epochs = rows[:, 1], rows[3:, 0]
     plausible = np.flatnonzero((epochs == epoch) & (lengths[: len(epochs)] <= MAX_BODY))
-    records = (_record_at(data, offset + 8 * int(row), salt, epoch) for row in plausible)
+    records = (record_at(data, offset + 8 * int(row), salt, epoch) for row in plausible)
     return [record for record in records if record is not None]
 
 
 def _masked(crc: int) -> int:
-    """A checksum that stays strong when the checked bytes contain checksums (the mask of LevelDB and Snappy)."""
+    """Mask a checksum, so that it stays strong when the checked bytes contain checksums (as LevelDB and Snappy do)."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 Level = Literal["logged", "durable", "committed"]
-"""Level to which something is acknowledged; each level includes those before it."""
+"""Acknowledgement level; each level includes those before it."""
 
 SYNCING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs"})
-"""Local file systems whose fsync reaches the disk. Everything else (tmpfs, overlay, NFS, FUSE, 9p …) keeps its data
-in memory, on another machine or in another file system's hands, and is promised `logged` only."""
+"""Local file systems whose fsync reaches the disk. All others (tmpfs, overlay, NFS, FUSE, 9p …) store their data in
+memory, on another machine or through another file system, and can promise only `logged`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The mounted file system a path lies on."""
+    """The mounted file system of a path."""
 
     point: str
     kind: str
@@ -28,17 +28,17 @@ class Mount:
 
     @property
     def level(self) -> Level:
-        """Best level that can be promised here."""
+        """Highest level that this file system can promise."""
         return "durable" if self.kind in SYNCING else "logged"
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that holds a path, as /proc/self/mountinfo has it: the deepest above it, the newest of equals."""
+    """Return the mount of a path from /proc/self/mountinfo: the deepest one above it, the newest of equals."""
     target = path.resolve()
     best = Mount("/", "unknown", "")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        # Space, tab, newline and backslash are written as octal.
+        # mountinfo writes space, tab, newline and backslash as octal.
         point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4]))
         if target.is_relative_to(point) and len(point.parts) >= len(Path(best.point).parts):
             best = Mount(str(point), after.split()[0], before.split()[5])

@@ -1,4 +1,5 @@
-"""The file behind one segment: how it gets its name, what a full disk does to it, and what a failed sync means."""
+"""The file behind one segment: naming it, waiting for space on a full disk, and failing for good after a failed
+sync."""
 
 import os
 import time
@@ -14,13 +15,21 @@ from mopd_dataplane.errors import ResourceError
 class SegmentFile:
     """Append-only file.
 
-    A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`. A failed sync is
+    A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`; `words` are the
+    noun of what pauses and what is kept. A failed sync is
     final: after it the kernel may report lost pages as clean, so a second sync proves nothing. Both raise
     ResourceError.
     """
 
     def __init__(
-        self, path: Path, header: bytes, *, syncs: bool, full_disk_wait_s: float, notice: Callable[[str], None]
+        self,
+        path: Path,
+        header: bytes,
+        *,
+        syncs: bool,
+        full_disk_wait_s: float,
+        notice: Callable[[str], None],
+        words: tuple[str, str],
     ) -> None:
         self.path = path
         self.size = 0
@@ -28,6 +37,7 @@ class SegmentFile:
         self._syncs = syncs
         self._full_disk_wait_s = full_disk_wait_s
         self._notice = notice
+        self._activity, self._outcome = words
         self._disk = f"the disk under {path.parent}"  # said here: paths take longer to read than records to write
         staging = path.with_suffix(".tmp")
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -39,7 +49,7 @@ class SegmentFile:
             raise
 
     def _publish(self, header: bytes, staging: Path) -> None:
-        """The file gets its name only when its header is on disk."""
+        """Name the file, once its header is on disk."""
         self.write(header)
         self.sync()
         fault_point("wal.segment.header")
@@ -50,7 +60,7 @@ class SegmentFile:
         fault_point("wal.segment.named")
 
     def write(self, data: bytes) -> None:
-        """Append all bytes, however many calls that takes."""
+        """Append all bytes, in as many calls as needed."""
         rest = memoryview(data)
         while rest:
             written = self._with_space(partial(os.write, self._descriptor, rest))
@@ -58,12 +68,11 @@ class SegmentFile:
             self.size += written
 
     def _with_space(self, call: Callable[[], int]) -> int:
-        """Make a system call, and repeat it while the disk is full; returns its result."""
+        """Make a system call, and repeat it while the disk is full. Returns its result."""
         try:
             return once_there_is_space(
-                call, disk=self._disk, pauses="generation pauses",
-                continues="generation continues", outcome="every logged token is kept", wait_s=self._full_disk_wait_s,
-                notice=self._notice,
+                call, disk=self._disk, pauses=f"{self._activity} pauses", continues=f"{self._activity} continues",
+                outcome=self._outcome, wait_s=self._full_disk_wait_s, notice=self._notice,
             )  # fmt: skip
         except ResourceError:
             raise
@@ -71,7 +80,7 @@ class SegmentFile:
             raise ResourceError(f"cannot write {self.path}: {error.strerror}; what was synced is kept") from error
 
     def sync(self) -> None:
-        """Put what is written on disk; nothing where the log does not sync."""
+        """Put all written bytes on disk; does nothing for a log that does not sync."""
         if not self._syncs:
             return
         began = time.perf_counter()

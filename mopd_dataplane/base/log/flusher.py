@@ -8,23 +8,23 @@ from contextlib import AbstractContextManager
 from mopd_dataplane.errors import DeadlineError, ResourceError
 
 _IDLE_S = 0.05
-"""A quiet log writes its watermark after this long."""
+"""Idle time after which a log writes its watermark, in seconds."""
 _SYNC_DEADLINE_S = 120.0
-"""Longest wait for one sync."""
+"""Longest wait for one sync, in seconds."""
 
 
 class Flusher:
     """Watermarks of a log, and the thread that moves them.
 
     sync() puts everything written on disk; state_watermark() writes a SYNC record unless somebody is appending.
-    Exceptions of either are kept as `failure` and raised in every caller.
+    Exceptions of either are stored as `failure` and raised in every caller.
     """
 
     def __init__(self, window_s: float, sync: Callable[[], None], state_watermark: Callable[[], None]) -> None:
         self.written = 0
         """Newest lsn that must become durable."""
         self.synced = 0
-        """Newest lsn known to be on disk."""
+        """Sequence number of the newest durable record."""
         self.failure: ResourceError | None = None
         self._window_s = window_s
         self._sync = sync
@@ -39,7 +39,7 @@ class Flusher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what it has not synced stays unsynced."""
+        """End the thread without another sync."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -64,11 +64,11 @@ class Flusher:
                 self._changed.notify_all()
 
     def paused(self) -> AbstractContextManager[bool]:
-        """Keep the thread from syncing while the file behind the log changes."""
+        """Pause the thread while the file behind the log changes."""
         return self._busy
 
     def wait(self, lsn: int) -> None:
-        """Return when `lsn` is on disk. Raises the failure of the log, or DeadlineError."""
+        """Wait until `lsn` is on disk. Raises the failure of the log, or DeadlineError."""
         deadline = time.monotonic() + _SYNC_DEADLINE_S
         with self._changed:
             self._wanted = max(self._wanted, lsn)
@@ -76,9 +76,7 @@ class Flusher:
             while self.synced < lsn:
                 self.check()
                 if not self._changed.wait(timeout=deadline - time.monotonic()):
-                    raise DeadlineError(
-                        f"no sync of the token log in {_SYNC_DEADLINE_S:.0f} s: the disk does not answer"
-                    )
+                    raise DeadlineError(f"no sync of the log in {_SYNC_DEADLINE_S:.0f} s: the disk does not answer")
 
     def check(self) -> None:
         """Raise the failure that killed the log, if any."""
@@ -98,7 +96,7 @@ class Flusher:
         except ResourceError as failure:
             self.fail(failure)
         except BaseException as error:
-            self.fail(ResourceError(f"the thread that syncs the token log died: {error!r}; run again to continue"))
+            self.fail(ResourceError(f"the thread that syncs the log died: {error!r}; run again to continue"))
             raise
 
     def _turn(self) -> bool:

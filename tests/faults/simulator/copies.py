@@ -1,0 +1,121 @@
+"""Copies and upgrades into folders beside the store, each compared with what its source had meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lance
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.run.upgrade import upgrade_store
+from mopd_dataplane.run.whole_copy import copy_whole
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.maintain.copy_samples import copy_samples
+from simulator import values
+from simulator.invariants import about
+from simulator.model import Attempt, Key, Model, Value, Violation
+from simulator.operations import Operation, Writer
+from simulator.reading import Reader
+
+TARGETS = 2
+WHERE = "domain = 'math'"
+_PARTIAL = ("samples", "scores", "rewards", "labels")
+"""Tables that are compared with a copy of some samples."""
+_OLD = ("prompts", "samples", "tokens", "rewards", "scores", "steps")
+
+
+def operation(name: str, writer: Writer, model: Model, choice: int, template: Path) -> Operation:
+    """The copy or upgrade of a name."""
+    return OPERATIONS[name](writer, model, random.Random(choice), template)
+
+
+def _target(writer: Writer, name: str) -> Path:
+    assert writer.store.root is not None
+    return writer.store.root.with_name(name)
+
+
+def _copy(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
+    target = _target(writer, f"copy-{draw.randrange(TARGETS)}")
+    return _compared(model, target, lambda: list(copy_whole(writer.store, str(target))))
+
+
+def _copy_where(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
+    target = _target(writer, f"copy-{draw.randrange(TARGETS)}")
+    math = {values.sample(number).uid for number in range(values.SAMPLES) if values.sample(number).domain == "math"}
+    return _compared(model, target, lambda: list(copy_samples(writer.store, str(target), WHERE)), math)
+
+
+def _compared(model: Model, target: Path, work: Callable[[], Any], uids: set[str] | None = None) -> Operation:
+    """A copy, of these samples or of everything, which is compared once it is done."""
+    before = {table: {key: model.allowed(table, key) for key in model.required(table)} for table in model.visible}
+    attempt = Attempt(target=target.name)
+
+    def done(result: Any) -> None:
+        if not _opens(target):
+            raise Violation(f"I12: {target.name} is done, and opens as no store")
+        if target.name not in model.copies:
+            compare(model, target, before, uids)
+
+    return Operation(attempt, work, target.name, done)
+
+
+def _upgrade(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
+    target, old = _target(writer, "upgraded"), template / "old"
+
+    def done(result: Any) -> None:
+        for table in _OLD:
+            counts = [lance.dataset(str(folder / table)).count_rows() for folder in (old, target)]
+            if counts[0] != counts[1]:
+                raise Violation(f"I12: {table} had {counts[0]} rows, upgraded it has {counts[1]}")
+        model.copies.add(target.name)
+
+    return Operation(Attempt(target=target.name), lambda: list(upgrade_store(old, target)), target.name, done)
+
+
+def _opens(folder: Path) -> bool:
+    """Whether a folder opens as a store."""
+    try:
+        return folder.exists() and Store.find(folder) is not None
+    except MopdError:
+        return False
+
+
+def check_targets(model: Model, home: Path) -> None:
+    """I12: a target that nobody finished opens as no store; one that was finished stays as it was."""
+    for number in range(TARGETS):
+        target = home / f"copy-{number}"
+        is_busy = any(attempt.target == target.name and not attempt.ended for attempt in model.live)
+        if target.name in model.copies:
+            rows = {table: dict(pairs) for table, pairs in Reader(target).rows().items()}
+            if rows != model.copied[target.name]:
+                raise Violation(f"I12: the copy {target.name} has changed since it was complete")
+        elif not is_busy and _opens(target):
+            raise Violation(f"I12: {target.name} opens as a store, and no copy to it is done")
+
+
+def compare(model: Model, target: Path, before: dict[str, dict[Key, set[Value]]], uids: set[str] | None) -> None:
+    """I12: a copy has what its source had from its beginning on, nothing else, and nothing that was deleted."""
+    rows = {table: dict(pairs) for table, pairs in Reader(target).rows().items()}
+    for table in rows if uids is None else _PARTIAL:
+        for key, value in rows[table].items():
+            uid, prompt = about(table, key)
+            allowed = before[table].get(key, set()) | model.allowed(table, key)
+            if value not in allowed or (uids is not None and uid not in uids):
+                raise Violation(f"I12: {target.name} has {table} {key} {value}, and may have {allowed}")
+            if model.named(uid, prompt, finished=True) and not model.is_straggler(uid, prompt):
+                raise Violation(f"I12: {target.name} has {table} {key}, which was deleted")
+        for key in before[table]:
+            uid, prompt = about(table, key)
+            is_copied = uids is None or uid in uids
+            if key not in rows[table] and is_copied and not model.named(uid, prompt, finished=False):
+                raise Violation(f"I12: {target.name} lacks {table} {key}, which its source had before")
+    model.copies.add(target.name)
+    model.copied[target.name] = rows
+
+
+OPERATIONS: dict[str, Callable[[Writer, Model, random.Random, Path], Operation]] = {
+    "copy": _copy, "copy where": _copy_where, "upgrade": _upgrade,
+}  # fmt: skip
