@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.store.commit.queue import Queue, Value
+from mopd_dataplane.store.queue.committed import CommittedQueue
+from mopd_dataplane.store.queue.values import Value
 
 from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
 from mopd_dataplane.run import delete as deleting
@@ -26,14 +27,14 @@ class Writer:
     """A process that has a store open."""
 
     store: Store
-    queue: Queue
+    queue: CommittedQueue
     rows: Path
     """Folder of rows to import."""
 
     @classmethod
     def open(cls, home: Path, rows: Path) -> Writer:
         """A process that has just begun."""
-        return cls(Store.open(home / "store"), Queue(str(home / "store"), "q"), rows)
+        return cls(Store.open(home / "store"), CommittedQueue(str(home / "store"), "q"), rows)
 
 
 @dataclass

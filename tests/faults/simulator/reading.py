@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.store.commit.queue import Queue
+from mopd_dataplane.store.queue.committed import CommittedQueue
 
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.view.labels import standing
@@ -49,7 +49,7 @@ class Reader:
         """The queue: value by key."""
 
         def values() -> dict[int, str]:
-            queue = Queue(str(self._folder), "q")
+            queue = CommittedQueue(str(self._folder), "q")
             keys = queue.keys()
             return {key[0]: value.data.decode() for key, value in zip(keys, queue.get(keys), strict=True)}
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "store"))
 
 import store_builders as build  # noqa: E402
-from mopd_dataplane.store.commit.queue import Queue  # noqa: E402
+from mopd_dataplane.store.queue.committed import CommittedQueue  # noqa: E402
 
 from mopd_dataplane.interchange.exporter import export_samples  # noqa: E402
 from mopd_dataplane.job import sections  # noqa: E402
@@ -134,7 +134,7 @@ def make_template(folder: Path) -> None:
     store.add_teacher(build.teacher(TEACHER, head_file=""))
     for kind in KINDS:
         store.table_handle(f"signals/{TEACHER}/{kind}").create()
-    Queue(str(folder / "home" / "store"), "q")
+    CommittedQueue(str(folder / "home" / "store"), "q")
     source = Store.create(folder / "source")
     source.add_prompts(prompts(list(range(SAMPLES))))
     source.commit_samples([sample(number) for number in range(SAMPLES)])
