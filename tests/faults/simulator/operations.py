@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.store.queue.committed import CommittedQueue
-from mopd_dataplane.store.queue.values import Value
+from simulator import values
+from simulator.model import Attempt, Model, Pin, Violation
 
 from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
-from simulator import values
-from simulator.model import Attempt, Model, Pin, Violation
+from mopd_dataplane.store.queue.committed import CommittedQueue
+from mopd_dataplane.store.queue.values import Value
 
 WINDOWS, KEYS, TAGS = 3, 3, 2
 LABEL = "odd"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.store.queue.committed import CommittedQueue
-
-from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.view.labels import standing
 from simulator import values
 from simulator.model import Key, Value
+
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.queue.committed import CommittedQueue
+from mopd_dataplane.view.labels import standing
 
 Row = tuple[Key, Value]
 

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "store"))
 
 import store_builders as build  # noqa: E402
-from mopd_dataplane.store.queue.committed import CommittedQueue  # noqa: E402
 
 from mopd_dataplane.interchange.exporter import export_samples  # noqa: E402
 from mopd_dataplane.job import sections  # noqa: E402
@@ -26,6 +25,7 @@ from mopd_dataplane.plan.columns import Columns  # noqa: E402
 from mopd_dataplane.plan.plan import build_window  # noqa: E402
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, sample_uid  # noqa: E402
 from mopd_dataplane.store.dataset import Store  # noqa: E402
+from mopd_dataplane.store.queue.committed import CommittedQueue  # noqa: E402
 
 SAMPLES, GROUP = 10, 2
 """Samples there are, and samples of one prompt."""
