@@ -1,14 +1,14 @@
 """SAMPLES -> DATASETS: durable, exactly once, pinned, audited.
 
 dataset.py   Store, the public interface to all of these
-open_store.py the part of Store that functions over a whole store are given
+open_store.py the part of Store that functions over a whole store use
 location.py  the root of a store, its small JSON files, and its locks: one committer at a time
-format/      what is on disk: schemas, values that may be stored, checksums, and the files of Lance
-commit/      writing: tables, commits that are durable and happen once
+format/      layout on disk: schemas, values that may be stored, checksums, and the files of Lance
+commit/      writing: tables, commits that are durable and happen once, and the queue
 queue/       a key-value queue beside the tables, used by transferqueue/: log first, fold later
 read/        reading: pinned versions, rows and payload by row id, hidden states by byte range
 sql/         read-only SQL over pinned versions
-rollouts/    one row a sample with what every table says of it, and conditions on such rows
+rollouts/    one row per sample with columns from every table, and conditions on such rows
 maintain/    compaction, the audit, deletion, copies and upgrades
-remote/      object stores: files, folders, byte ranges, and what can go wrong
+remote/      object stores: files, folders, byte ranges, and their errors
 """

@@ -57,21 +57,21 @@ class Store:
         self.root = location.root
         """Local folder; None on an object store."""
         self.files = location.files
-        """Files beside the datasets on an object store; None for a folder, where `path` names them."""
+        """Files beside the datasets on an object store; None for a folder, where `path` returns their paths."""
         self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
-        """Handles of the last snapshots without a tag: `compact` with now leaves their versions alone."""
+        """Handles of the last snapshots without a tag, whose versions `compact(now=True)` leaves alone."""
         self.deletions = Deletions(location)
         """Samples and prompts that were deleted."""
         self.cache: RangeCache | None = None
-        """Keeps hidden states of an object store on this node; the loader sets one."""
+        """Cache of hidden states of an object store on this node; set by the loader."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a place to open again, so that a DataLoader may send a store to workers that it spawns."""
+        """Pickle as a location to reopen, so that a DataLoader may send a store to spawned workers."""
         return self._reopened, (self.uri, self.location.storage_options, self.uuid)
 
     @classmethod
     def _reopened(cls, uri: str, storage_options: dict[str, str], uuid: str) -> Store:
-        """The store of a pickle. Raises MismatchError where another one lies now, and what `open` raises."""
+        """Open a pickled store. Raises MismatchError when another store is there now, and the errors of `open`."""
         store = cls.open(uri, storage_options)
         store.location.expect(uuid)
         return store
@@ -88,7 +88,7 @@ class Store:
         """Open an existing store.
 
         Raises UnknownNameError when there is none, MismatchError when its format version is another one, DamagedError
-        when its mark is not as it was written.
+        when its mark (store.json) is damaged.
         """
         if (store := cls.find(uri, storage_options)) is None:
             raise UnknownNameError(
@@ -99,9 +99,9 @@ class Store:
 
     @classmethod
     def find(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store | None:
-        """Open an existing store, None when there is none and one could be made there.
+        """Open an existing store, or return None when there is none and one could be created.
 
-        Raises InputError for a place where none can be made, MismatchError and DamagedError as `open` does.
+        Raises InputError for a location where none can be created, MismatchError and DamagedError as `open` does.
         """
         location = StoreLocation(uri, storage_options)
         if (mark := read_mark(location)) is None:
@@ -117,8 +117,8 @@ class Store:
     ) -> Store:
         """Open the store at `uri`, or create it. store.json is written last: an incomplete store does not open.
 
-        single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
-        object store that ignores preconditions (ResourceError without it). Also raises what `find` does.
+        single_writer: a promise that one process writes, which the store remembers; required on an object store that
+        ignores preconditions (ResourceError without it), and of no use elsewhere. Also raises the errors of `find`.
         """
         if (existing := cls.find(uri, storage_options)) is not None:
             existing.location.admit_writer()
@@ -133,11 +133,11 @@ class Store:
 
     @property
     def uuid(self) -> str:
-        """Random id of this store, which no other store at the same place ever has."""
+        """Random id of this store, which no other store at the same location ever has."""
         return str((self.location.read_json(MARK) or {}).get("uuid", ""))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A small JSON file of the store, None when there is none."""
+        """Read a small JSON file of the store. Returns None when there is none."""
         return self.location.read_json(name)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
@@ -145,18 +145,18 @@ class Store:
         self.location.write_json(name, value)
 
     def path(self, name: str) -> Path:
-        """A file or folder of the store that is not a dataset: "wal", "heads", "policies/student/v3"."""
+        """Return the path of a file or folder that is not a dataset: "wal", "heads", "policies/student/v3"."""
         return self.location.local(name)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. None is opened."""
+        """Return the names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. Opens none."""
         fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).was_made())
         return [*fixed, *signal_tables(self.location)]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
-        """The Lance dataset of a table, at the snapshot's version or the newest."""
+        """Return the Lance dataset of a table, at the snapshot's version or the newest."""
         if snapshot is None:
             return self._existing(name).open()
         if name not in snapshot.versions:
@@ -168,7 +168,7 @@ class Store:
             raise
 
     def has_column(self, name: str, column: str, snapshot: Snapshot | None = None) -> bool:
-        """Whether a table has a column at that version; those made later are missing from older snapshots."""
+        """Check if a table has a column at that version; older snapshots lack newer columns."""
         return column in self.dataset(name, snapshot).schema.names
 
     def table(
@@ -179,9 +179,9 @@ class Store:
         snapshot: Snapshot | None = None,
         limit: int | None = None,
     ) -> pa.Table:
-        """Rows of a table, in the order of their ids. `filter` is a Lance SQL predicate, such as "domain = 'math'".
+        """Read rows of a table, by id. `filter` is a Lance SQL predicate, such as "domain = 'math'".
 
-        Raises UnknownNameError for a table or column there is not, InputError for a filter that is no predicate.
+        Raises UnknownNameError for an unknown table or column, InputError for an invalid filter.
         """
         dataset = self.dataset(name, snapshot)
         row_reader.check_columns(name, dataset, columns or ())
@@ -194,13 +194,13 @@ class Store:
     def samples(
         self, columns: Sequence[str] | None = None, filter: str | None = None, snapshot: Snapshot | None = None
     ) -> pa.Table:
-        """Metadata of the samples, in the order of their row ids; `scan_samples` gives the ids too."""
+        """Read the metadata of the samples, in the order of their row ids; `scan_samples` gives the ids too."""
         return self.table("samples", columns, filter, snapshot)
 
     def scan_samples(
         self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
-        """(row ids, their metadata) of some samples at a time, in that order: id `first` and the `limit` ids after it.
+        """Yield (row ids, metadata) of some samples at a time, by id: id `first` and the `limit` ids after it.
 
         For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch.
         """
@@ -209,7 +209,7 @@ class Store:
     def take_samples(
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None
     ) -> pa.Table:
-        """Metadata of given rows of `samples`, in the asked order. Raises UnknownNameError for one that was deleted."""
+        """Read the metadata of some rows of `samples`, in their order. Raises UnknownNameError for a deleted row."""
         try:
             return row_reader.take_rows(self.dataset("samples", snapshot), sample_rows, columns)
         except InputError:
@@ -217,7 +217,7 @@ class Store:
             raise
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:
-        """One read-only SQL statement over the tables (DuckDB); see store/sql/query.py."""
+        """Run one read-only SQL statement over the tables (DuckDB); see store/sql/query.py."""
         from mopd_dataplane.store.sql.query import run_sql
 
         return run_sql(self, query, snapshot)
@@ -226,36 +226,36 @@ class Store:
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None,
         *, verify: bool = False,
     ) -> pa.Table:  # fmt: skip
-        """Payload of given rows of `samples`, in the asked order: columns of `tokens`.
+        """Read payload of some rows of `samples`, in their order: columns of `tokens`.
 
-        Raises UnknownNameError for a column that there is not, DamagedError when a payload row is not the sample's
-        (uid echo) or, with `verify`, when its checksum differs.
+        Raises UnknownNameError for an unknown column, DamagedError when a payload row has another sample's uid or, with
+        `verify`, when its checksum differs.
         """
         samples, tokens = self.dataset("samples", snapshot), self.dataset("tokens", snapshot)
         names = list(columns) if columns is not None else list(tokens.schema.names)
         return row_reader.read_tokens(samples, tokens, sample_rows, names, verify=verify)
 
     def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> row_reader.PayloadReader:
-        """Reader of token payload for any of the given rows of `samples`, each looked up when it is first read."""
+        """Return a reader of token payload for these rows of `samples`, each looked up when first read."""
         rows = np.unique(np.asarray(sample_rows, np.int64))
         return row_reader.token_reader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot), rows)
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
-        """Add prompts; those the store has already are left alone. Returns how many are new.
+        """Add prompts; those in the store are left alone. Returns how many are new.
 
-        Raises MismatchError when a known prompt_id comes with another text or answer, or when it was deleted.
+        Raises MismatchError when the prompt_id has another text or answer in the store, or was deleted.
         """
         records = [asdict(prompt) for prompt in prompts]
         return self._insert("prompts", records, compare=[field.name for field in fields(Prompt)])
 
     def has_prompts(self, domain: str) -> bool:
-        """Whether prompts of a domain were added, apart from imported ones."""
+        """Check if prompts of a domain were added, apart from imported ones."""
         return len(self.table("prompts", ["prompt_id"], f"domain = '{domain}' AND split != 'import'", limit=1)) > 0
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]:
-        """Prompts in the order they were added, of one split and some domains."""
+        """Return prompts in the order in which they were added, of one split and some domains."""
         rows = self.table("prompts").drop_columns(["created_at", "row_crc"]).to_pylist()
         allowed = None if domains is None else set(domains)
         return [
@@ -267,8 +267,8 @@ class Store:
     def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
         """Make samples visible and durable, payload first, exactly once by uid.
 
-        Repeating the call with the same samples, here or in another process, changes nothing, also where a process
-        that was stopped in the middle wakes up after its successor.
+        Repeating the call with the same samples, here or in another process, changes nothing, even if a process that
+        was stopped in the middle wakes up after its successor.
         Raises MismatchError (shapes, values, a sample that was deleted itself or with its prompt, a uid that names
         other content; with `keep_first` the last two are dropped instead and reported), EngineError (impossible
         log-probs), ResourceError (disk full).
@@ -286,8 +286,8 @@ class Store:
     def add_teacher(self, teacher: Teacher) -> None:
         """Record a teacher in `teachers`.
 
-        Raises MismatchError when another one has the name (digests compared), InputError when the name or the head
-        file's place would leave the store.
+        Raises MismatchError when another teacher has the name (digests are compared), InputError when the name or the
+        path of the head file would leave the store.
         """
         check_teacher(teacher)
         self._insert("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
@@ -298,7 +298,7 @@ class Store:
         return {row["name"]: Teacher(**row) for row in rows.to_pylist()}
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
-        """Make one teacher's signals visible and durable; those the store has already are left alone.
+        """Make one teacher's signals visible and durable; those in the store are left alone.
 
         Returns how many are new. No byte of `samples` or `tokens` changes.
         Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN).
@@ -314,7 +314,7 @@ class Store:
             return signals.commit_signals(scores, samples, payload, teachers[teacher], kind, batch)
 
     def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
-        """[m] those of the given rows of `samples` that lack this signal, in the asked order."""
+        """Return those of these rows of `samples` that lack this signal, in their order: [m]."""
         rows = np.asarray(sample_rows, np.int64)
         have = row_reader.scored_rows(self.dataset("scores"), teacher, kind)["sample_row"].to_numpy()
         return rows[~np.isin(rows, have)]
@@ -322,25 +322,25 @@ class Store:
     def signal_rows(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
     ) -> pa.Table:
-        """uid, payload_row, payload_crc, codec, rows, bytes of a signal for each sample row, in the asked order.
+        """Return uid, payload_row, payload_crc, codec, rows, bytes of a signal for each sample row, in their order.
 
-        Raises UnknownNameError naming the first sample that lacks it.
+        Raises UnknownNameError naming the first sample without it.
         """
         return row_reader.signal_rows(self.dataset("scores", snapshot), teacher, kind, sample_rows)
 
     def signal_reader(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
     ) -> row_reader.PayloadReader:
-        """Reader of one signal for any of the given rows of `samples`, which are looked up once.
+        """Return a reader of one signal for these rows of `samples`, which are looked up once.
 
-        Raises UnknownNameError naming the first sample that lacks it.
+        Raises UnknownNameError naming the first sample without it.
         """
         rows = np.unique(np.asarray(sample_rows, np.int64))
         stored = self.signal_rows(teacher, kind, rows, snapshot)
         return row_reader.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, stored)
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
-        """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
+        """Return a byte-range reader of a teacher's hidden states; rows are from signal_rows(teacher, "hidden", …)."""
         name = signal_table(teacher, "hidden")
         sidecars = ObjectSidecars(self.files, f"{name}/data", self.cache) if self.files is not None else None
         return HiddenReader(self.dataset(name, snapshot), sidecars)
@@ -348,20 +348,20 @@ class Store:
     def read_signal(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None, *, verify: bool = False
     ) -> list[Any]:
-        """One entry per sample row, in the asked order.
+        """Read one signal of each sample row, in their order.
 
         logprob: [R] f32. topk: ([M, K] int32 ids, [M, K] f32 log-probs). hidden: [M, row_bytes] uint8 codec bytes.
-        Raises DamagedError when a payload row is not the sample's or, with `verify`, when its checksum differs.
+        Raises DamagedError when a payload row has another sample's uid or, with `verify`, when its checksum differs.
         """
         stored = self.signal_rows(teacher, kind, sample_rows, snapshot)
         dataset = self.dataset(signal_table(teacher, kind), snapshot)
         return row_reader.read_signal(dataset, kind, stored, verify=verify)
 
     def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
-        """Free the hidden states of these samples; after it they cannot be read at the newest version.
+        """Free the hidden states of these samples; afterwards they cannot be read at the newest version.
 
-        A file is freed once none of its samples is needed. Tagged snapshots, and those `in_use`, keep theirs: the bytes
-        leave the disk when these are released and this is called again.
+        A file is freed once none of its samples is needed. Tagged snapshots, and those `in_use`, keep their files: the
+        bytes leave the disk when the snapshots are released and this is called again.
         """
         table = self._existing(signal_table(teacher, "hidden"))
         scored = row_reader.scored_rows(self.dataset("scores"), teacher, "hidden")
@@ -371,56 +371,56 @@ class Store:
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 
     def add_rewards(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Add rewards, dicts by column name; returns how many are new. Raises InputError for one that is not finite."""
+        """Add rewards, dicts by column name. Returns how many are new. Raises InputError for one that is not finite."""
         return self._insert_rows("rewards", reward_rows(rows))
 
     def add_labels(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Add rows of `labels`, dicts by column name; returns how many are new."""
+        """Add rows of `labels`, dicts by column name. Returns how many are new."""
         return self._insert("labels", rows)
 
     def add_steps(self, steps: Iterable[StepMetrics]) -> int:
-        """Add optimizer steps; a step recorded before is left alone."""
+        """Add optimizer steps; a step in the store is left alone."""
         return self._insert("steps", map(step_record, steps))
 
     def add_evals(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Add rows of `evals`, dicts by column name; returns how many are new."""
+        """Add rows of `evals`, dicts by column name. Returns how many are new."""
         return self._insert("evals", rows)
 
     def add_event(
         self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
     ) -> None:
-        """Record a decision or measurement once under its name."""
+        """Record a decision or measurement once under its id."""
         named = {"event_id": event_id, "stage": stage, "kind": kind, "iteration": iteration, "value": value}
         self.add_events([named | {"detail": detail}])
 
     def add_events(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Record several at once: dicts by column name, `detail` a dict. Returns how many are new."""
+        """Record several events at once: dicts by column name, `detail` a dict. Returns how many are new."""
         return self._insert("events", [{**row, "detail": json.dumps(row["detail"], sort_keys=True)} for row in rows])
 
     def add_plan(self, plan: PlanWindow) -> None:
-        """Record a window before it is used; MismatchError when the window was planned otherwise before."""
+        """Record a window before it is used. Raises MismatchError when another plan of the window is recorded."""
         self._insert("plans", [plan_record(plan)], compare=("digest",))
 
     def plan(self, stage: str, window: int) -> PlanWindow | None:
-        """A recorded window, None when there is none."""
+        """Return a recorded window, or None when there is none."""
         keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
         rows, dataset = self.table_handle("plans").find(keys)
         return None if rows[0] < 0 else plan_of(row_reader.take_rows(dataset, rows, None))
 
     def plans(self, stage: str) -> list[int]:
-        """Windows recorded for a stage, in order."""
+        """Return the windows recorded for a stage, in order."""
         rows = self.table("plans", ["stage", "window"])
         return sorted(rows.filter(pa.compute.field("stage") == stage)["window"].to_pylist())
 
     def steps_before(self, stage: str, window: int) -> int:
-        """Optimizer steps of the stage's recorded windows before this one."""
+        """Return the number of optimizer steps of the stage's recorded windows before this one."""
         rows = self.table("plans", ["stage", "window", "step_starts"]).to_pylist()
         return sum(len(row["step_starts"]) - 1 for row in rows if row["stage"] == stage and row["window"] < window)
 
     # -- snapshots and upkeep --------------------------------------------------------------------------------------
 
     def snapshot(self, tag: str | None = None) -> Snapshot:
-        """The newest version of every table; with a tag, pinned against clean-up and the same at every later call."""
+        """Return the newest version of every table; with a tag, pinned and the same at every later call."""
         tables = self._all_tables()
         if tag is not None:
             return snapshots.pin(self.location, tables, tag)
@@ -428,9 +428,9 @@ class Store:
         return taken[0]
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
-        """Pin a snapshot that was taken without a tag; nothing happens when the tag is taken.
+        """Pin a snapshot that was taken without a tag; does nothing when the tag exists.
 
-        Raises DamagedError when it is more than a day old and clean-up has been there.
+        Raises DamagedError when clean-up has dropped one of its versions, which it may after a day.
         """
         snapshots.pin(self.location, self._all_tables(), tag, snapshot)
 
@@ -439,13 +439,13 @@ class Store:
         snapshots.release(self.location, self._all_tables(), tag)
 
     def info(self) -> dict[str, Any]:
-        """Rows, bytes, files and version of every table; format version and pinned snapshots."""
+        """Return rows, bytes, files and version of every table, the format version and the pinned snapshots."""
         return compaction.describe(self.location, self._all_tables())
 
     def verify(self, deep: bool = True) -> VerifyReport:
-        """Audit every row and file and, when `deep`, every byte of payload and tensors; nothing is changed.
+        """Audit every row and file and, when `deep`, every byte of payload and tensors; changes nothing.
 
-        It reads in this process, which damaged bytes may end; verify_apart.verify_apart audits in a child process.
+        Damaged bytes may end the process that reads them: verify_apart.verify_apart audits in a child process.
         """
         return verify.verify(self.location, self._all_tables(), deep=deep)
 
@@ -457,7 +457,7 @@ class Store:
 
     @contextmanager
     def _committing(self, name: str) -> Iterator[None]:
-        """Hold the commit lock of a table, and at the end remove what was committed beside a deletion; see deleting.py.
+        """Hold the commit lock of a table, and at the end remove rows of deleted samples; see delete_samples.py.
 
         A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
         """
@@ -484,7 +484,7 @@ class Store:
         return self._insert_rows(name, to_rows(TABLES[name], records), compare)
 
     def _insert_rows(self, name: str, rows: pa.Table, compare: Sequence[str] = ()) -> int:
-        """Insert the rows whose key is new; how many. Refuses one whose key is known with other values to compare."""
+        """Insert rows with new keys. Returns their number. Refuses a known key with other values in `compare`."""
         if not rows.num_rows:
             return 0
         table = self.table_handle(name)

@@ -31,22 +31,22 @@ COMMITS_CACHED = 128
 _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 """Control characters, which Lance refuses in a path, and bytes that are no UTF-8."""
 UNFINISHED = ("copy.json", "upgrade.json")
-"""Files that name the source of a store that a copy, or an upgrade, has not completed."""
+"""Files that name the source of an unfinished copy or upgrade."""
 MARK = "store.json"
-"""Marks a folder as a store; the last file of one that is made."""
+"""File that marks a folder as a store; the last file of a new store."""
 _NEVER = (0, 0, 0)
-"""Inode, change time and size of a mark that was not looked at yet."""
+"""Inode, change time and size of a mark that was not read yet."""
 LOCK_S = 10.0
-"""Longest wait of a committer for the one before it."""
+"""Longest wait of a committer for the one before it, in seconds."""
 _COMMITS = ".lock"
-"""Ending of the lock files of committers."""
+"""Suffix of the lock files of committers."""
 LOGS_LOCK = "wal"
-"""Name of the lock that is no table's: copies and deletions hold it while they lock the token logs of a local store, so
-that neither takes the other for a rollout."""
+"""Name of a lock that belongs to no table: copies and deletions hold it while they lock the token logs of a local
+store, so that neither takes the other for a rollout."""
 
 
 class StoreLocation:
-    """A root under which every dataset and file of one store lies.
+    """A root with every dataset and file of one store.
 
     Example: StoreLocation("runs/demo").of("samples") == "/home/me/runs/demo/samples", and
     StoreLocation("s3://b/run").root is None.
@@ -69,28 +69,28 @@ class StoreLocation:
         self.files = ObjectFiles(self.uri, self.storage_options) if remote else None
         """Files of an object store; None for a folder."""
         self.single_writer = False
-        """Somebody has promised that one process writes: preconditions need not be honoured."""
+        """True if the user has promised that only one process writes: preconditions need not be honoured."""
         self._admitted = not remote
         self._uuid, self._mark_seen = "", _NEVER
         self._session: Any = None
         self._commits = 0
-        """Commits since the session began."""
+        """Number of commits since the session began."""
 
     def expect(self, uuid: str) -> None:
-        """From now on `require_same` refuses every store but the one with this id. Raises as it does."""
+        """Make `require_same` refuse every store but the one with this id. Raises its errors."""
         self._uuid, self._mark_seen = uuid, _NEVER
         self.require_same()
 
     def require_same(self) -> None:
-        """Raise MismatchError when another store was made in this folder since: handles and caches are of the old one.
+        """Check that no other store was created in this folder since: handles and caches belong to the old one.
 
-        Looks at the file's inode and times, and reads the file only when they changed.
+        Compares the file's inode and times, and reads the file only when they changed. Raises MismatchError if not.
         """
         if self.root is None or not self._uuid:
             return
         try:
             status = os.stat(self.root / MARK)
-        except FileNotFoundError:  # deleted, or of the first format: the tables themselves are looked for
+        except FileNotFoundError:  # deleted, or of the first format: opening a table will tell
             return
         seen = (status.st_ino, status.st_ctime_ns, status.st_size)
         if seen == self._mark_seen:
@@ -103,8 +103,10 @@ class StoreLocation:
         self._mark_seen = seen
 
     def make(self, *, single_writer: bool) -> None:
-        """Make the folder of a new store, and admit the writer of its first tables. Raises what admit_writer does, and
-        InputError for the unfinished target of a copy."""
+        """Create the folder of a new store, and admit the writer of its first tables.
+
+        Raises the errors of admit_writer, and InputError for the unfinished target of a copy.
+        """
         if any(self.has(name) for name in UNFINISHED):
             raise InputError(
                 f"{self.uri} is half a copy; continue it with the command that began it, or delete it, or give another "
@@ -116,7 +118,10 @@ class StoreLocation:
         self.admit_writer()
 
     def admit_writer(self) -> None:
-        """Raise ResourceError on an object store that ignores preconditions: there, commits of two writers get lost."""
+        """Check that an object store honours preconditions: without them, commits of two writers get lost.
+
+        Raises ResourceError if it does not.
+        """
         if self._admitted or self.files is None:
             return
         if not self.single_writer and not self.files.honours_preconditions():
@@ -139,7 +144,7 @@ class StoreLocation:
     def committed(self) -> None:
         """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
 
-        What they held lies between blocks in use, so the heap is trimmed.
+        The old caches lie between blocks in use, so the heap is trimmed.
         """
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
@@ -150,9 +155,9 @@ class StoreLocation:
     def committing(self, name: str) -> Iterator[bool]:
         """Hold the commit lock of one table; yields False when it was not free in time.
 
-        It saves committers on this machine retries; rows are kept unique by the compare-and-swap commit of table.py. So
-        one that was stopped while it held the lock does not block the store: after LOCK_S seconds the next continues
-        without it. flock, not POSIX locks: freed by SIGKILL, and not dropped by an unrelated close() in this process.
+        It saves committers on this machine retries; rows are unique because of the compare-and-swap commit of table.py.
+        So one that was stopped while it held the lock does not block the store: after LOCK_S seconds the next continues
+        without it. flock, not POSIX locks: it is released by SIGKILL, and not by an unrelated close() in this process.
         """
         if self.root is None:
             self.admit_writer()
@@ -165,7 +170,7 @@ class StoreLocation:
             os.close(descriptor)
 
     def lock_file(self, name: str) -> int:
-        """Open a lock file of a local store; returns its descriptor. Raises ResourceError if it is read-only."""
+        """Open a lock file of a local store. Returns its descriptor. Raises ResourceError if the store is read-only."""
         path = self.local("locks") / name
         try:
             path.parent.mkdir(exist_ok=True)
@@ -179,28 +184,28 @@ class StoreLocation:
             ) from error
 
     def clock_offset(self) -> timedelta:
-        """How far the clock of this machine is ahead of that of the object store; zero for a folder."""
+        """Return how far the clock of this machine is ahead of that of the object store; zero for a folder."""
         return self.files.clock_offset() if self.files is not None else timedelta()
 
     def wait_for_committers(self) -> None:
-        """Wait until every committer that holds the lock of a table, made or not, has let go of it, or is overdue."""
+        """Wait until every holder of a table's commit lock has released it, or is overdue; tables need not exist."""
         for lock in self.children("locks") if self.root is not None else ():
             if lock.endswith(_COMMITS) and (name := lock.removesuffix(_COMMITS)) != LOGS_LOCK:
                 with self.committing(name):
                     pass
 
     def of(self, name: str) -> str:
-        """URI of a dataset or file of the store."""
+        """Return the URI of a dataset or file of the store."""
         return f"{self.uri}/{name}"
 
     def local(self, name: str) -> Path:
-        """Path of a file or folder under the root; InputError on an object store."""
+        """Return the path of a file or folder under the root. Raises InputError on an object store."""
         if self.root is None:
             raise InputError(f"{self.uri} is an object store: {name!r} needs a store in a local folder")
         return self.root / name
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A small JSON object, None when there is none; DamagedError when it is not as it was written."""
+        """Read a small JSON object. Returns None when there is none. Raises DamagedError when it is damaged."""
         content = self.read(name)
         return None if content is None else unseal(content, self.of(name))
 
@@ -213,7 +218,7 @@ class StoreLocation:
             self.files.write(name, content)
 
     def create_json(self, name: str, value: dict[str, Any]) -> bool:
-        """Write a small JSON object durably unless there is one. Returns whether the object there is this call's.
+        """Write a small JSON object durably unless it exists. Returns whether the existing object is this call's.
 
         value: differs from that of every other call, so that a retry whose first reply was lost recognises its own.
         """
@@ -223,7 +228,7 @@ class StoreLocation:
         return self.files.create(name, content) or self.files.read(name) == content
 
     def remove(self, name: str) -> None:
-        """Delete a small file; no error when it is not there."""
+        """Delete a small file; no error if it is missing."""
         if self.files is not None:
             self.files.remove([name])
             return
@@ -233,15 +238,15 @@ class StoreLocation:
             fsync(path.parent)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Check if a file exists."""
         return self.local(name).is_file() if self.files is None else self.files.has(name)
 
     def sha256(self, name: str) -> str:
-        """sha256 of a file, hex."""
+        """Return the sha256 of a file, in hex."""
         return file_digest(self.local(name)) if self.files is None else self.files.sha256(name)
 
     def identities(self) -> Iterator[tuple[str, str]]:
-        """(name, what tells it from another file of that name) of every file of the store."""
+        """Yield (name, identity) of every file of the store; the identity differs for another file of that name."""
         if self.files is not None:
             yield from self.files.identities()
             return
@@ -253,7 +258,7 @@ class StoreLocation:
                     yield os.path.relpath(path, self.local("")), f"{stat.st_size} {stat.st_mtime_ns}"
 
     def children(self, name: str) -> list[str]:
-        """Names directly under a folder of the store, sorted; empty when there is no such folder."""
+        """Return the names directly under a folder of the store, sorted; empty when there is no such folder."""
         if self.files is not None:
             return self.files.children(name)
         folder = self.local(name)
@@ -263,7 +268,7 @@ class StoreLocation:
             raise out_of_descriptors(str(folder), error) or error from None
 
     def read(self, name: str) -> bytes | None:
-        """Content of a small file, None when there is none."""
+        """Read a small file. Returns None when there is none."""
         if self.files is not None:
             return self.files.read(name)
         path = self.local(name)
@@ -275,7 +280,8 @@ class StoreLocation:
             raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a store") from None
 
     def check_new(self) -> None:
-        """Raise InputError where no folder for a store can be made; an object store is asked at its first write."""
+        """Check that a folder for a store can be created; an object store is tested by its first write. Raises
+        InputError."""
         if self.root is None:
             return
         try:
@@ -291,5 +297,5 @@ class StoreLocation:
 
 
 def _kernel_devices() -> set[int]:
-    """Device numbers of the file systems in which the kernel shows itself: folders that take no files, even of root."""
+    """Return the device numbers of kernel file systems such as /proc: their folders take no files, even from root."""
     return {os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.isdir(path)}

@@ -1,4 +1,4 @@
-"""What functions over a whole store ask of it: the part of Store that they are given."""
+"""The part of Store that functions over a whole store use."""
 
 from __future__ import annotations
 

@@ -70,8 +70,9 @@ BROKEN_RULES = [
     _rule("record another plan for a window", "store/dataset.py",
           '        self._insert("plans", [plan_record(plan)], compare=("digest",))',
           '        self._insert("plans", [plan_record(plan)])'),
-    _rule("clear a key of the queue in memory only", "store/commit/queue.py",
-          "            self.put(gone, [Value(CLEARED, b\"\")] * len(gone))\n", "            pass\n"),
+    _rule("clear a key of the queue without a record", "store/queue/logged.py",
+          "            self._append([Item(key, Value(CLEARED, b\"\"), write) for key, write in conditions.items()])\n",
+          "            pass\n"),
     _rule("release a tag and forget its versions", "store/read/snapshot.py",
           "        set_tag(tables[name].open(version), tag, version)\n", "        tables[name].open(version)\n"),
 ]  # fmt: skip

@@ -62,7 +62,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ran")
     job = folder / "job.toml"
     job.write_text(JOB.replace('store = "runs/change"', f'store = "{folder / "store"}"'))
-    run_mopd("run", job, "--set", f"stages.student.iterations={ITERATIONS}", "--set", "domains.sums.eval=4")
+    settings = (f"stages.student.iterations={ITERATIONS}", "domains.sums.eval=4", "load.deadline_s=600")
+    run_mopd("run", job, *(word for setting in settings for word in ("--set", setting)))
     return folder / "store"
 
 

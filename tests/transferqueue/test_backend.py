@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError
 from mopd_dataplane.transferqueue import MopdStorageClient
 
 START = """
@@ -90,6 +90,18 @@ def test_the_client_keeps_transferqueues_contract(tmp_path: Path) -> None:
         client.put(["1@x", "2@x"], [1])
     with pytest.raises(InputError, match=r"keys must be a list, found str"):
         client.get("1@x")  # type: ignore[arg-type]
+
+
+def test_metadata_of_a_number_that_was_used_again_gets_and_clears_nothing(tmp_path: Path) -> None:
+    client = MopdStorageClient({"store": str(tmp_path), "queue": "train"})
+    old = client.put(["1@x"], ["old"])
+    assert client.get(["1@x"], custom_backend_meta=old) == ["old"]
+    client.clear(["1@x"], custom_backend_meta=old)
+    new = client.put(["1@x"], ["new"])
+    with pytest.raises(MismatchError, match=r"the framework used the number again"):
+        client.get(["1@x"], custom_backend_meta=old)
+    client.clear(["1@x"], custom_backend_meta=old)
+    assert client.get(["1@x"], custom_backend_meta=new) == client.get(["1@x"], custom_backend_meta=[None]) == ["new"]
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:

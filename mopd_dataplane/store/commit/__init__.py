@@ -1,10 +1,10 @@
 """Writing: tables, commits that are durable and happen once.
 
-acknowledged.py  which version of a table was acknowledged last
+acknowledged.py  the version of a table that was acknowledged last
 table.py         one dataset: read at a version, append payload, insert rows exactly once
 keys.py          key -> row, in memory, so that an insert costs the same at any table size
 durability.py    a commit is durable only after its files are synced
-merge_check.py   comparison of what a merge has copied, before it is committed
+merge_check.py   compares copied rows with the originals, before a merge is committed
 fragments.py     merging of small files, so that a table has few
 in_flight.py     commits in flight, whose files clean-up leaves alone
 clean_up.py      dropping of old versions, and of files that interrupted commits left

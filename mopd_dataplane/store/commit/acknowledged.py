@@ -29,28 +29,29 @@ class Acknowledged:
         self._name = f"{FOLDER}/{table}"
         self.uri = location.of(self._name)
         self._newest = 0
-        """The largest this process has seen."""
+        """Newest version that this process has seen acknowledged."""
 
     def newest(self) -> int:
-        """The newest version that was acknowledged; 0 when none was."""
+        """Return the newest version that was acknowledged; 0 when none was."""
         return max((version for version, _ in self._recorded()), default=0)
 
     def manifest_crc(self, version: int) -> int | None:
-        """crc32c that the manifest of a version had when it was acknowledged; None when that is not known."""
+        """Return the crc32c that the manifest of a version had when it was acknowledged, or None when it is not
+        recorded."""
         return dict(self._recorded()).get(version)
 
     def _recorded(self) -> list[tuple[int, int | None]]:
-        """(version, crc32c of its manifest) of the names there are."""
+        """Return (version, crc32c of its manifest) of each recorded name."""
         matches = (_NAME.fullmatch(name) for name in self._location.children(self._name))
         return [(int(name[1]), int(name[2], 16) if name[2] else None) for name in matches if name]
 
     def record(self, version: int) -> None:
-        """Acknowledge a version; durable on return. Raises ResourceError when the disk takes no more."""
+        """Acknowledge a version; durable on return. Raises ResourceError when the disk is full."""
         if version <= self._newest:
             return
         with writing(self._location.of(self._name)):
             if self._location.files is not None:
-                self._location.files.write(f"{self._name}/{version}", b"")  # the server keeps checksums of its own
+                self._location.files.write(f"{self._name}/{version}", b"")  # the server has checksums of its own
             else:
                 crc = crc_of_manifest(self._location.local(self._table), version)
                 _touch(self._location.local(self._name), f"{version}.{crc:08x}")

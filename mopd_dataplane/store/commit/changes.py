@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_changes(store: Store, changes: Sequence[Change]) -> None:
-    """Record changes, durable on return; the table is made with the first."""
+    """Record changes, durable on return; the first call creates the table."""
     table = store.table_handle(CHANGES.name)
     if changes and not table.exists():
         table.create()
@@ -23,7 +23,7 @@ def add_changes(store: Store, changes: Sequence[Change]) -> None:
 
 
 def read_changes(store: Store, snapshot: Snapshot | None = None) -> list[Change]:
-    """Recorded changes in the order in which they were made."""
+    """Return the recorded changes in the order in which they were made."""
     if CHANGES.name not in (store.names() if snapshot is None else snapshot.versions):
         return []
     names = [field.name for field in fields(Change)]

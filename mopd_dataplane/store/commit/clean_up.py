@@ -1,9 +1,9 @@
 """Clean-up of old versions of a table, and of files that interrupted commits left.
 
-Ages are those of the wall clock, which may leap, or differ between two nodes. So an age only selects among versions
+Ages are measured by the wall clock, which may leap, or differ between two nodes. So an age only selects among versions
 that nothing needs: older than the newest acknowledged one, with no tag, and, in a folder, open in no process. In a
-folder nothing is deleted while a commit is in flight (in_flight.py). On an object store, which has no locks, nothing is
-deleted by a node whose clock differs from the server's.
+folder nothing is deleted while a commit is in flight (in_flight.py). On an object store, which has no locks, a node
+deletes nothing if its clock differs from the server's.
 """
 
 import gc
@@ -23,11 +23,11 @@ from mopd_dataplane.store.read.open_versions import free_versions
 from mopd_dataplane.store.read.tags import drop_versions, remove_torn_tags, tagged
 
 KEEP = timedelta(days=1)
-"""Untagged versions younger than this are left alone: a reader of another machine may be at work on them."""
+"""Untagged versions younger than this are left alone: a reader on another machine may use them."""
 COMMITS_S = 10.0
-"""How long a clean-up that somebody asked for waits for commits in flight."""
+"""How long an explicit clean-up waits for commits in flight, in seconds."""
 CLOCK_TOLERANCE = timedelta(hours=1)
-"""Largest difference between the clocks of a node and its object store with which the node cleans up."""
+"""Largest difference between the clocks of a node and its object store at which the node still cleans up."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class CleanedUp:
     versions: int = 0
     bytes: int = 0
     readers: dict[int, str] = field(default_factory=dict)
-    """Processes that have a version open, by version."""
+    """Version → processes that have it open."""
     hindrance: str = ""
-    """Why nothing was deleted; empty after a clean-up."""
+    """Reason for which nothing was deleted; empty after a clean-up."""
 
 
 def clean_up(
@@ -72,7 +72,7 @@ def clean_up(
         old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
         if not readers_keep:
             return CleanedUp(len(old), drop_versions(dataset, old))
-        gc.collect()  # a handle that nothing refers to any more holds its version no longer
+        gc.collect()  # frees unreferenced handles, and so the versions that they hold
         with free_versions(location.root / table, old) as (free, readers):
             freed = drop_versions(dataset, free)
     return CleanedUp(len(free), freed, {version: ", ".join(names) for version, names in readers.items()})

@@ -26,7 +26,7 @@ class LostFileError(ResourceError):
 
 
 AT_ONCE = 8
-"""Files that are synced at once."""
+"""Number of files that are synced at once."""
 
 
 class Barrier:
@@ -39,7 +39,7 @@ class Barrier:
         """Files of the version that was synced last; their loss would be damage, which readers report."""
 
     def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
-        """Sync data files and blob sidecars; ResourceError when the disk cannot take them."""
+        """Sync data files and blob sidecars. Raises ResourceError when the disk cannot take them."""
         paths: list[Path] = []
         for fragment in fragments:
             for data_file in fragment.files:
@@ -69,7 +69,7 @@ class Barrier:
             between = names_of_versions(self._root, least=since + 1)
             paths += [manifest(self._root, version) for version in between if version < dataset.version]
         self._sync([path for path in paths if path not in self._synced])
-        # What only older versions name is asked for no more.
+        # Files of older versions only need not be checked any more.
         self._synced &= named
         self._acknowledged = named
 
@@ -86,7 +86,8 @@ class Barrier:
         )
 
     def _sync(self, paths: list[Path]) -> None:
-        """Sync files and their folders at once: the file system then writes its journal once or twice, not for each."""
+        """Sync files and their folders at once, so that the file system writes its journal once or twice, not for each
+        file."""
         above = set() if self._synced else {self._root, self._root.parent}
         every = [*paths, *({path.parent for path in paths} | above)]
         try:

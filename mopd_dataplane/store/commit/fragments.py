@@ -1,7 +1,7 @@
-"""Merges small files of a table, so that their number stays small however many commits there are. Rows keep their ids.
+"""Merges small files of a table, so that it has few files however many commits there are. Rows keep their ids.
 
-Tiers by size: when more than COUNT files lie between one LIMIT and the next, they and all smaller ones become one.
-Each byte is copied about once a tier, so commit time stays flat; about a hundred files lie beside the gigabyte ones.
+Tiers by size: when more than COUNT files lie between one LIMIT and the next, they and all smaller ones become one. Each
+byte is copied about once a tier, so commit time stays flat; about a hundred files lie beside the gigabyte ones.
 """
 
 import lance
@@ -14,13 +14,13 @@ from mopd_dataplane.store.format.lance_errors import reading
 
 MIB = 1 << 20
 TIERS = ((MIB // 8, 32), (4 * MIB, 32), (64 * MIB, 32), (1024 * MIB, 32))
-"""(limit in bytes, most files of that size that lie beside one another)"""
+"""(limit in bytes, largest number of files of that size)"""
 PAGE = MIB
-"""Bytes of a file, on average, below which files that are merged are written anew."""
+"""Average size in bytes below which merged files are written anew instead of copied page by page."""
 
 
 def is_crowded(dataset: lance.LanceDataset) -> int:
-    """The size limit in bytes up to which files should be merged; 0 when no tier has too many."""
+    """Return the size limit in bytes up to which files should be merged; 0 when no tier has too many."""
     fragments = dataset.get_fragments()
     if len(fragments) <= min(count for _, count in TIERS):
         return 0
@@ -34,7 +34,8 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 
 
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
-    """Merge neighbouring files below `limit` bytes; returns how many it replaced. The handle moves to the new version.
+    """Merge neighbouring files below `limit` bytes. Returns how many were replaced; the handle moves to the new
+    version.
 
     Raises OSError when another commit came first, DamagedError as check_copies does; nothing has changed then.
     """
@@ -43,7 +44,7 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
     small = [size for number, size in sizes.items() if number not in large]
     options: CompactionOptions = {
         "target_rows_per_fragment": 1 << 31,
-        # A copy keeps the pages as they are: good for large ones, many times the data for those of a few rows.
+        # A copy keeps the pages: good for large ones, many times the data for pages of a few rows.
         "compaction_mode": "reencode" if sum(small) < PAGE * len(small) else "try_binary_copy",
         "excluded_fragment_ids": large,
     }
@@ -61,7 +62,7 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
 
 def _sizes(fragments: list[lance.LanceFragment]) -> dict[int, float]:
-    """Bytes of each fragment; estimated from its rows where Lance has not recorded them."""
+    """Return the bytes of each fragment, estimated from its rows if Lance has not recorded them."""
     sizes = {f.fragment_id: sum(d.file_size_bytes or 0 for d in f.data_files()) for f in fragments}
     rows = {f.fragment_id: f.metadata.physical_rows for f in fragments}
     measured = sum(rows[number] for number, size in sizes.items() if size)

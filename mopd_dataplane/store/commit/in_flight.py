@@ -1,9 +1,9 @@
 """Commits in flight to local tables, registered so that clean-up leaves their files alone.
 
-A file that a commit has written is named by no version until the commit is done. Lance deletes such files by age, which
-a clock that leaps makes wrong. So a committer holds a shared lock (flock) on `locks/<table>.files` from before it opens
-the version that it builds on until it has committed, and clean-up deletes nothing while anybody holds it. The lock
-ends with the process, however the process ends. An object store has no locks: see clean_up.py.
+No version names the files of a commit until the commit is done. Lance deletes such files by age, which a clock that
+leaps makes wrong. So a committer holds a shared lock (flock) on `locks/<table>.files` from before it opens the version
+that it builds on until it has committed, and clean-up deletes nothing while anybody holds it. The lock ends with the
+process, however the process ends. An object store has no locks: see clean_up.py.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.open_versions import holders
 
 CLEANING_S = 30.0
-"""Longest wait of a committer for a clean-up; one that was suspended does not stop the store."""
+"""Longest wait of a committer for a clean-up, in seconds; a suspended clean-up does not stop the store."""
 POLL_INTERVAL_S = 0.002
 
 
@@ -25,7 +25,8 @@ POLL_INTERVAL_S = 0.002
 def writing_files(location: StoreLocation, table: str) -> Iterator[None]:
     """Register a commit to a table: until the block ends, clean-up deletes no file of the table.
 
-    After CLEANING_S of a clean-up that does not end the commit goes on without: it looks for its files (durability.py).
+    If a clean-up takes longer than CLEANING_S, the commit continues without the lock and checks its files
+    (durability.py).
     """
     if location.root is None:
         yield
@@ -50,7 +51,7 @@ def _share(descriptor: int) -> bool:
 
 @contextmanager
 def no_commit_in_flight(location: StoreLocation, table: str, wait_s: float) -> Iterator[list[str]]:
-    """Let no commit to a local table begin until the block ends.
+    """Prevent commits to a local table from beginning until the block ends.
 
     Yields the processes whose commits are still in flight after `wait_s`; empty when the table may be cleaned up.
     """

@@ -1,9 +1,9 @@
 """Key -> row id, in memory: an insert costs the same at any table size.
 
-A merge against the table reads the whole key column at every commit, and a scalar index makes it fast but switches
-off Lance's own duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the
-row id of every key: 16 bytes a row, loaded once, extended by what was appended since. Hits are confirmed by reading the
-key itself, so a hash collision costs a read, never a row.
+A merge against the table reads the whole key column at every commit, and a scalar index makes it fast but switches off
+Lance's own duplicate check (docs/decisions/0002-exactly-once.md). So the committer holds a 64-bit hash and the row id
+of every key: 16 bytes a row, loaded once, extended by newly appended rows. Hits are confirmed by reading the key
+itself, so a hash collision costs a read, never a row.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.format.row_ids import fragment_ids, row_ids
 
 RATIO = 4
-"""A sorted run has at least this many times the keys of the next one, so there are few of them at any table size."""
+"""Smallest ratio of the keys in one sorted run to those in the next, so that there are few runs at any table size."""
 HASH_CHUNK = 1 << 17
-"""Rows hashed at once."""
+"""Number of rows hashed at once."""
 
 Hashes = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -28,21 +28,21 @@ Rows = NDArray[np.int64]
 class KeyDirectory:
     """Row ids of one table by its key columns.
 
-    Ids are given out by commits, in order, and none twice; so what was appended since the last look has ids from `_end`
-    on, wherever a merge has put it.
+    Commits assign ids in order, and none twice. So rows appended since the last call have ids from `_end` on, wherever
+    a merge has put them.
     """
 
     def __init__(self, key: tuple[str, ...]) -> None:
         self._key = list(key)
         self._end = 0
-        """One more than the largest id that is known."""
+        """Largest id that was read, plus one."""
         self._version = 0
-        """The newest version that was looked at."""
+        """Newest version that was read."""
         self._runs: list[tuple[Hashes, Rows]] = []
-        """Hashes, sorted, and their row ids; the newest keys in the last and shortest run."""
+        """Hashes, sorted, and their row ids; the newest keys are in the last and shortest run."""
 
     def find(self, dataset: lance.LanceDataset, keys: pa.Table) -> Rows:
-        """[n] row id of each key in this version of the dataset, -1 where it has none."""
+        """Return the row id of each key in this version of the dataset, -1 for missing keys: [n]."""
         self._catch_up(dataset)
         candidates: list[tuple[int, int]] = []
         hashes = hash_rows(keys, self._key)
@@ -56,7 +56,7 @@ class KeyDirectory:
         return rows
 
     def learn(self, dataset: lance.LanceDataset, rows: Rows, keys: pa.Table) -> None:
-        """Note keys this process has just inserted into a version, so that they need not be read back."""
+        """Add keys that this process has just inserted into a version, so that they need not be read back."""
         if len(rows) and self._end == rows[0] and row_ids(dataset).end == rows[-1] + 1:
             self._extend(rows, hash_rows(keys, self._key))
             self._end = int(rows[-1]) + 1
@@ -64,7 +64,7 @@ class KeyDirectory:
     def _confirm(
         self, dataset: lance.LanceDataset, keys: pa.Table, candidates: list[tuple[int, int]], rows: Rows
     ) -> None:
-        """Keep the candidates whose key is really equal; the lowest row wins."""
+        """Confirm the candidates whose key is really equal; the lowest row wins."""
         offsets = row_ids(dataset).find([row for _, row in candidates])
         candidates = [pair for pair, offset in zip(candidates, offsets, strict=True) if offset >= 0]
         there = offsets[offsets >= 0].tolist()
@@ -107,7 +107,8 @@ class KeyDirectory:
 
 
 def hash_rows(keys: pa.Table, names: list[str]) -> Hashes:
-    """[n] one 64-bit hash per row over the named columns (strings and integers); used in memory only."""
+    """Hash each row over the named columns (strings and integers) to 64 bits: [n]. The hashes are used in memory
+    only."""
     total = np.zeros(keys.num_rows, np.uint64)
     for name in names:
         parts = [
@@ -120,7 +121,7 @@ def hash_rows(keys: pa.Table, names: list[str]) -> Hashes:
 
 
 def _hash_column(column: pa.Array) -> Hashes:
-    """Hash of each value: its bytes as zero-padded 8-byte words, times odd constants, summed, and its length."""
+    """Hash each value: its bytes as zero-padded 8-byte words, times odd constants, summed, and its length."""
     if pa.types.is_integer(column.type):
         return _mix(column.to_numpy().astype(np.int64).view(np.uint64))
     text = column.cast(pa.large_string())
@@ -139,7 +140,7 @@ def _hash_column(column: pa.Array) -> Hashes:
 
 
 def _mix(value: NDArray[Any]) -> Hashes:
-    """The splitmix64 finaliser: every input bit reaches every output bit."""
+    """Apply the splitmix64 finaliser: every input bit reaches every output bit."""
     with np.errstate(over="ignore"):
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-"""Comparison of the rows that a merge has copied, or a deletion has kept, before they are committed.
+"""Compares the rows that a merge has copied, or a deletion has kept, before they are committed.
 
 The files that a merge replaces are dropped a day later, and then only the copy is left. So each copied row of payload
-is compared with the original, and each row of metadata with the checksum it was committed with: a damaged metadata file
-stays in place, and is named, until it is restored.
+is compared with the original, and each row of metadata with the checksum with which it was committed. A damaged
+metadata file stays unmerged, and is named, until it is restored.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,12 +21,13 @@ from mopd_dataplane.store.format.row_checksums import row_crcs
 from mopd_dataplane.tables import ROW_CRC
 
 BYTES = 16 << 20
-"""Size of the rows that are compared at once, about."""
+"""Approximate size of the rows that are compared at once, in bytes."""
 ROWS = 1 << 16
 
 
 def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> None:
-    """Raise DamagedError unless the new files of each merge hold the rows of its old ones, as they were committed."""
+    """Check that the new files of each merge hold the rows of its old ones, as committed. Raises DamagedError if
+    not."""
     for result in done:
         merged = {fragment.id for fragment in result.original_fragments}  # type: ignore[attr-defined]
         old = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id in merged]
@@ -40,7 +41,7 @@ def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> 
 def check_kept(
     dataset: lance.LanceDataset, batches: Iterable[pa.RecordBatch], fresh: Sequence[FragmentMetadata]
 ) -> None:
-    """Raise DamagedError unless new files hold these rows, metadata as it was committed."""
+    """Check that new files hold these rows, metadata as committed. Raises DamagedError if not."""
     at_once = rows_at_once(fresh)
     with reading(dataset.uri):
         copies = _in_parts(_copies(dataset, fresh, at_once), at_once)
@@ -49,7 +50,7 @@ def check_kept(
 
 
 def rows_at_once(fragments: Sequence[FragmentMetadata]) -> int:
-    """Rows of some files that are BYTES large, about."""
+    """Return the number of rows of these files that take about BYTES."""
     size = sum(data.file_size_bytes or 0 for fragment in fragments for data in fragment.files)
     return max(1, min(ROWS, BYTES * sum(fragment.physical_rows for fragment in fragments) // max(size, 1)))
 
@@ -74,7 +75,7 @@ def _compare(where: str, old: pa.Table | None, new: pa.Table | None) -> None:
 def _copies(
     dataset: lance.LanceDataset, fragments: Iterable[FragmentMetadata], at_once: int
 ) -> Iterator[pa.RecordBatch]:
-    """Rows of files that no version names yet."""
+    """Read the rows of files that no version names yet."""
     options = dataset.initial_storage_options
     for fragment in fragments:
         readers = [LanceFileReader(f"{dataset.uri}/data/{data.path}", options) for data in fragment.files]
@@ -87,7 +88,7 @@ def _copies(
 
 
 def _in_parts(batches: Iterable[pa.RecordBatch], at_once: int) -> Iterator[pa.Table]:
-    """All rows, `at_once` of them in each part but the last."""
+    """Regroup rows into parts of `at_once` rows, the last one smaller."""
     pending: list[pa.RecordBatch] = []
     for batch in batches:
         pending.append(batch)

@@ -1,4 +1,4 @@
-"""Writes payload before metadata, each once, even if an earlier commit died before its metadata row."""
+"""Writes payload before metadata, once per payload, even if an earlier commit died before its metadata row."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,11 +19,12 @@ def place_payload(
     *,
     adopt: bool = True,
 ) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-    """[n] row id of each payload in `table`, and a version that has them all.
+    """Write payloads to `table`, reusing rows that an interrupted commit left.
 
-    A row with equal uid and checksum that an interrupted commit left, and to which no metadata row points, is used. The
-    rest is appended. `crcs_of` has the checksums of given places of the batch, `make_rows` builds their rows; `crcs_at`
-    computes the checksums of given rows of the dataset. Without `adopt` the table is known to hold nothing unused.
+    Returns the row id of each payload, [n], and a version that has them all. A row with equal uid and checksum, to
+    which no metadata row points, is reused; the rest is appended. `crcs_of` returns the checksums at some indices of
+    the batch, `make_rows` builds their rows; `crcs_at` computes the checksums of some rows of the dataset. Without
+    `adopt` the table is known to hold no unused row.
     """
     places, dataset = np.full(len(uids), -1, np.int64), table.open()
     if adopt:

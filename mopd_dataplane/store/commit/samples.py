@@ -1,10 +1,10 @@
 """Commits samples: payload first, metadata row last, exactly once by uid, durable on return.
 
     look up        uids that `samples` has are done
-    place payload  rows of `tokens`: adopt what an interrupted commit left there, append the rest, sync
+    place payload  rows of `tokens`: reuse those that an interrupted commit left, append the rest, sync
     insert         rows of `samples`: the commit record, compare-and-swap, sync
 
-Killed between any two of these, the same call made again ends with each sample visible once.
+After a kill between any two of these, the same call ends with each sample visible once.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ from mopd_dataplane.store.format.sample_values import other_content
 from mopd_dataplane.store.read.row_reader import token_crcs
 
 LARGE = 4 << 20
-"""Bytes of tokens from which on a commit keeps the memory that Lance takes and frees, for the next one."""
+"""Bytes of tokens above which a commit keeps the memory that Lance frees, for the next one."""
 ROWS_S = 600.0
-"""Longest time that the metadata rows of one commit, with their checksums, may take."""
+"""Longest time for building the metadata rows of one commit, with their checksums, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class CommitReceipt:
     """
 
     rows: NDArray[np.int64]
-    """[n] row id in `samples` of every given sample, also of those that were there before; -1 of a deleted one."""
+    """[n] row id in `samples` of every sample, also of those that existed before; -1 for a deleted one."""
     inserted: int
-    """How many this call made visible."""
+    """Number of samples that this call made visible."""
     versions: dict[str, int]
-    """Versions of `tokens` and `samples` that hold them."""
+    """Versions of `tokens` and `samples` that hold the samples."""
     dropped: tuple[str, ...] = ()
-    """uids of given samples whose content was dropped: the uid names another one's already, or was deleted."""
+    """uids of samples whose content was dropped, because the uid names other content or was deleted."""
 
 
 def commit_samples(
@@ -59,7 +59,7 @@ def commit_samples(
     uids = [sample.uid for sample in batch]
     size = sum(sample.tokens.nbytes for sample in batch)
     memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
-    with memory, ThreadPoolExecutor(1, "metadata") as beside:  # Lance and the disk are waited for meanwhile
+    with memory, ThreadPoolExecutor(1, "metadata") as beside:  # overlaps waiting for Lance and the disk
         matches, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
         absent = np.flatnonzero(matches < 0).tolist()
         payload = token_rows([batch[i] for i in absent])
@@ -85,7 +85,7 @@ def commit_samples(
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
-    overtaken = ((matches < 0) & ~done.new).tolist()  # another writer was first, since we looked
+    overtaken = ((matches < 0) & ~done.new).tolist()  # another writer was first, since the look-up
     dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
 
@@ -93,7 +93,7 @@ def commit_samples(
 def commit_others(
     samples: Table, tokens: Table, batch: Sequence[Sample], deleted: NDArray[np.bool_], *, keep_first: bool
 ) -> CommitReceipt:
-    """Commit the samples that were not deleted; the receipt has row -1 for the others. deleted: [n]."""
+    """Commit the samples that were not deleted. The receipt has row -1 for the others. deleted: [n] bool."""
     others = [sample for sample, is_deleted in zip(batch, deleted, strict=True) if not is_deleted]
     receipt = commit_samples(samples, tokens, others, keep_first=keep_first)
     if len(others) == len(batch):
@@ -111,7 +111,7 @@ def _dropped(
     there: list[bool],
     keep_first: bool,
 ) -> list[str]:
-    """uids that name other content already. Raises MismatchError for them, unless the first of them stands."""
+    """Return the uids that name other content already. Raises MismatchError for them, unless `keep_first`."""
     if not any(there) and len(set(uids)) == len(uids):
         return []
     lost = list(dict.fromkeys(uids[row] for row in other_content(dataset, uids, crcs())))

@@ -26,12 +26,13 @@ from mopd_dataplane.tables import SCORES, signal_table
 
 def _typed(signal: Signal, field: Field) -> NDArray[Any]:
     array = value(signal, field.name)
-    assert array is not None  # check_signal has seen it
+    assert array is not None  # check_signal has verified it
     return np.ascontiguousarray(array, field.dtype)
 
 
 def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int) -> None:
-    """Raise MismatchError for a wrong kind or shape, EngineError for an impossible value.
+    """Check kind, shapes and values of a signal. Raises MismatchError for kind or shape, EngineError for an impossible
+    value.
 
     Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R].
     """
@@ -55,7 +56,8 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
 
 
 def _check_values(array: NDArray[Any], field: Field, what: str) -> None:
-    """Raise MismatchError for another type of values, EngineError for a number that the column cannot hold."""
+    """Check the values of a field. Raises MismatchError for another type, EngineError for a number outside the column's
+    range."""
     if field.blob:
         if array.dtype != field.dtype:
             raise MismatchError(f"{what} is {array.dtype}, expected the codec's bytes as uint8")
@@ -64,7 +66,7 @@ def _check_values(array: NDArray[Any], field: Field, what: str) -> None:
         whole_numbers(array, *(field.values or (int(most.min), int(most.max))), what)
     elif array.dtype.kind not in "fiu":
         raise MismatchError(f"{what} holds {array.dtype} values; numbers are needed")
-    elif array.size and not np.abs(array).max() <= np.finfo(field.dtype).max:  # a NaN is not
+    elif array.size and not np.abs(array).max() <= np.finfo(field.dtype).max:  # also true for a NaN
         raise EngineError(
             f"{what} holds NaN, infinity or a number beyond {np.finfo(field.dtype).max:.3g}; check the teacher's "
             "weights and dtype"
@@ -72,7 +74,7 @@ def _check_values(array: NDArray[Any], field: Field, what: str) -> None:
 
 
 def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
-    """Rows of signals/<teacher>/<kind>."""
+    """Build the rows of signals/<teacher>/<kind>."""
     columns: dict[str, Any] = {}
     for field in of_signal(table.spec.name.removeprefix(SIGNALS)):
         own = [_typed(signal, field) for signal in signals]
@@ -88,7 +90,7 @@ def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
 
 
 def blob_column(payloads: Sequence[NDArray[np.uint8]]) -> pa.ChunkedArray:
-    """A blob column from one contiguous uint8 array per row, without a copy: every row is a chunk of its own."""
+    """Build a blob column from one contiguous uint8 array per row, without a copy: every row is a chunk of its own."""
     kind = lance.blob.BlobType()
     fields = list(kind.storage_type)
     nulls = [pa.nulls(1, field.type) for field in fields[1:]]
@@ -148,7 +150,7 @@ def commit_signals(
 
 
 def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
-    """Metadata of the signals' samples, in order; MismatchError when a row is not the sample that a signal names."""
+    """Return the metadata of the signals' samples, in order. Raises MismatchError when a row is another sample."""
     dataset = samples.open()
     offsets = row_ids(dataset).find([signal.sample_row for signal in signals])
     for signal, offset in zip(signals, offsets, strict=True):
@@ -165,7 +167,7 @@ def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
 
 
 def _coverage(signal: Signal) -> float:
-    """Probability that the teacher gives the ids of a top-k, mean over loss tokens; 1 of the other kinds."""
+    """Return the teacher's probability of the ids of a top-k, mean over loss tokens; 1 for the other kinds."""
     if signal.topk_logprobs is None or not len(signal.topk_logprobs):
         return 1.0
     return float(np.exp(signal.topk_logprobs, dtype=np.float64).sum(axis=1).mean())

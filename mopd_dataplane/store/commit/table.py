@@ -1,10 +1,10 @@
-"""One dataset of a store: read it at a version, append payload to it, insert rows into it exactly once.
+"""One dataset of a store: reads it at a version, appends payload, inserts rows exactly once.
 
 An insert is a compare-and-swap on the dataset's version. Lance's Merge operation is the one commit that no data commit
 may overtake: it is refused when an append, a merge, a compaction or another insert came in between (tested by
-tests/unit/store/test_lance_promises.py). So: look the keys up in version v, write the rows that are new, commit on v;
-if that is refused, look again. Two committers, a retried commit, a lost reply or a process that wakes up after an hour
-can never make a key visible twice.
+tests/unit/store/test_lance_promises.py). So: look the keys up in version v, write the new rows, commit on v; if that is
+refused, look again. Two committers, a retried commit, a lost reply or a process that wakes up after an hour can never
+make a key visible twice.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ from mopd_dataplane.store.remote.network import answering
 ATTEMPTS = 64
 BACKOFF_S = 0.005
 CLEAN_UP_S = 3600.0
-"""How often a process that commits drops old versions, which are kept for a day."""
+"""Interval in seconds at which a committing process drops old versions, which stay for a day."""
 FIRST_COMMIT = 2
 """Version of the first rows of a dataset; 1 is the empty one."""
 
 
 @dataclass(frozen=True)
 class Inserted:
-    """rows [n] int64: row id of every asked key; new [n] bool: whether this call made it visible."""
+    """rows [n] int64: row id of every key; new [n] bool: true if this call made it visible."""
 
     rows: NDArray[np.int64]
     new: NDArray[np.bool_]
@@ -58,7 +58,7 @@ class Inserted:
 
 
 class Table:
-    """A named dataset under a place."""
+    """A named dataset of a store."""
 
     def __init__(self, location: StoreLocation, name: str) -> None:
         self.name = name
@@ -73,17 +73,17 @@ class Table:
         self._acknowledged = Acknowledged(location, name)
         self._clean_up_at = 0.0
         self._newest = 0
-        """The newest version that this process has seen, in a folder."""
+        """Newest version that this process has seen, in a folder."""
         self._torn: dict[int, Path] = {}
         """Manifests by version, from the first that a power cut tore on: never acknowledged; readers pass them over."""
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns as they lie on disk."""
+        """Columns as they are on disk."""
         return lance_schema(self.spec, self.name)
 
     def create(self) -> None:
-        """Make the empty dataset, durable on return; nothing happens when there is one already."""
+        """Create the empty dataset, durable on return, unless it exists."""
         with writing(self.uri):
             try:
                 dataset = lance.write_dataset(
@@ -100,10 +100,11 @@ class Table:
         self.make_durable(dataset)
 
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
-        """The dataset at a version (default: the newest); UnknownNameError when there is none. Changes nothing.
+        """Open the dataset at a version (default: the newest). Changes nothing.
 
         Clean-up leaves the version alone as long as the handle lives (in a folder; see open_versions.py). Raises
-        MismatchError for another format version or other columns, DamagedError when an acknowledged version is gone.
+        UnknownNameError when there is none, MismatchError for another format version or other columns, DamagedError
+        when an acknowledged version is gone.
         """
         acknowledged = 0
         if not self._checked:
@@ -123,13 +124,13 @@ class Table:
         return dataset
 
     def acknowledged(self) -> int:
-        """The newest version that was acknowledged; 0 when none was. Clean-up drops none that is newer."""
+        """Return the newest acknowledged version; 0 when there is none. Clean-up drops no newer version."""
         return self._acknowledged.newest()
 
     def manifest_damage(self) -> str:
-        """Damage of the manifest that was acknowledged last, or of the record of it; empty when both are sound."""
+        """Describe damage of the last acknowledged manifest, or of the record of it; empty when both are sound."""
         if not (version := self._acknowledged.newest()):
-            # A process that makes a table may be killed before it records the first versions.
+            # A process that creates a table may be killed before it records the first versions.
             return "" if self.open().version <= FIRST_COMMIT else f"{self._acknowledged.uri} names no version"
         if self._folder is None:
             return ""
@@ -145,7 +146,8 @@ class Table:
         return f"manifest of version {version} has crc32c {crc:08x}, acknowledged was {recorded_crc:08x}"
 
     def open_to_write(self) -> lance.LanceDataset:
-        """The newest version. A torn version above the newest acknowledged one is set aside, with a warning."""
+        """Open the newest version for writing. A torn version above the newest acknowledged one is set aside, with a
+        warning."""
         dataset = self.open()
         if not self._torn:
             return dataset
@@ -161,7 +163,7 @@ class Table:
         return self.open()
 
     def _held(self, version: int | str | None) -> lance.LanceDataset:
-        """A version (None: the newest), held against clean-up where that is possible."""
+        """Open a version (None: the newest), held against clean-up if possible."""
         if self._folder is None:
             return self._open(version)
         for _ in range(ATTEMPTS):
@@ -196,7 +198,7 @@ class Table:
             raise DamagedError(f"{self.uri}: version {version or 'newest'} cannot be opened: {error}") from error
 
     def exists(self) -> bool:
-        """Whether there is such a dataset."""
+        """Check if the dataset exists."""
         try:
             self.open()
         except UnknownNameError:
@@ -204,17 +206,18 @@ class Table:
         return True
 
     def was_made(self) -> bool:
-        """Whether there is, or was, such a dataset; it is not opened, so it may be damaged."""
+        """Check if the dataset exists or existed, without opening it: it may be damaged."""
         return self._acknowledged.newest() > 0 or bool(self._location.children(f"{self.name}/_versions"))
 
     def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-        """[n] row id of each key in the newest version, -1 where the table does not have it; and that version."""
+        """Look up keys in the newest version. Returns the row id of each, [n] with -1 for missing keys, and the
+        version."""
         with self._keys_lock, answering(self.uri):
             dataset = self.open()
             return self._keys.find(dataset, keys), dataset
 
     def append(self, rows: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-        """Append payload rows as they are; their [n] row ids, and the dataset that has them."""
+        """Append payload rows. Returns their row ids, [n], and the dataset that has them."""
         with writing_files(self._location, self.name), writing(self.uri):
             dataset = self.open_evolved()
             fragments = self._write(dataset, rows)
@@ -226,19 +229,19 @@ class Table:
         return ids_of_files(dataset, _paths(fragments)), self.tidied(dataset)
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
-        """Append rows on exactly this version; None, with nothing changed, when another commit came first."""
+        """Append rows on exactly this version. Returns None, with nothing changed, when another commit came first."""
         with writing_files(self._location, self.name), writing(self.uri):
             return self._swap(dataset, self._write(dataset, rows))
 
     def insert(self, rows: pa.Table) -> Inserted:
-        """Insert the rows whose key the table does not have; the keys decide, other columns are not compared."""
+        """Insert the rows whose key is not in the table; only keys are compared."""
         with writing_files(self._location, self.name):
             inserted = self._insert(rows)
         return replace(inserted, dataset=self.tidied(inserted.dataset)) if inserted.new.any() else inserted
 
     def _insert(self, rows: pa.Table) -> Inserted:
         written = np.zeros(rows.num_rows, bool)
-        fragments: list[FragmentMetadata] = []  # hold the rows that are written, and that no version names yet
+        fragments: list[FragmentMetadata] = []  # new rows, which no version names yet
         first = _first_of_each(rows.select(self.spec.key))
         self.open_evolved()
         for attempt in range(ATTEMPTS):
@@ -263,7 +266,10 @@ class Table:
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
     def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
-        """Raise MismatchError for a row whose key the table, or an earlier row, has with another value in a column."""
+        """Check that no row has a key with another value in one of these columns, in the table or an earlier row.
+
+        Raises MismatchError if one does.
+        """
         matches, dataset = self.find(rows)
         read = [*dict.fromkeys((*self.spec.key, *columns))]
         stored = take_rows(dataset, matches[matches >= 0], read).to_pylist()
@@ -279,11 +285,11 @@ class Table:
                     )
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
-        """Sync a version to the disk (an object store takes only what is durable), then acknowledge it for good.
+        """Sync a version to the disk (a write to an object store is always durable), then acknowledge it for good.
 
-        A version that was acknowledged later builds on this one and is on the disk, with what this one holds. Clean-up
-        may then have dropped this one, so nothing is left to do. Raises LostFileError for a file that is gone
-        otherwise.
+        A version that was acknowledged later builds on this one and is on the disk, with everything in this one.
+        Clean-up may then have dropped this one, so nothing is left to do. Otherwise raises LostFileError for a missing
+        file.
         """
         acknowledged = self._acknowledged.newest()
         if self.barrier is None or acknowledged < dataset.version:
@@ -297,12 +303,12 @@ class Table:
         self._location.committed()
 
     def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
-        """Sync files that no version names yet; an object store takes only what is durable."""
+        """Sync files that no version names yet; a write to an object store is always durable."""
         if self.barrier is not None:
             self.barrier.sync_data(fragments)
 
     def check_files(self, fragments: Iterable[FragmentMetadata]) -> None:
-        """Raise LostFileError when a file that is about to be committed is gone."""
+        """Check that no file of a coming commit is missing. Raises LostFileError."""
         for path in _paths(fragments):
             if not self._location.has(f"{self.name}/data/{path}"):
                 raise LostFileError(
@@ -316,7 +322,7 @@ class Table:
         operation: lance.LanceOperation.BaseOperation,
         fresh: Iterable[FragmentMetadata] = (),
     ) -> bool:
-        """Commit on exactly this version, durable on return; False when another commit came first.
+        """Commit on exactly this version, durable on return. Returns False when another commit came first.
 
         fresh: files that were written for it. Raises LostFileError when one of them is gone.
         """
@@ -341,7 +347,7 @@ class Table:
         return dataset
 
     def _write(self, dataset: lance.LanceDataset, rows: pa.Table) -> list[FragmentMetadata]:
-        """Write rows to files of their own and sync them; no version names them yet."""
+        """Write rows to new files and sync them; no version names them yet."""
         if not self.spec.heavy:
             rows = with_row_crcs(rows)
         names = set(rows.column_names)
@@ -360,7 +366,7 @@ class Table:
             if time.monotonic() >= self._clean_up_at:  # Lance reads every manifest to find the old ones
                 clean_up(self._location, self.name, dataset, self.acknowledged())
                 self._clean_up_at = time.monotonic() + CLEAN_UP_S
-        except DamagedError as error:  # the commit stands; damaged files stay unmerged until they are restored
+        except DamagedError as error:  # the commit stands; damaged files stay unmerged
             warnings.warn(str(error), stacklevel=2)
         except OSError as error:
             if not is_overtaken(error):
@@ -368,7 +374,7 @@ class Table:
         return self.open()
 
     def _swap(self, dataset: lance.LanceDataset, fresh: list[FragmentMetadata]) -> lance.LanceDataset | None:
-        """Commit `fresh` on exactly this version; None when another commit came first or the reply was lost."""
+        """Commit `fresh` on exactly this version. Returns None when another commit came first or the reply was lost."""
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
         next_id = max((fragment.id for fragment in fragments), default=-1) + 1
         for index, fragment in enumerate(fresh):
@@ -384,7 +390,7 @@ class Table:
 
 
 def _first_of_each(keys: pa.Table) -> NDArray[np.int64]:
-    """[n] place of the first row with the same key."""
+    """Return the index of the first row with the same key: [n]."""
     seen: dict[tuple[object, ...], int] = {}
     pairs = enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True))
     return np.array([seen.setdefault(key, index) for index, key in pairs], np.int64)
@@ -395,6 +401,6 @@ def _paths(fragments: Iterable[FragmentMetadata]) -> set[str]:
 
 
 def _holds(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> bool:
-    """Whether a version contains these very files: the commit happened, whatever the reply said."""
+    """Check if a version contains these very files: then the commit happened, whatever the reply."""
     paths = {data_file.path for fragment in dataset.get_fragments() for data_file in fragment.data_files()}
     return _paths(fragments) <= paths

@@ -1,6 +1,6 @@
 """Per-token statistics of scoring and training for each trained token, in the table `token_stats`.
 
-They are for analysis only: nothing is trained from them, a store without them is complete, and those that an
+They are for analysis only: nothing is trained from them, and a store without them is complete. Statistics that an
 interrupted run did not write are not computed again.
 """
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 MEANS = {
     "mean_abs_gap": "logprob_gap", "mean_student_entropy": "student_entropy", "mean_teacher_entropy": "teacher_entropy"
 }  # fmt: skip
-"""Column of a row -> the list that it is the mean of (of |values|, where it says so)."""
+"""Column of a row -> the list of which it is the mean (of |values| for `abs`)."""
 ROWS = 4096
-"""Rows of one commit."""
+"""Number of rows in one commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Statistics of one sample: values [M] by the names of PER_TOKEN_STATS, those in hand.
+    """Statistics of one sample: values [M] by the names of PER_TOKEN_STATS, as far as they were computed.
 
     Example: TokenStats(sample_row=7, stage="student", teacher="math", values={"teacher_entropy": entropies}).
     """
@@ -46,14 +46,13 @@ class TokenStats:
     stage: str
     teacher: str = ""
     step: int = -1
-    """Optimizer step; -1 of scoring."""
+    """Optimizer step; -1 for scoring."""
     policy_version: int = -1
     values: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
-    """Add rows of `token_stats`; those the store has, and those of deleted samples, are left out. Returns how many are
-    new.
+    """Add rows of `token_stats`, except those in the store and those of deleted samples. Returns how many are new.
 
     Raises MismatchError for a name that is no statistic, and for a count that is not the sample's loss tokens.
     """
@@ -74,7 +73,7 @@ def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
 
 
 def read_token_stats(store: Store, uid: str, snapshot: Snapshot | None = None) -> list[dict[str, Any]]:
-    """Rows of one sample, by step; lists as float32 [M], None where there are none (or they were freed)."""
+    """Return the rows of one sample, by step; lists as float32 [M], None for missing or freed ones."""
     if TOKEN_STATS.name not in (store.names() if snapshot is None else snapshot.versions):
         return []
     rows = store.table(TOKEN_STATS.name, filter=f"uid = '{uid}'", snapshot=snapshot)
@@ -86,9 +85,9 @@ def read_token_stats(store: Store, uid: str, snapshot: Snapshot | None = None) -
 
 
 def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[Snapshot] = ()) -> Freed:
-    """Free the lists of these rows of `samples`, file by file: a file goes once all its rows have served.
+    """Free the lists of these rows of `samples`, file by file: a file is freed once none of its rows is needed.
 
-    The rows stay, with their means. in_use: snapshots that readers will still open; tagged ones are always kept.
+    The rows stay, with their means. in_use: snapshots that readers will still open; tagged ones always stay.
     """
     table = store.table_handle(TOKEN_STATS.name)
     if not table.exists():
@@ -150,7 +149,7 @@ def _mean(values: NDArray[Any] | None) -> float | None:
 
 
 def _half(values: NDArray[Any]) -> NDArray[np.float16]:
-    """float16, its largest number where a value is beyond it."""
+    """Convert to float16; values beyond its range become its largest number."""
     largest = float(np.finfo(np.float16).max)
     halves: NDArray[np.float16] = np.clip(values, -largest, largest).astype(np.float16)
     return halves

@@ -24,12 +24,12 @@ _UID = re.compile("[0-9a-f]{32}")
 _SAME = tuple(name for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__)
 """Columns of `samples` that are attributes of a sample."""
 _PLAN_JSON = ("settings", "snapshot", "stats")
-"""Columns of `plans` that are texts of what a PlanWindow has."""
+"""Columns of `plans` that hold attributes of a PlanWindow as JSON."""
 _PLAN_ARRAYS = ("sample_rows", "pack_starts", "pack_teachers", "step_starts")
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
-    """Arrow rows of a metadata table; `created_at` is filled in, missing nullable columns are null.
+    """Build Arrow rows of a metadata table; `created_at` is filled in, missing nullable columns are null.
 
     Raises InputError naming the column that is unknown, missing, or of another type.
     """
@@ -49,7 +49,7 @@ def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
 
 
 def reward_rows(records: Iterable[dict[str, Any]]) -> pa.Table:
-    """Rows of `rewards`. Raises InputError for a reward that is not finite, as a float32."""
+    """Build rows of `rewards`. Raises InputError for a reward that is not finite as a float32."""
     rows = to_rows(REWARDS, records)
     rewards = rows["reward"].to_numpy()
     if not (finite := np.isfinite(rewards)).all():
@@ -59,7 +59,7 @@ def reward_rows(records: Iterable[dict[str, Any]]) -> pa.Table:
 
 
 def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.ListArray:
-    """A list column out of one numpy array per row (None is null), in one copy."""
+    """Build a list column from one numpy array per row (None is null), in one copy."""
     lengths = [0 if array is None else len(array) for array in arrays]
     offsets = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -75,7 +75,8 @@ def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.
 
 
 def check_sample(sample: Sample) -> None:
-    """Raise MismatchError for lengths and names that do not match, EngineError for impossible log-probs."""
+    """Check lengths, names and log-probs. Raises MismatchError for the first two, EngineError for impossible
+    log-probs."""
     where = f"sample {sample.uid}"
     check_values(sample)
     if not _UID.fullmatch(sample.uid):
@@ -114,12 +115,12 @@ def _check_sampling_masks(sample: Sample, where: str) -> None:
 
 
 def sample_crc(sample: Sample) -> int:
-    """payload_crc of the arrays of a sample, in the dtypes they are stored in."""
+    """Compute payload_crc of the arrays of a sample, in the dtypes in which they are stored."""
     return tokens_crc([_typed(value(sample, field.name), field) for field in (*PAYLOAD, *RECORDED)])
 
 
 def tokens_crc(arrays: Sequence[NDArray[Any] | None]) -> int:
-    """payload_crc of one row of `tokens`: columns of PAYLOAD, then those of RECORDED that are not null."""
+    """Compute payload_crc of one row of `tokens`: columns of PAYLOAD, then those of RECORDED that are not null."""
     fixed = len(PAYLOAD)
     return payload_crc(*arrays[:fixed], *(array for array in arrays[fixed:] if array is not None))
 
@@ -129,7 +130,7 @@ def _typed(array: NDArray[Any] | None, field: Field) -> NDArray[Any] | None:
 
 
 def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
-    """One numpy view per row of a list column; None where it is null."""
+    """Return one numpy view per row of a list column; None for a null."""
     views: list[NDArray[Any] | None] = []
     for chunk in column.chunks:
         values = chunk.values.to_numpy()
@@ -143,7 +144,7 @@ def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
 
 
 def token_rows(samples: Sequence[Sample]) -> pa.Table:
-    """Rows of `tokens`."""
+    """Build rows of `tokens`."""
     columns = {"uid": pa.array([sample.uid for sample in samples], pa.string())}
     for field in (*PAYLOAD, *RECORDED):
         kind = TOKENS.schema.field(field.column).type
@@ -152,18 +153,18 @@ def token_rows(samples: Sequence[Sample]) -> pa.Table:
 
 
 def sample_rows(samples: Sequence[Sample]) -> pa.Table:
-    """Rows of `samples`: everything but the payload, and 0 for where it lies; see placed_rows."""
+    """Build rows of `samples` without the payload; its row id is 0 until placed_rows sets it."""
     return to_rows(SAMPLES, [sample_record(sample) for sample in samples])
 
 
 def placed_rows(rows: pa.Table, payload_rows: NDArray[np.int64]) -> pa.Table:
-    """Rows of `samples` that say where their payload lies. payload_rows: [n] row ids in `tokens`."""
+    """Set the row ids of the payload in rows of `samples`. payload_rows: [n] row ids in `tokens`."""
     index = rows.schema.get_field_index("payload_row")
     return rows.set_column(index, rows.schema.field(index), pa.array(payload_rows))
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
-    """Values of a row of `samples`, except those that depend on its payload's row."""
+    """Return the values of a row of `samples`, except those that depend on its payload's row."""
     mean, trained = None, sample.loss_tokens
     if sample.logprobs is not None and trained:
         every = trained == sample.response_len
@@ -185,7 +186,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 
 def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
-    """Columns of `samples` that say how large recorded fields are; null where they are not recorded."""
+    """Return the columns of `samples` with the sizes of recorded fields; null for fields that are not recorded."""
     sizes: dict[str, int | None] = {}
     for field in RECORDED:
         array = value(sample, field.name)
@@ -197,20 +198,20 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
 
 
 def step_record(step: StepMetrics) -> dict[str, Any]:
-    """Row of `steps`."""
+    """Return the row of `steps` of a step."""
     divergence = None if np.isnan(step.reverse_kl) else step.reverse_kl
     return asdict(step) | {"extra": json.dumps(step.extra, sort_keys=True), "reverse_kl": divergence}
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:
-    """Row of `plans`."""
+    """Return the row of `plans` of a plan."""
     same = {column.name: getattr(plan, column.name) for column in fields(plan)}
     parts = {"settings": plan.settings, "snapshot": asdict(plan.snapshot), "stats": plan.stats}
     return same | {name: json.dumps(parts[name], sort_keys=True) for name in _PLAN_JSON}
 
 
 def plan_of(row: pa.Table) -> PlanWindow:
-    """The plan a single row of `plans` holds."""
+    """Return the plan in a single row of `plans`."""
     arrays = {name: np.asarray(row[name].combine_chunks()[0].values.to_numpy()) for name in _PLAN_ARRAYS}
     columns = [column.name for column in fields(PlanWindow) if column.name not in arrays]
     plain = row.select(columns).to_pylist()[0]

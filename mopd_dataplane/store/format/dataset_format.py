@@ -22,14 +22,14 @@ TABLE_KEY = b"mopd:table"
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
 PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
 FREED = "freed"
-"""Codec of a row of hidden states that are gone; see retire.py."""
+"""Codec in rows of hidden states that were freed; see free_hidden.py."""
 FORKED_FROM = "forked_from"
 """Key of a store's mark that names the run and the point that it was forked from."""
 TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 
 def spec_of(name: str) -> TableSpec:
-    """The spec behind a dataset name; UnknownNameError names the nearest table."""
+    """Return the spec of a dataset name. Raises UnknownNameError naming the nearest table."""
     if name in TABLES:
         return TABLES[name]
     folder, _, rest = name.partition("/")
@@ -43,7 +43,7 @@ def spec_of(name: str) -> TableSpec:
 
 
 def sql_name(name: str) -> str:
-    """Name of a dataset inside SQL.
+    """Return the name of a dataset inside SQL.
 
     >>> sql_name("signals/math-7b/topk")
     'signals_math-7b_topk'
@@ -52,7 +52,7 @@ def sql_name(name: str) -> str:
 
 
 def is_table(name: str) -> bool:
-    """Whether a dataset may have this name: a store's folders may hold what somebody else put there."""
+    """Check if a dataset may have this name: a store's folders may hold foreign files."""
     try:
         spec_of(name)
     except UnknownNameError:
@@ -61,7 +61,7 @@ def is_table(name: str) -> bool:
 
 
 def check_teacher(teacher: Teacher) -> None:
-    """Raise InputError unless a teacher's name can name a folder and its head file lies inside the store."""
+    """Check that a teacher's name can name a folder and that its head file is inside the store. Raises InputError."""
     if not TEACHER_NAME.fullmatch(teacher.name):
         raise InputError(
             f"teacher name {teacher.name!r:.80}: 1 to 64 of a-z, 0-9, '_', '.', '-', a letter or digit first"
@@ -72,13 +72,13 @@ def check_teacher(teacher: Teacher) -> None:
 
 
 def lance_schema(spec: TableSpec, name: str) -> pa.Schema:
-    """Schema as it lies on disk: key columns marked, blob columns translated, the format version recorded."""
+    """Return the schema on disk: key columns marked, blob columns translated, the format version recorded."""
     fields = [_on_disk(field, spec) for field in spec.stored]
     return pa.schema(fields, {FORMAT_KEY: str(FORMAT_VERSION).encode(), TABLE_KEY: name.encode()})
 
 
 def blob_columns(spec: TableSpec) -> tuple[str, ...]:
-    """Columns whose bytes lie outside the rows and are read by range."""
+    """Return the columns whose bytes are outside the rows and are read by range."""
     return tuple(field.name for field in spec.schema if field.metadata.get(b"blob") == b"v2")
 
 
@@ -96,7 +96,7 @@ def _on_disk(field: pa.Field, spec: TableSpec) -> pa.Field:
 
 
 def check_format(version: int, where: str) -> None:
-    """Refuse a store or dataset of another format version, naming both."""
+    """Check the format version of a store or dataset. Raises MismatchError naming both versions."""
     if version == FORMAT_VERSION:
         return
     step = "upgrade mopd-dataplane" if version > FORMAT_VERSION else "run `mopd store upgrade SRC DST`, which copies it"
@@ -104,7 +104,10 @@ def check_format(version: int, where: str) -> None:
 
 
 def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
-    """Refuse a dataset of another format, without stable row ids or with other columns, save further nullable ones."""
+    """Check that a dataset has this format, stable row ids, and these columns, apart from further nullable ones.
+
+    Raises MismatchError if not.
+    """
     where, schema = dataset.uri, dataset.schema
     metadata = schema.metadata or {}
     if FORMAT_KEY not in metadata:
@@ -121,13 +124,13 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
 
 
 def read_mark(location: StoreLocation) -> dict[str, Any] | None:
-    """Content of store.json, None where there is none. Raises MismatchError and DamagedError as Store.open does."""
+    """Read store.json. Returns None without one. Raises MismatchError and DamagedError as Store.open does."""
     content = location.read(MARK)
     if content is None:
         return None
     version = FORMAT_VERSION
     with suppress(ValueError, TypeError, LookupError, RecursionError):
-        unsealed = json.loads(content)  # the mark of the first format has no checksum in it
+        unsealed = json.loads(content)  # the mark of the first format has no checksum
         if SEAL not in unsealed and type(unsealed["format_version"]) is int:
             version = unsealed["format_version"]
     check_format(version, location.uri)
@@ -137,9 +140,9 @@ def read_mark(location: StoreLocation) -> dict[str, Any] | None:
 
 
 def write_mark(location: StoreLocation, **more: object) -> str:
-    """Write store.json, the last file of a store that is made, with an id of its own; durable on return.
+    """Write store.json, the last file of a new store, with a random id; durable on return.
 
-    Returns the id of the store that lies there: that of another process where both made it at the same time.
+    Returns the id of the store: that of another process if both created it at the same time.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     mark = {"format_version": FORMAT_VERSION, "created": created, "uuid": str(uuid.uuid4())} | more
@@ -149,7 +152,7 @@ def write_mark(location: StoreLocation, **more: object) -> str:
 
 
 def signal_tables(location: StoreLocation) -> list[str]:
-    """Names of the tables of signals that lie in a store."""
+    """Return the names of the tables of signals in a store."""
     return [
         name
         for teacher in location.children("signals")

@@ -19,13 +19,13 @@ _NO_ROOM = {
 
 
 def environment_failure(where: str, error: BaseException) -> MopdError | None:
-    """The error to raise where not the data is at fault: no descriptor is left, or the object store fails."""
+    """Return the error to raise if the data is not at fault: no descriptor is left, or the object store fails."""
     return out_of_descriptors(where, error) or network_failure(where, error)
 
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """ResourceError, with its errno, when the disk takes no more; what an object store answers; other errors pass."""
+    """Turn a full disk into a ResourceError with its errno, and errors of an object store into ours; others pass."""
     try:
         yield
     except OSError as error:
@@ -34,19 +34,22 @@ def writing(where: str) -> Iterator[None]:
         if isinstance(error, MopdError) or not (number := _no_room(error)):
             raise
         full = ResourceError(f"{where}: {_NO_ROOM[number]}; nothing became visible; make room and retry")
-        full.errno = number  # tells a caller that can wait for space from one that cannot
+        full.errno = number  # lets a caller see whether waiting for space can help
         raise full from error
 
 
 def _no_room(error: OSError) -> int:
-    """The errno of an error that means that the disk takes no more; 0 for others."""
+    """Return the errno of an error that means a full disk; 0 for others."""
     return next((number for number in _NO_ROOM if error.errno == number or f"os error {number}" in str(error)), 0)
 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """DamagedError when bytes cannot be read or decoded; a Rust panic over damaged bytes is such a case, and so is what
-    Lance says through Arrow. A commit that came second and a full disk pass."""
+    """Turn bytes that cannot be read or decoded into a DamagedError.
+
+    This includes a Rust panic over damaged bytes, and errors that Lance reports through Arrow. A commit that came
+    second and a full disk pass.
+    """
     try:
         yield
     except BaseException as error:
@@ -61,15 +64,15 @@ def reading(where: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is a Rust panic; pyo3 derives it from BaseException and exports no name for it."""
+    """Check if an error is a Rust panic; pyo3 derives it from BaseException and exports no name for it."""
     return type(error).__name__ == "PanicException"
 
 
 def is_missing(error: BaseException, folder: str) -> bool:
-    """Whether a file of this folder of a dataset was gone when Lance read it, as another process deleted it."""
+    """Check if Lance missed a file of this folder of a dataset, because another process deleted it."""
     return f"{folder}/" in str(error) and "Not found" in str(error)
 
 
 def is_overtaken(error: OSError) -> bool:
-    """Whether a commit was refused because another one came first; Lance says so in two ways."""
+    """Check if a commit was refused because another one came first; Lance has two messages for that."""
     return isinstance(error, CommitConflictError) or "commit conflict" in str(error)

@@ -1,8 +1,8 @@
-"""Places and encodings of the pages of a Lance file's columns, from the file itself.
+"""Positions and encodings of the pages of a Lance file's columns, read from the file itself.
 
 The file format is public: a footer, a table of columns, and a protobuf message for each column (`file2.proto`,
-`encodings.proto` of the Lance project; the numbers below are those of their fields). Only two encodings are known here,
-those that a list of numbers has in format 2.0; a page with any other raises NotPlain.
+`encodings.proto` of the Lance project; the numbers below are those of their fields). Only the two encodings of a list
+of numbers in format 2.0 are supported here; a page with any other raises NotPlain.
 """
 
 import os
@@ -14,31 +14,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FOOTER = struct.Struct("<QQQIIHH4s")
-"""Positions of the first column's metadata, of the table of columns and of the table of global buffers; how many global
-buffers and columns; major and minor version; magic."""
+"""Positions of the first column's metadata, of the table of columns and of the table of global buffers; numbers of
+global buffers and of columns; major and minor version; magic."""
 _VERSION = [0, 3, b"LANC"]
-"""Format 2.0, as a footer says it."""
+"""Format 2.0, as written in a footer."""
 _PLACE = struct.Struct("<QQ")
 """Position and size of a column's metadata, in the table of columns."""
 _NUMBER = re.compile(rb"[\x80-\xff]{0,9}[\0-\x7f]")
-"""A number of a message: of its bytes all but the last have the highest bit."""
+"""A varint of a message: all bytes but the last have the highest bit."""
 _VARINT, _BYTES = 0, 2
 """Wire types of protobuf that these messages use."""
 _Message = Mapping[int, tuple[int | bytes, ...]]
-"""Values of a protobuf message by the number of their field."""
+"""Values of a protobuf message by field number."""
 
 
 class NotPlain(Exception):
-    """A file is laid out in another way than this package reads without Lance."""
+    """The layout of a file is one that this package cannot read without Lance."""
 
 
 class Page(NamedTuple):
     """One page of a column."""
 
     positions: tuple[int, ...]
-    """Byte of each of its buffers."""
+    """Byte position of each of its buffers."""
     sizes: tuple[int, ...]
-    """Bytes of each."""
+    """Size of each buffer in bytes."""
     rows: int
     encoding: bytes
     """Protobuf message `ArrayEncoding`."""
@@ -50,11 +50,11 @@ class ListCounts(NamedTuple):
     null_shift: int
     """Number that is added to the end of a null list."""
     items: int
-    """Elements of its lists together."""
+    """Number of elements in all of its lists."""
 
 
 def read_pages(path: Path, column: int) -> list[Page]:
-    """Pages of a column, in order. Raises NotPlain, OSError."""
+    """Read the pages of a column, in order. Raises NotPlain, OSError."""
     with path.open("rb") as file:
         file.seek(-_FOOTER.size, os.SEEK_END)
         _, table, _, _, columns, *version = _FOOTER.unpack(file.read())
@@ -66,7 +66,8 @@ def read_pages(path: Path, column: int) -> list[Page]:
 
 
 def list_counts(encoding: bytes) -> ListCounts:
-    """Counts of a page of a list column whose list ends are plain 64-bit numbers. Raises NotPlain for another."""
+    """Read the counts of a page of a list column whose list ends are plain 64-bit numbers. Raises NotPlain for
+    another."""
     listed = _inside(encoding, 4)  # ArrayEncoding.list
     ends, shift, items = (listed.get(number, (0,))[-1] for number in (1, 2, 3))
     if not isinstance(ends, bytes) or not isinstance(shift, int) or not isinstance(items, int):
@@ -76,14 +77,15 @@ def list_counts(encoding: bytes) -> ListCounts:
     return ListCounts(shift, items)
 
 
-# A file of many commits has many pages, whose elements are all encoded alike.
+# A file of many commits has many pages with the same encoding of elements.
 @lru_cache(maxsize=64)
 def flat_bits(encoding: bytes) -> int:
-    """Bits of each value of a page of plain values, none null, in its only buffer. Raises NotPlain for another."""
+    """Return the bits of each value of a page of plain values, none null, in its only buffer. Raises NotPlain for
+    another."""
     # ArrayEncoding.nullable, Nullable.no_nulls, NoNull.values, ArrayEncoding.flat
     flat = _inside(encoding, 2, 1, 1, 1)
     bits, buffer = flat.get(1, (0,))[-1], flat.get(2, (b"",))[-1]
-    # Flat.compression is absent; Buffer is the first of the page, all of whose fields are then left out.
+    # Flat.compression is absent; Buffer is the first of the page, whose fields are all left out.
     if set(flat) - {1, 2} or buffer != b"" or not isinstance(bits, int):
         raise NotPlain("a flat encoding that is compressed, or lies elsewhere")
     return bits
@@ -107,7 +109,7 @@ def _at(fd: int, position: int, size: int) -> bytes:
 
 
 def _inside(message: int | bytes, *path: int) -> _Message:
-    """The message at the end of a path of fields, each of which is the only one of its message."""
+    """Return the message at the end of a path of fields, each of which is the only one of its message."""
     for number in path:
         fields = _message(message)
         if set(fields) != {number} or len(fields[number]) != 1:
@@ -117,7 +119,7 @@ def _inside(message: int | bytes, *path: int) -> _Message:
 
 
 def _numbers(values: tuple[int | bytes, ...]) -> tuple[int, ...]:
-    """A repeated number: several fields, or one that holds them all."""
+    """Return a repeated number: from several fields, or from one that holds them all."""
     numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
@@ -150,7 +152,7 @@ def _message(content: int | bytes) -> _Message:
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """A number in 7 bits a byte, lowest first, and where the next begins."""
+    """Read a number in 7 bits a byte, lowest first. Returns it and the position after it."""
     match = _NUMBER.match(content, at)
     if match is None:
         raise NotPlain("a number that does not end")

@@ -1,7 +1,7 @@
 """Manifests of a local dataset, `_versions/<number>.manifest`: one a version, which Lance writes and does not sync.
 
-Lance lists the folder to find the newest, so each of its openings takes longer the more versions there are. Here a few
-looks do: a commit takes the next number, and clean-up drops no version that is newer than the one acknowledged last.
+Lance lists the folder to find the newest, so opening takes longer the more versions there are. Here a few look-ups are
+enough: a commit takes the next number, and clean-up drops no version newer than the one acknowledged last.
 """
 
 import json
@@ -18,22 +18,22 @@ _SECTOR = 512
 
 
 def manifest(root: Path, version: int) -> Path:
-    """The manifest of a version of a local dataset."""
+    """Return the path of the manifest of a version of a local dataset."""
     return root / "_versions" / manifest_name(version)
 
 
 def manifest_name(version: int) -> str:
-    """Lance's file name for the manifest of a version: the newest comes first in order of name."""
+    """Return Lance's file name for the manifest of a version: in order of name the newest comes first."""
     return f"{_LAST_VERSION - version:020d}.manifest"
 
 
 def crc_of_manifest(root: Path, version: int) -> int:
-    """crc32c of the manifest of a version of a local dataset. Raises OSError."""
+    """Compute the crc32c of the manifest of a version of a local dataset. Raises OSError."""
     return crc32c(manifest(root, version).read_bytes())
 
 
 def names_of_versions(root: Path, least: int = 0) -> list[int]:
-    """Versions from `least` on that there are manifests of, newest first."""
+    """Return the versions from `least` on that have manifests, newest first."""
     folder = root / "_versions"
     listed = os.listdir(folder) if folder.is_dir() else []
     last = manifest_name(least)
@@ -42,10 +42,10 @@ def names_of_versions(root: Path, least: int = 0) -> list[int]:
 
 
 def newest_version(root: Path, last_version: int) -> int:
-    """The newest version; 0 when there is none.
+    """Return the newest version; 0 when there is none.
 
-    known: one that was the newest, or was acknowledged. It may have been dropped since; and where another program has
-    dropped those after it, Lance's own note, which its next commit may not have reached yet, names a later one.
+    last_version: one that was the newest, or was acknowledged. It may have been dropped since. If another program has
+    dropped the versions after it, Lance's own note names a later one, although its next commit may not be in it yet.
     """
     version = max(last_version, _noted(root))
     if not manifest(root, version).exists():
@@ -56,7 +56,7 @@ def newest_version(root: Path, last_version: int) -> int:
 
 
 def _noted(root: Path) -> int:
-    """The version that Lance noted beside the manifests; 0 when there is no note."""
+    """Return the version that Lance noted beside the manifests; 0 when there is no note."""
     try:
         noted = int(json.loads((root / "_versions" / "latest_version_hint.json").read_bytes())["version"])
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):

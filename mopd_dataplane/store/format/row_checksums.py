@@ -25,7 +25,7 @@ from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.tables import ROW_CRC
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of the rows that are summed at once: what is copied stays small."""
+"""Bytes of the rows that are summed at once, so that copies stay small."""
 CHUNK_ROWS = 1 << 16
 
 Crcs = NDArray[np.uint32]
@@ -33,7 +33,7 @@ _NOTHING = pa.scalar(b"", pa.large_binary())
 
 
 def row_crcs(rows: pa.Table) -> Crcs:
-    """[n] checksum of each row over all its columns but `row_crc`."""
+    """Compute the checksum of each row over all its columns but `row_crc`: [n]."""
     content = rows.select(sorted(name for name in rows.column_names if name != ROW_CRC.name))
     step = max(1, min(CHUNK_ROWS, CHUNK_BYTES * content.num_rows // max(content.nbytes, 1)))
     parts = [_batch_crcs(batch) for batch in content.to_batches(max_chunksize=step)]
@@ -41,20 +41,20 @@ def row_crcs(rows: pa.Table) -> Crcs:
 
 
 def with_row_crcs(rows: pa.Table) -> pa.Table:
-    """The rows with their checksums in `row_crc`, in place of those they may have."""
+    """Return the rows with their checksums in `row_crc`, replacing old ones."""
     content = rows.drop_columns([ROW_CRC.name]) if ROW_CRC.name in rows.column_names else rows
     return content.append_column(ROW_CRC, pa.array(row_crcs(content)))
 
 
 def wrong_rows(rows: pa.Table) -> Iterator[tuple[int, int, int]]:
-    """(place, checksum found, checksum committed) of each row whose content is not what was committed."""
+    """Yield (index, computed checksum, committed checksum) of each row whose content has changed since its commit."""
     crcs, committed = row_crcs(rows), rows[ROW_CRC.name].to_numpy()
     for row in np.flatnonzero(crcs != committed).tolist():
         yield row, int(crcs[row]), int(committed[row])
 
 
 def _batch_crcs(batch: pa.RecordBatch) -> Crcs:
-    """Rows that have nulls in the same columns are summed together."""
+    """Compute checksums, summing rows with nulls in the same columns together."""
     with_nulls = [index for index in range(batch.num_columns) if batch.column(index).null_count]
     if not with_nulls:
         return _full_crcs(batch)
@@ -72,7 +72,7 @@ def _batch_crcs(batch: pa.RecordBatch) -> Crcs:
 
 
 def _full_crcs(batch: pa.RecordBatch) -> Crcs:
-    """Rows without a null."""
+    """Compute checksums of rows without a null."""
     count = batch.num_rows
     numbers = np.zeros((count, batch.num_columns), "<i8")
     contents: list[pa.LargeBinaryArray] = []
@@ -106,7 +106,7 @@ def _numbers(column: pa.Array) -> NDArray[np.int64]:
 
 
 def _content(column: pa.Array) -> tuple[pa.Buffer | None, NDArray[np.int64]]:
-    """Bytes of all values, and [n + 1] where each begins and the last ends."""
+    """Return the bytes of all values, and [n + 1] their boundaries."""
     kind, part = column.type, slice(column.offset, column.offset + len(column) + 1)
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         _, ends, content = column.buffers()

@@ -21,11 +21,11 @@ from numpy.typing import ArrayLike, NDArray
 from mopd_dataplane.errors import InputError, MismatchError
 
 FRAGMENTS = 512
-"""Fragments whose runs are remembered: those of the newest versions, since a table is kept at about a hundred files."""
+"""Number of fragments whose runs are cached: those of the newest versions, since a table has about a hundred files."""
 
 Rows = NDArray[np.int64]
 _Runs = tuple[Rows, Rows]
-"""[k] first id and [k] length of each run of ids that follow one another."""
+"""[k] first id and [k] length of each run of consecutive ids."""
 
 
 class RowIds:
@@ -41,14 +41,15 @@ class RowIds:
         self._order = np.argsort(self._firsts)
         self._sorted = self._firsts[self._order]
         self.total = int(self._lengths.sum())
-        """Rows of this version."""
+        """Number of rows in this version."""
         self.end = int((self._firsts + self._lengths).max(initial=0))
-        """One more than the largest id."""
+        """Largest id plus one."""
         self.in_order = bool((self._order[1:] > self._order[:-1]).all())
-        """Whether ids ascend in the order of the scan."""
+        """True if ids ascend in the order of the scan."""
 
     def offsets(self, rows: ArrayLike) -> Rows:
-        """[n] offset in the scan of each row id. Raises InputError for an id that no row of this version has."""
+        """Return the offset in the scan of each row id: [n]. Raises InputError for an id without a row in this
+        version."""
         ids = np.asarray(rows, np.int64)
         offsets = self.find(ids)
         if len(ids) and offsets.min() < 0:
@@ -57,7 +58,7 @@ class RowIds:
         return offsets
 
     def find(self, rows: ArrayLike) -> Rows:
-        """[n] offset in the scan of each row id; -1 for an id that no row of this version has."""
+        """Return the offset in the scan of each row id, -1 for an id without a row in this version: [n]."""
         ids = np.asarray(rows, np.int64)
         if not self.total:
             return np.full(len(ids), -1, np.int64)
@@ -66,11 +67,11 @@ class RowIds:
         return np.where((inside >= 0) & (inside < self._lengths[run]), self._offsets[run] + inside, -1)
 
     def ids(self) -> Rows:
-        """[m] ids of the rows, in the order of the scan."""
+        """Return the ids of the rows, in the order of the scan: [m]."""
         return _expanded(self._firsts, self._firsts + self._lengths)
 
     def between(self, first: int, last: int) -> Rows:
-        """[m] ids from `first` on and below `last`, ascending."""
+        """Return the ids from `first` on and below `last`, ascending: [m]."""
         begins = np.clip(self._sorted, first, last)
         ends = np.clip(self._sorted + self._lengths[self._order], first, last)
         return _expanded(begins, ends)
@@ -81,7 +82,7 @@ _lock = threading.Lock()
 
 
 def row_ids(dataset: lance.LanceDataset) -> RowIds:
-    """The row ids of the version that a handle stands at."""
+    """Return the row ids of the version of a handle."""
     with _lock:
         index = _of_handle.get(dataset)
     if index is None or index[0] != dataset.version:
@@ -92,7 +93,7 @@ def row_ids(dataset: lance.LanceDataset) -> RowIds:
 
 
 def in_row_order(dataset: lance.LanceDataset, read: Mapping[str, object], limit: int | None = None) -> pa.Table:
-    """Rows in the order of their ids: `to_table` with the arguments `read`, at most the first `limit` rows."""
+    """Read rows in the order of their ids: `to_table` with the arguments `read`, at most the first `limit` rows."""
     if row_ids(dataset).in_order:
         return dataset.to_table(**read, limit=limit)  # type: ignore[arg-type]
     rows = dataset.to_table(**read, with_row_id=True)  # type: ignore[arg-type]
@@ -101,7 +102,7 @@ def in_row_order(dataset: lance.LanceDataset, read: Mapping[str, object], limit:
 
 
 def ids_of_files(dataset: lance.LanceDataset, paths: set[str]) -> Rows:
-    """[n] ids of the rows of some data files, in the order they were written in."""
+    """Return the ids of the rows of some data files, in the order in which they were written: [n]."""
     parts = [
         fragment_ids(fragment)
         for fragment in dataset.get_fragments()
@@ -111,13 +112,13 @@ def ids_of_files(dataset: lance.LanceDataset, paths: set[str]) -> Rows:
 
 
 def fragment_ids(fragment: lance.LanceFragment) -> Rows:
-    """[n] ids of a fragment's rows, in the order they lie in."""
+    """Return the ids of a fragment's rows, in their order: [n]."""
     firsts, lengths = _fragment_runs(fragment)
     return _expanded(firsts, firsts + lengths)
 
 
 def _expanded(firsts: Rows, ends: Rows) -> Rows:
-    """The ids of some runs, one run after the other."""
+    """Expand runs to their ids, one run after the other."""
     return np.concatenate([np.empty(0, np.int64), *map(np.arange, firsts, ends)])
 
 
@@ -143,7 +144,7 @@ def _runs(ids: NDArray[np.uint64]) -> _Runs:
 
 
 def _joined(parts: list[Rows], part_lengths: list[Rows]) -> _Runs:
-    """The ids of some runs, one after the other, in as few runs as can be."""
+    """Join the ids of some runs into as few runs as possible."""
     firsts, lengths = (np.concatenate([np.empty(0, np.int64), *arrays]) for arrays in (parts, part_lengths))
     if not len(firsts):
         return firsts, lengths

@@ -1,4 +1,4 @@
-"""Checks of a sample's values before any cast: what numpy would wrap, round or overflow is refused by name."""
+"""Checks of a sample's values before any cast: values that numpy would wrap, round or overflow are refused by name."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from mopd_dataplane.records import Sample
 from mopd_dataplane.store.format.shapes import check_sample_shapes
 
 _FEW = 4096
-"""uids that are asked for by name; for more, all of them are read."""
+"""Number of uids up to which they are looked up by name; for more, all of them are read."""
 INT64 = (-(1 << 63), (1 << 63) - 1)
 INT16 = (0, (1 << 15) - 1)
-"""Counts in a column of int16."""
+"""Range of counts in a column of int16."""
 LOWEST = float(np.finfo(np.float32).min)
 """Lowest log-prob that a column of float32 can hold."""
 _WHOLES = {
@@ -29,7 +29,7 @@ _WHOLES = {
     "interruptions": INT16,
 }  # fmt: skip
 _INTEGER, _NUMBER = (int, np.integer), (int, float, np.number)
-"""Types of values; a union that is made at every look takes three times as long as a tuple."""
+"""Types of values; a union that is created at every check takes three times as long as a tuple."""
 _TEXTS = (
     "uid", "prompt_id", "group_id", "domain", "effort", "stage", "writer", "policy", "tokenizer", "finish_reason",
     "resume", "abandoned", "sampler",
@@ -37,8 +37,10 @@ _TEXTS = (
 
 
 def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[Any]:
-    """The values as an array of integers, whatever its width. Raises MismatchError naming the first that is outside
-    low .. high, or no whole number."""
+    """Return the values as an array of integers of any width.
+
+    Raises MismatchError naming the first value that is outside low .. high, or no whole number.
+    """
     array = np.asarray(values)
     if not array.size:
         return array.astype(np.int64)
@@ -49,7 +51,7 @@ def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[
     least, most = _range_of(array.dtype)
     if low <= least and most <= high:
         return array
-    if low == 0 and least < 0:  # one pass: read as unsigned, what is negative is above every other value
+    if low == 0 and least < 0:  # one pass: as unsigned, negative values are the largest
         outside = array.view(f"u{array.itemsize}").max() > min(high, most)
     else:
         outside = array.min() < low or array.max() > high
@@ -61,16 +63,17 @@ def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[
 
 @lru_cache(maxsize=16)
 def _range_of(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Least and largest value that a type of whole numbers holds."""
+    """Return the smallest and largest value of an integer dtype."""
     return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
-    """The values as floats. Raises EngineError naming the first that is no log-prob: NaN, above 0, below LOWEST."""
+    """Return the values as floats. Raises EngineError naming the first that is no log-prob: NaN, above 0, below
+    LOWEST."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "fiu":
         raise EngineError(f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); log-probs are needed")
-    if array.size and not (array.max() <= 0 and array.min() >= LOWEST):  # a NaN is neither
+    if array.size and not (array.max() <= 0 and array.min() >= LOWEST):  # a NaN fails both
         index = int(np.argmin((array <= 0) & (array >= LOWEST)))
         raise EngineError(
             f"{what} holds log-prob {array.flat[index]} at response position {index}; allowed: finite and <= 0; "
@@ -80,7 +83,7 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
 
 
 def check_values(sample: Sample) -> None:
-    """Raise MismatchError, or EngineError for log-probs, for a shape or value that no sample can have."""
+    """Check shapes and values of a sample. Raises MismatchError, or EngineError for log-probs."""
     where = f"sample {sample.uid!s:.40}"
     _check_types(sample, where)
     for name, (low, high) in _WHOLES.items():
@@ -100,7 +103,7 @@ def check_values(sample: Sample) -> None:
 
 
 def _check_types(sample: Sample, where: str) -> None:
-    """Raise MismatchError for a field that is no text that can be written, or no numpy array, where one is needed."""
+    """Check that texts can be written and that arrays are numpy arrays. Raises MismatchError naming the field."""
     for name in _TEXTS:
         text = getattr(sample, name)
         if not isinstance(text, str) and not (text is None and name == "sampler"):
@@ -117,7 +120,7 @@ def _check_types(sample: Sample, where: str) -> None:
 
 
 def other_content(dataset: lance.LanceDataset | None, uids: Sequence[str], crcs: Sequence[int]) -> list[int]:
-    """Places of samples whose uid names other content already: in the dataset, or at an earlier place.
+    """Return the indices of samples whose uid names other content: in the dataset, or at an earlier index.
 
     dataset: a version of `samples`; None when there is no store yet. crcs: payload_crc of each sample.
     """

@@ -16,13 +16,14 @@ from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, ROW_CRC, SIGNALS, TABLE
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """Contract of every table by folder name; signals/*/topk lies in the folder signals_topk."""
+    """Return the contract of every table by folder name; signals/*/topk has the folder signals_topk."""
     signals = {f"signals_{kind}": spec for kind, spec in SIGNALS.items()}
     return {folder: contract(spec) for folder, spec in (TABLES | signals | {"queue": QUEUE}).items()}
 
 
 def contract(spec: TableSpec) -> dict[str, Any]:
-    """One table as plain data: meaning, key, and for each column name, Arrow type, nullability, meaning, unit."""
+    """Describe one table as plain data: meaning, key, and for each column name, Arrow type, nullability, meaning,
+    unit."""
     return {
         "table": spec.name,
         "doc": spec.doc,
@@ -42,7 +43,7 @@ def _column(field: pa.Field) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Write or check the files under the given folder."""
+    """Write or check the files under the folder named on the command line."""
     parser = argparse.ArgumentParser(description="Write the table contracts, or check them.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file differs")

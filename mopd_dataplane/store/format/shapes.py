@@ -13,7 +13,7 @@ from mopd_dataplane.records import Sample
 from mopd_dataplane.tables import SAMPLES
 
 Places = tuple[int, str]
-"""How many places an axis has, and their name in a message."""
+"""Length of an axis, and the name of its positions in a message."""
 
 OF_SAMPLE: Mapping[str, Callable[[Sample], Places]] = {
     "token": lambda sample: (len(sample.tokens), "tokens"),
@@ -21,11 +21,14 @@ OF_SAMPLE: Mapping[str, Callable[[Sample], Places]] = {
     "response": lambda sample: (sample.response_len, "response tokens"),
     "trained": lambda sample: (sample.loss_tokens, "loss tokens"),
 }
-"""Places of a sample along the axes whose length its tokens and its mask decide."""
+"""Axis → its length for a sample, for axes whose length follows from its tokens and its mask."""
 
 
 def check_dimensions(array: NDArray[Any], field: Field, where: str) -> None:
-    """Raise MismatchError unless the array has the dimensions of its field: one, or two where each place has a row."""
+    """Check that an array has the dimensions of its field: one, or two for a field with a row per position.
+
+    Raises MismatchError if not.
+    """
     dimensions = 2 if field.width else 1
     if array.ndim != dimensions:
         raise MismatchError(
@@ -35,7 +38,7 @@ def check_dimensions(array: NDArray[Any], field: Field, where: str) -> None:
 
 
 def check_length(array: NDArray[Any], field: Field, places: Places, where: str) -> None:
-    """Raise MismatchError unless there is a value, or a row of them, for each place of the field's axis."""
+    """Check that there is a value, or a row, for each position of the field's axis. Raises MismatchError if not."""
     check_dimensions(array, field, where)
     count, name = places
     if len(array) != count:
@@ -46,9 +49,9 @@ def check_length(array: NDArray[Any], field: Field, places: Places, where: str) 
 
 
 def check_sample_shapes(sample: Sample, where: str) -> None:
-    """Raise MismatchError unless the arrays of a sample fit prompt_len, its tokens and its mask.
+    """Check that the arrays of a sample fit prompt_len, its tokens and its mask. Raises MismatchError if not.
 
-    Arrays whose length other values decide (version spans, sampling masks) have their dimensions checked alone.
+    Arrays whose length depends on other values (version spans, sampling masks) have only their dimensions checked.
     """
     arrays = {f: array for f in (*PAYLOAD, *RECORDED) if (array := value(sample, f.name)) is not None}
     for field, array in arrays.items():
@@ -63,7 +66,7 @@ def check_sample_shapes(sample: Sample, where: str) -> None:
 
 
 def check_width(array: NDArray[Any], field: Field, column: pa.DataType, where: str) -> None:
-    """Raise MismatchError for rows without a value, or with more than the column of their width can say."""
+    """Check that rows have a value, and no more than their width column can hold. Raises MismatchError if not."""
     width, most = array.shape[1], int(np.iinfo(column.to_pandas_dtype()).max)
     if width > most or (len(array) and not width):
         raise MismatchError(f"{where}: {field.name} has {width} values a row; allowed: 1 to {most}")

@@ -19,11 +19,11 @@ from mopd_dataplane.store.read.snapshot import tags_of
 from mopd_dataplane.store.read.tags import tagged
 
 LARGE_FILE = 1 << 30
-"""Bytes from which on a file is left as it is."""
+"""Bytes above which a file is left unmerged."""
 
 
 def describe(location: StoreLocation, tables: Mapping[str, Table]) -> dict[str, Any]:
-    """Counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
+    """Return counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
 
     freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it a day later.
     """
@@ -44,7 +44,7 @@ def describe(location: StoreLocation, tables: Mapping[str, Table]) -> dict[str, 
 
 
 def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
-    """Bytes of each data file with its sidecars; sizes: as file_sizes."""
+    """Return the bytes of each data file with its sidecars. sizes: from file_sizes."""
     totals: Counter[str] = Counter()
     for path, size in sizes.items():
         folder, _, name = path.partition("/")
@@ -54,13 +54,13 @@ def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
 
 
 def compact(location: StoreLocation, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
-    """Merge small files, drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
+    """Merge small files, and drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
 
     now: drop every version that no snapshot pins and no process of this machine has open, however young (in a folder;
-    the readers of an object store cannot be known). Returns, per table, files_merged, versions_dropped, bytes_freed,
-    bytes (left on disk), and kept: why data stays that the newest version does not need, and its bytes. Files of hidden
-    states are not merged: that would rewrite every byte of them for nothing.
-    Raises DamagedError, before anything is changed, when a table is not as it was committed.
+    the readers of an object store cannot be known). Files of hidden states are not merged: that would rewrite every
+    byte of them for nothing. Returns, per table, files_merged, versions_dropped, bytes_freed, bytes (left on disk), and
+    kept: why data stays that the newest version does not need, and its bytes.
+    Raises DamagedError, before anything is changed, when a table has changed since it was committed.
     """
     require_whole(tables, rows=True)
     return {name: dict(_tidy(location, table, now)) for name, table in tables.items()}
@@ -93,7 +93,7 @@ def _reasons(
     *,
     now: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Why data is still there that the newest version does not need: what holds it, and its bytes."""
+    """Yield the reasons for which data remains that the newest version does not need, each with its bytes."""
     needed, held_bytes = _data_of(dataset, {dataset.version}), _data_sizes(sizes)
     reasons: dict[str, set[int]] = {}
     for tag, version in tagged(dataset).items():
@@ -118,7 +118,8 @@ def _reasons(
 
 
 def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
-    """Names of the data files of some versions, without their endings; of one that another clean-up drops, none."""
+    """Return the data files of some versions, without their suffixes; none for a version that another clean-up
+    drops."""
     paths: set[str] = set()
     for version in versions:
         try:
@@ -133,7 +134,10 @@ def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
 
 
 def _merge(location: StoreLocation, table: Table) -> tuple[int, lance.LanceDataset]:
-    """(files merged, the version that has the result); a merge that a commit has overtaken is made again."""
+    """Merge the small files of a table, repeating a merge that a commit has overtaken.
+
+    Returns the number of files merged, and the version with the result.
+    """
     for _ in range(ATTEMPTS):
         dataset = table.open_to_write()
         if blob_columns(table.spec):

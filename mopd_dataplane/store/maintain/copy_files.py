@@ -1,8 +1,8 @@
-"""Parts of every copy of a store: its beginning, its end, and the files beside the tables.
+"""Steps of every copy of a store: its beginning, its end, and the files beside the tables.
 
-A target that is being made has the file PROGRESS, which names its source; it opens as a store once it is complete.
-Every file is written under another name, synced and renamed, so that a file under its own name is complete: after a
-kill the same call continues.
+An unfinished target has the file PROGRESS, which names its source; it opens as a store once it is complete. Every file
+is written under another name, synced and renamed, so that a file under its own name is complete: after a kill the same
+call continues.
 """
 
 import shutil
@@ -37,8 +37,8 @@ def finish_copy(
 ) -> None:
     """Verify the tables and files of a copy in full, then let it open as a store. Raises DamagedError.
 
-    leave_out: removes from the copy what deletions of the source name. It gets all of them, and those that begin during
-    the verification before that is repeated: what is deleted until then is not in the copy.
+    leave_out: removes from the copy what deletions of the source name. It gets all of them, and then those that begin
+    during the verification, which is repeated: everything deleted until then is missing from the copy.
     """
     looked_at: list[str] | None = None
     while (there := source.deletions.names()) != looked_at:
@@ -70,19 +70,19 @@ def copy_weights(source: Store, location: StoreLocation) -> None:
     copy_heads(source, location)
     for parent in WEIGHTS:
         for name in folder_names(source, parent):
-            with suppress(FileNotFoundError):  # a running job has removed it since
+            with suppress(FileNotFoundError):  # a running job has removed it meanwhile
                 copy_folder(source, location, name)
 
 
 def copy_heads(source: Store, location: StoreLocation) -> None:
     """Copy the LM heads of the teachers."""
     for teacher in source.teachers().values():
-        if teacher.head_file:  # an import may know only log-probs of a teacher
+        if teacher.head_file:  # a teacher of an import may have log-probs only
             copy_file(source, location, teacher.head_file)
 
 
 def copy_file(source: Store, location: StoreLocation, name: str) -> None:
-    """Copy one file, unless the target has it with the same sha256 or the source does not have it."""
+    """Copy one file, unless the target has it with the same sha256 or the source lacks it."""
     if not name or not source.location.has(name):
         return
     if location.has(name) and location.sha256(name) == source.location.sha256(name):
@@ -98,7 +98,7 @@ def copy_file(source: Store, location: StoreLocation, name: str) -> None:
 
 
 def folder_names(source: Store, parent: str) -> list[str]:
-    """Recorded folders below a parent, "policies": of each stage, and of none."""
+    """Return the recorded folders below a parent, such as "policies", with or without a stage."""
     if source.files is not None:
         return ArtifactStore(source.files).below(parent)
     inside = [parent, *(f"{parent}/{stage}" for stage in source.location.children(parent))]
@@ -107,7 +107,7 @@ def folder_names(source: Store, parent: str) -> list[str]:
 
 
 def copy_folder(source: Store, location: StoreLocation, name: str) -> None:
-    """Copy one recorded folder, unless the target has the same. Raises FileNotFoundError if it is gone."""
+    """Copy one recorded folder, unless the target has the same. Raises FileNotFoundError if it is missing."""
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         folder = Path(scratch) / "folder" if source.files is not None else source.path(name)
         if source.files is not None and not ArtifactStore(source.files).fetch(name, folder):
@@ -123,11 +123,11 @@ def copy_folder(source: Store, location: StoreLocation, name: str) -> None:
             shutil.rmtree(target)
         try:
             make_folder(target, lambda staging: shutil.copytree(folder, staging, dirs_exist_ok=True))
-        except shutil.Error as error:  # of files that were listed and gone when they were read
+        except shutil.Error as error:  # files that were removed between listing and reading
             raise FileNotFoundError(f"{source.uri}/{name} was removed while it was copied") from error
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """sha256 of each file of a folder."""
+    """Return the sha256 of each file of a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}

@@ -3,12 +3,12 @@ object store.
 
     samples, tokens, signals, scores, rewards, labels,
     token_stats                                          of the samples that match
-    prompts, evals                                       all but those of prompts of which no sample matches
+    prompts, evals                                       all but those of prompts without a matching sample
     teachers, steps, events                              whole, with heads, policies, discriminators and the job
 
 Rows get new ids, so whatever names rows is not copied: plans, snapshots, checkpoints, the token log. Every checksum is
-compared with what is read, and copied; the copy is verified in full before it opens as a store. Every step first looks
-at what is there: after a kill the same call continues. What is deleted from the source before the copy is complete is
+compared on reading, and copied; the copy is verified in full before it opens as a store. Every step first checks what
+is already copied: after a kill the same call continues. What is deleted from the source before the copy is complete is
 removed from the copy too.
 """
 
@@ -53,17 +53,17 @@ from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 from mopd_dataplane.tables import ROW_CRC, TABLES
 
 ROWS, BYTES = 4096, 64 << 20
-"""Bounds of one commit of copied payload."""
+"""Bounds of one commit of copied payload: rows and bytes."""
 _OTHERS = ("teachers", "steps", "events", "changes", "rewards", "labels", "prompts", "evals", "token_stats")
-"""Tables without payload, in the order they are copied in."""
+"""Tables without payload, in the order of copying."""
 _WHOLE, _OF_PROMPTS = ("teachers", "steps", "events", "changes"), ("prompts", "evals")
 
 
 def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
-    """Copy the samples that meet a condition over the table of rollouts; yields the name of each part that is done.
+    """Copy the samples that meet a condition over the table of rollouts; yields the name of each finished part.
 
-    Raises InputError for an invalid condition or a place that cannot be used, UnknownNameError when no sample matches,
-    MismatchError for an unfinished copy of something else, DamagedError naming what is damaged in the source.
+    Raises InputError for an invalid condition or target, UnknownNameError when no sample matches, MismatchError for an
+    unfinished copy of something else, DamagedError naming the damage in the source.
     """
     location = StoreLocation(target)
     refuse_overlap(source, location)
@@ -94,7 +94,7 @@ def _copy_rows(
 
 
 def _leave_out(location: StoreLocation, owner: Ownership, deletions: Collection[Deletion]) -> None:
-    """Remove from an unfinished copy, also from its disk where no one else reads it, what deletions name."""
+    """Remove deleted rows from an unfinished copy, also from its disk if no other process reads it."""
     if deletions:
         owner.forbid_continuation()
     copy = Store(location)
@@ -104,7 +104,8 @@ def _leave_out(location: StoreLocation, owner: Ownership, deletions: Collection[
 
 
 def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
-    """[n] row ids of the samples that meet a condition. Raises QueryError, UnknownNameError when there is none."""
+    """Return the row ids of the samples that meet a condition: [n]. Raises QueryError, UnknownNameError when there is
+    none."""
     rows = Conditions(source, at, job_questions(source)).rows(where)
     if not len(rows):
         raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
@@ -112,7 +113,7 @@ def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64
 
 
 class _Copy:
-    """Rows on their way from a snapshot to a place."""
+    """A copy of samples from a snapshot to a new store."""
 
     def __init__(self, source: Store, location: StoreLocation, at: Snapshot) -> None:
         self._source = source
@@ -120,10 +121,10 @@ class _Copy:
         self._at = at
         self._samples = Table(location, "samples")
         self.tables: list[str] = []
-        """Signals that the copy has."""
+        """Tables of signals in the copy."""
 
     def samples(self, rows: NDArray[np.int64]) -> int:
-        """Copy samples and their tokens; how many the copy has."""
+        """Copy samples and their tokens. Returns how many the copy has."""
         tokens, old = Table(self._location, "tokens"), self._source.dataset("samples", self._at)
         lengths = take_rows(old, rows, ["total_len"])["total_len"].to_numpy().astype(np.int64)
         for some in _parts(rows, 16 * lengths):
@@ -140,13 +141,13 @@ class _Copy:
         return self._samples.open().count_rows()
 
     def signals(self, name: str) -> int:
-        """Copy one signal of the samples that were copied; how many."""
+        """Copy one signal of the copied samples. Returns how many the copy has."""
         _, teacher, kind = name.split("/")
         old = self._source.dataset(name, self._at)
         scores, table = Table(self._location, "scores"), Table(self._location, name)
         scored = self._source.table("scores", None, f"teacher = '{teacher}' AND kind = '{kind}'", self._at)
         scored = self._of_ours(_sound("scores", scored))
-        if kind == "hidden" and scored.num_rows:  # states that were freed stay behind
+        if kind == "hidden" and scored.num_rows:  # freed states are not copied
             codecs = take_rows(old, scored["payload_row"].to_numpy(), ["codec"])["codec"]
             scored = scored.filter(pc.not_equal(codecs, FREED))
         if not scored.num_rows:
@@ -167,7 +168,7 @@ class _Copy:
         return int(scored.num_rows)
 
     def others(self) -> dict[str, int]:
-        """Copy the tables without payload; how many rows each has."""
+        """Copy the tables without payload. Returns the number of rows of each."""
         gone = self._prompts_left_behind()
         counts = {}
         for name in _OTHERS:
@@ -184,7 +185,7 @@ class _Copy:
         return counts
 
     def _prompts_left_behind(self) -> pa.Array:
-        """Prompts that have samples, none of which was copied."""
+        """Return the prompts with samples of which none was copied."""
         had = self._source.table("samples", ["prompt_id"], snapshot=self._at)["prompt_id"].unique()
         have = self._samples.open().to_table(columns=["prompt_id"])["prompt_id"].unique()
         return had.filter(pc.invert(pc.is_in(had, value_set=have)))
@@ -193,14 +194,14 @@ class _Copy:
         return _sound(name, self._source.table(name, snapshot=self._at))
 
     def _of_ours(self, rows: pa.Table) -> pa.Table:
-        """Rows that refer to a copied sample."""
+        """Select the rows that refer to a copied sample."""
         return rows.filter(pa.array(self._rows_of(rows) >= 0))
 
     def _rows_of(self, rows: pa.Table) -> NDArray[np.int64]:
         return self._samples.find(rows.select(["uid"]))[0]
 
     def _insert(self, table: Table, rows: pa.Table, **replaced: NDArray[np.int64]) -> None:
-        """Insert rows, which name samples by their ids in the copy."""
+        """Insert rows, translating sample ids of the source to those of the copy."""
         if not rows.num_rows:
             return
         if "sample_row" in rows.column_names:
@@ -211,7 +212,7 @@ class _Copy:
 
 
 def _parts(rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Rows in commits: at most ROWS of them, and about BYTES."""
+    """Yield rows for one commit each: at most ROWS of them, and about BYTES."""
     first = 0
     while first < len(rows):
         within = int(np.searchsorted(np.cumsum(sizes[first : first + ROWS]), BYTES, side="right"))
@@ -220,7 +221,7 @@ def _parts(rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[NDArra
 
 
 def _sound(name: str, rows: pa.Table) -> pa.Table:
-    """The rows, which are as they were committed. Raises DamagedError."""
+    """Return the rows after verifying their checksums. Raises DamagedError on a mismatch."""
     for row, crc, committed in wrong_rows(rows):
         key = "/".join(str(rows[part][row].as_py()) for part in TABLES[name].key)
         raise DamagedError(f"{name} {key}: row crc32c {crc:08x}, {committed:08x} was committed; nothing is copied")
@@ -228,13 +229,13 @@ def _sound(name: str, rows: pa.Table) -> pa.Table:
 
 
 def _recorded(metadata: pa.Table) -> Callable[[list[int]], list[int]]:
-    """Checksums of given places of rows that point to payload."""
+    """Return a function that gives the recorded checksums at some indices of rows that point to payload."""
     crcs = metadata["payload_crc"].to_pylist()
     return lambda places: [crcs[row] for row in places]
 
 
 def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -> Callable[[list[int]], pa.Table]:
-    """Rows of a signal, their checksums compared."""
+    """Return a function that reads rows of a signal and compares their checksums."""
     if kind == "hidden":
         uids, codecs = part["uid"].to_pylist(), part["codec"].to_pylist()
 

@@ -1,8 +1,8 @@
 """Copies every table of a store unchanged, file by file: rows keep their ids and versions their numbers.
 
-Lance names files relative to the table and never rewrites one. So the newest version of each table and those that
-snapshots pin are copied as they are: data, sidecars and deletions first, then the manifests that name them. Plans,
-checkpoints and the token log, which name rows and versions, stay valid. Other versions are not copied.
+Lance names files relative to the table and never rewrites one. So the newest version of each table and the pinned ones
+are copied as they are: data, sidecars and deletions first, then the manifests that name them. Plans, checkpoints and
+the token log, which name rows and versions, stay valid. Other versions are not copied.
 """
 
 from collections.abc import Collection, Iterator
@@ -26,7 +26,7 @@ from mopd_dataplane.store.read import snapshot as snapshots
 
 @dataclass(frozen=True)
 class PinnedTables:
-    """Versions of every table of a store, open, so that clean-up leaves their files alone while they are copied."""
+    """Open versions of every table of a store: clean-up leaves their files alone while they are copied."""
 
     datasets: dict[str, dict[int, lance.LanceDataset]]
     """Handles by table and version."""
@@ -57,18 +57,20 @@ def pin_tables(source: Store, tags: Collection[str] | None = None) -> PinnedTabl
         except DamagedError:
             if tag in snapshots.tags_of(source.location):
                 raise
-            continue  # a deletion has released it since
+            continue  # a deletion has released it meanwhile
         pins[tag] = versions
     return PinnedTables(datasets, dict(snapshot.versions), pins)
 
 
 def copy_tables(source: Store, location: StoreLocation, pinned: PinnedTables) -> Iterator[str]:
-    """Copy every table and snapshot, durable at the end; names each that is done. Raises DamagedError for a manifest
-    that is not the one that was acknowledged."""
+    """Copy every table and snapshot, durable at the end; yields the name of each finished table.
+
+    Raises DamagedError for a manifest that differs from the acknowledged one.
+    """
     for name, newest in pinned.newest.items():
         versions = sorted({newest, *(pin[name] for pin in pinned.pins.values() if name in pin)})
         old = source.table_handle(name)
-        if problem := old.manifest_damage():  # its copy would be acknowledged
+        if problem := old.manifest_damage():  # else its copy would be acknowledged
             raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
             for file in version_files(source.location, name, pinned.datasets[name][version]):
@@ -89,7 +91,7 @@ def copy_tables(source: Store, location: StoreLocation, pinned: PinnedTables) ->
 
 
 def table_names(source: Store) -> list[str]:
-    """Every dataset of a store, queues included."""
+    """Return the names of all datasets of a store, queues included."""
     return [*source.names(), *_queues(source)]
 
 
@@ -98,14 +100,14 @@ def _queues(source: Store) -> list[str]:
 
 
 def _pins(source: Store, tags: Collection[str] | None) -> dict[str, dict[str, int]]:
-    """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
+    """Return the version of each table by tag. Raises DamagedError for a manifest that differs from the pinned one."""
     pins = {}
     for tag in snapshots.tags_of(source.location):
         if tags is not None and tag not in tags:
             continue
         try:
             pins[tag] = snapshots.tagged(source, tag).versions
-        except UnknownNameError:  # a deletion has released it since
+        except UnknownNameError:  # a deletion has released it meanwhile
             continue
         recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
         for name, versions in recorded.items():

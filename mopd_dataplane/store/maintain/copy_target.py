@@ -1,7 +1,7 @@
-"""The target of a copy or an upgrade: one process writes it, and what it has is of the source as it is now.
+"""The target of a copy or an upgrade: one process writes it, and it has one state of its source.
 
-A target that is being made has a file that names its source (PROGRESS). One that a killed call left is continued if the
-source has not changed since, and made anew if it has: a copy never mixes two states of its source.
+An unfinished target has a file that names its source (PROGRESS). A target that a killed call left is continued if the
+source has not changed since, and begun anew if it has: a copy never mixes two states of its source.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from mopd_dataplane.store.location import MARK, UNFINISHED, StoreLocation
 from mopd_dataplane.store.read.open_versions import holders
 
 PROGRESS = UNFINISHED[0]
-"""File that names the source of an unfinished copy, and the state of it; removed when the copy is complete."""
+"""File that names the source of an unfinished copy, and the source's state; removed when the copy is complete."""
 _OWN = ("locks", "acknowledged")
-"""Folders of a store that a copy makes anew."""
+"""Folders of a store that a copy creates instead of copying."""
 
 
 def refuse_overlap(source: Store, location: StoreLocation) -> None:
-    """Raise InputError when one of the places lies inside the other."""
+    """Check that source and target do not contain each other. Raises InputError if they do."""
     here, there = (str(at.uri if at.root is None else at.root.resolve()) for at in (source, location))
     if f"{here}/".startswith(f"{there}/") or f"{there}/".startswith(f"{here}/"):
         raise InputError(f"{location.uri} and {source.uri} overlap; give a place of its own")
@@ -34,7 +34,7 @@ def refuse_overlap(source: Store, location: StoreLocation) -> None:
 
 @contextmanager
 def one_writer(location: StoreLocation) -> Iterator[None]:
-    """Make the folder of a target, and lock it until the block ends. An object store has no locks: see Ownership.
+    """Create the folder of a target, and lock it until the block ends. An object store has no locks: see Ownership.
 
     Raises ResourceError naming the process that writes it.
     """
@@ -64,7 +64,7 @@ class Ownership:
         location.write_json(PROGRESS, self._record)
 
     def check(self) -> None:
-        """Raise ResourceError when another call has taken over."""
+        """Check that no other call has taken over. Raises ResourceError if one has."""
         if self._location.read_json(PROGRESS) != self._record:
             raise ResourceError(
                 f"another process has taken over the copy {self._location.uri}; wait for it to end, or give another "
@@ -72,16 +72,16 @@ class Ownership:
             )
 
     def forbid_continuation(self) -> None:
-        """Let the next call begin anew if this one is killed."""
+        """Make the next call begin anew if this one is killed."""
         self._record["state"] = ""
         self._location.write_json(PROGRESS, self._record)
 
 
 def begin_copy(source: Store, location: StoreLocation, where: str, state: str) -> Ownership:
-    """Make a place ready for the copy of a store, or for the rest of one.
+    """Prepare a target for the copy of a store, or for the rest of one.
 
-    where: the predicate of the samples that fit; empty for the whole store. state: of the source; see state_of.
-    Raises InputError for a place that cannot be used, MismatchError for half a copy of something else.
+    where: the predicate of the samples; empty for the whole store. state: digest of the source; see state_of.
+    Raises InputError for an invalid target, MismatchError for an unfinished copy of something else.
     """
     record = {"source": source.uuid, "where": where}
     begun = location.read_json(PROGRESS)
@@ -100,13 +100,13 @@ def begin_copy(source: Store, location: StoreLocation, where: str, state: str) -
 
 
 def other_files(source: Store, tables: Collection[str]) -> list[tuple[str, str]]:
-    """(name, size and time, or ETag on an object store) of every file of a store that belongs to no table."""
+    """Return (name, size and time, or ETag on an object store) of every file of a store that belongs to no table."""
     apart = {*tables, *_OWN}
     return sorted(entry for entry in source.location.identities() if not _is_below(entry[0], apart))
 
 
 def state_of(files: Sequence[tuple[str, str]], versions: Mapping[str, int]) -> str:
-    """Digest of a store's state: files beside the tables, as other_files says, and versions of the tables."""
+    """Return a digest of a store's state: files beside the tables, from other_files, and versions of the tables."""
     return hashlib.sha256(json.dumps([*files, *sorted(versions.items())]).encode()).hexdigest()
 
 
@@ -116,7 +116,7 @@ def _is_below(name: str, folders: set[str]) -> bool:
 
 
 def _clear(location: StoreLocation) -> None:
-    """Delete all of an unfinished target but the file that says what it is."""
+    """Delete all of an unfinished target but the PROGRESS file."""
     if location.files is not None:
         location.files.remove([name for name, _ in location.files.identities() if name != PROGRESS])
         return

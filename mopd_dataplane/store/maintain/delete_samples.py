@@ -1,16 +1,17 @@
 """Removes samples and prompts from every table, with everything that refers to them.
 
     find      rows of each table, by uid, by prompt, and events that name a uid
-    remove    what points to a sample first, then the sample, then its payload, so that the store is sound in between
-    unpin     snapshots that hold one of the rows, because a pinned version would keep them on disk
+    remove    rows that point to a sample first, then the sample, then its payload: the store is sound at every moment
+    unpin     snapshots with one of the rows, because a pinned version would keep them on disk
 
-Plans stay, since they hold numbers only: they say which steps used a sample. Every step first looks at what is there;
-after a kill the same call continues.
+Plans stay, since they hold numbers only: they record which steps used a sample. Every step first checks what is already
+removed; after a kill the same call continues.
 
-A row that is committed while its sample is deleted goes too. Each writer looks at the deletions before it commits and
-leaves out what they name. If a deletion was recorded after that look, either the deletion finds the committed row, or
-the writer, which looks again after the commit, finds the deletion and removes the row (`remove_since`). What a writer
-leaves that is killed between commit and second look, `verify` names and `remove` takes away when it is called again.
+A row that is committed while its sample is deleted is removed too. Each writer reads the deletions before it commits
+and leaves out deleted samples. If a deletion was recorded after that, either the deletion finds the committed row, or
+the writer, which reads them again after the commit, finds the deletion and removes the row (`remove_since`). Rows of a
+writer that is killed between commit and second reading are found by `verify`, and removed when `remove` is called
+again.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.open_store import OpenStore
 
 BYTES = 64 << 20
-"""Hidden states that are copied at once, about."""
+"""Approximate bytes of hidden states that are copied at once."""
 _OF_SAMPLES = ("labels", "token_stats", "rewards", "scores")
-"""Tables with a column `uid` that point to samples, whatever they are made of."""
+"""Tables with a column `uid` that point to samples."""
 
 Rows = NDArray[np.int64]
 
@@ -63,7 +64,7 @@ class Chosen:
     rows: Rows
     """[n] row ids in `samples`."""
     prompts: list[str]
-    """Prompts that have no other sample."""
+    """Prompts without any other sample."""
 
     def record(self, store: OpenStore, where: str) -> Deletion:
         """Record that all of them are about to be deleted by the command with this predicate."""
@@ -72,7 +73,8 @@ class Chosen:
 
 
 def choose(store: OpenStore, where: str) -> Chosen:
-    """Samples that meet a condition, and prompts all of whose samples do; if none does, prompts without samples.
+    """Select the samples that meet a condition, and the prompts whose samples all do; if none does, prompts without
+    samples.
 
     where: over the table of rollouts; for prompts without samples, over `prompts`. Raises QueryError for no condition.
     """
@@ -88,16 +90,16 @@ def choose(store: OpenStore, where: str) -> Chosen:
         return Chosen(rows["uid"].to_pylist(), sample_rows, sorted(prompts))
     try:
         prompt_ids = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
-    except InputError:  # it speaks of what only samples have
+    except InputError:  # the condition uses columns that only samples have
         return Chosen([], np.empty(0, np.int64), [])
     unanswered = prompt_ids.filter(pc.invert(pc.is_in(prompt_ids, value_set=every.unique())))
     return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
 
 
 def prompt_slots(store: OpenStore, split: str, domains: Iterable[str]) -> list[Prompt | None]:
-    """Prompts of a split and some domains in the order they were added, None in place of each that was deleted.
+    """Return prompts of a split and some domains in the order in which they were added, with None for each deleted one.
 
-    Those that an earlier version of this package deleted leave no place.
+    Prompts that an earlier version of this package deleted are left out.
     """
     domains = list(domains)
     present = store.prompts(split, domains)
@@ -113,7 +115,7 @@ def prompt_slots(store: OpenStore, split: str, domains: Iterable[str]) -> list[P
 
 
 def forget_plan(store: OpenStore, plan: PlanWindow) -> None:
-    """Remove a recorded window of which samples were deleted, and the steps that were taken with it."""
+    """Remove a recorded window with deleted samples, and the steps that were taken with it."""
     for name, column in (("steps", "plan_digest"), ("plans", "digest")):
         dataset = store.dataset(name)
         with reading(dataset.uri):
@@ -122,7 +124,7 @@ def forget_plan(store: OpenStore, plan: PlanWindow) -> None:
 
 
 def _slots_of(store: OpenStore, names: Collection[str]) -> list[PromptSlot]:
-    """Positions of the prompts of these names that the store has."""
+    """Return the positions of the stored prompts with these names."""
     with reading(store.dataset("prompts").uri):
         prompts = store.dataset("prompts").to_table(columns=["prompt_id", "domain", "split"], with_row_id=True)
     prompts = prompts.filter(pc.is_in(prompts["prompt_id"], value_set=pa.array(sorted(names), pa.string())))
@@ -130,8 +132,10 @@ def _slots_of(store: OpenStore, names: Collection[str]) -> list[PromptSlot]:
 
 
 def rows_to_go(store: OpenStore, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
-    """[n] row ids of each table that refer to these samples, or to prompts by the hash of their name; tables in the
-    order in which rows can be removed. Tables that have none are left out."""
+    """Return the row ids of each table that refer to these samples, or to prompts by the hash of their name.
+
+    The tables are in the order in which rows can be removed; tables without such rows are left out.
+    """
     names = store.names()
     signals = [name for name in names if name.startswith("signals/")]
     of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
@@ -144,7 +148,7 @@ def rows_to_go(store: OpenStore, uids: Collection[str], prompts: Collection[str]
 
 
 def late_samples(store: OpenStore, deletion: Deletion) -> dict[str, int]:
-    """uid -> row id of the samples of deleted prompts that no record names: they were committed during the deletion."""
+    """Return uid -> row id of the unrecorded samples of deleted prompts: they were committed during the deletion."""
     rows = _of_prompts(store.dataset("samples"), set(deletion.prompts), ["uid"])
     deleted_uids = store.deletions.uids() if rows.num_rows else set()
     pairs = zip(rows["uid"].to_pylist(), rows["_rowid"].to_pylist(), strict=True)
@@ -161,7 +165,7 @@ def rows_of(dataset: lance.LanceDataset, uids: pa.Array) -> Rows:
 
 
 def _of_prompts(dataset: lance.LanceDataset, prompts: set[str], columns: list[str]) -> pa.Table:
-    """Row ids and some columns of the rows whose prompt, by the hash of its name, is one of these."""
+    """Return row ids and some columns of the rows whose prompt, by the hash of its name, is one of these."""
     read = ["prompt_id", *columns]
     if not prompts:
         return dataset.schema.empty_table().select(read).append_column("_rowid", pa.array([], pa.uint64()))
@@ -187,12 +191,12 @@ def _ids(rows: pa.Table) -> Rows:
 
 
 def remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
-    """Remove what a deletion names; yields (table, rows removed) for each table that had some.
+    """Remove everything that a deletion names; yields (table, number of rows removed) for each table with such rows.
 
-    First waits once for every commit lock, so that writers which looked at the deletions before this one was recorded
-    have committed; for what comes later see the top of this file. A sample of a deleted prompt that no record names is
-    recorded and removed too. Raises DamagedError when a row that stays is damaged; removed rows stay removed, and the
-    same call continues.
+    First waits once for every commit lock, so that writers which read the deletions before this one was recorded have
+    committed; for later commits see the top of this file. An unrecorded sample of a deleted prompt is recorded and
+    removed too. Raises DamagedError when a remaining row is damaged; removed rows stay removed, and the same call
+    continues.
     """
     store.location.wait_for_committers()
     yield from _remove(store, deletion)
@@ -203,7 +207,7 @@ def remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
 
 
 def remove_since(store: OpenStore, names: Collection[str]) -> None:
-    """Remove what the deletions name that were recorded in addition to those of these names; a writer's second look."""
+    """Remove everything named by deletions that are not in `names`; a writer's second reading of the deletions."""
     for name in store.deletions.names():
         if name not in names:
             for _ in remove(store, store.deletions.read(name)):
@@ -214,7 +218,7 @@ def _remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
     while remaining := rows_to_go(store, deletion.uids, deletion.prompts):
         for tag in pins_of(store, remaining):
             tables = {name: store.table_handle(name) for name in store.names()}
-            # Those that are looked at for tags come last: a call that was killed finds what it left.
+            # Tables that are searched for pins come last: a call after a kill finds the remaining rows.
             ordered = sorted(tables, key=lambda name: name in remaining)
             snapshots.release(store.location, {name: tables[name] for name in ordered}, tag)
             fault_point("delete.unpinned")
@@ -230,7 +234,7 @@ def blobs_of(store: OpenStore, name: str) -> Blobs | None:
 
 
 def pins_of(store: OpenStore, rows_by_table: dict[str, Rows]) -> list[str]:
-    """Snapshots that hold one of the rows."""
+    """Return the snapshots with one of the rows."""
     tags: set[str] = set()
     for name, rows in rows_by_table.items():
         for tag, version in tagged(store.dataset(name)).items():
@@ -240,7 +244,7 @@ def pins_of(store: OpenStore, rows_by_table: dict[str, Rows]) -> list[str]:
 
 
 def _states(store: OpenStore, name: str, dataset: lance.LanceDataset, rows: Rows) -> Iterator[pa.RecordBatch]:
-    """Rows of signals/<teacher>/hidden with their bytes, compared with the checksums in `scores`."""
+    """Read rows of signals/<teacher>/hidden with their bytes, compared with the checksums in `scores`."""
     _, teacher, kind = name.split("/")
     table, reader = store.table_handle(name), store.hidden_reader(teacher)
     crcs = scored_rows(store.dataset("scores"), teacher, kind).select(["uid", "payload_row", "payload_crc"])

@@ -1,12 +1,11 @@
-"""Records of what was deleted from a store, by identity alone: it cannot be added again, and errors can name the
-deletion.
+"""Records of deletions, by identity alone: deleted samples cannot be added again, and errors can name the deletion.
 
     deletions/<n>.json         uids and row ids of the samples, sha256 of the prompts' names; nothing of their content
-    deletions/<n>.begun.json   that record n was written: a record that is lost later is missed
+    deletions/<n>.begun.json   states that record n was written, so that its later loss is noticed
 
-A record is written before the first row goes and is closed after the last: an open one is a deletion to be continued,
-by the command whose predicate it holds until then. Its number is claimed by creating its file, so two deletions at once
-write two records; a number that was ever used is not used again.
+A record is written before the first row is removed and closed after the last. An open one is a deletion to be
+continued, by the command whose predicate it holds until then. Its number is claimed by creating its file, so two
+deletions at once write two records; no number is used twice.
 """
 
 import hashlib
@@ -54,7 +53,7 @@ class Deletion:
     finished: bool
     uids: tuple[str, ...]
     rows: tuple[int, ...]
-    """Row ids that the samples had in `samples`."""
+    """Row ids of the samples in `samples`."""
     prompts: tuple[str, ...]
     """sha256 of the names of prompts, hex."""
     slots: tuple[PromptSlot, ...] = ()
@@ -69,23 +68,23 @@ class Deletions:
     def __init__(self, location: StoreLocation) -> None:
         self._location = location
         self._known: dict[str, Deletion] = {}
-        """Finished ones, which do not change any more."""
+        """Finished deletions, which do not change any more."""
 
     def names(self) -> list[str]:
-        """Names of the records, the oldest first."""
+        """Return the names of the records, the oldest first."""
         return [str(number) for number in self._numbers(_RECORD)]
 
     def lost(self) -> list[str]:
-        """Names of records that were written and are not there."""
+        """Return the names of records that were written and are missing."""
         numbers = [*self._numbers(_RECORD), *self._numbers(_WITNESS)]
         return [str(number) for number in sorted(set(range(max(numbers, default=-1) + 1)) - {*self._numbers(_RECORD)})]
 
     def all(self) -> list[Deletion]:
-        """Every deletion, the oldest first."""
+        """Return every deletion, the oldest first."""
         return [self.read(name) for name in self.names()]
 
     def unfinished(self) -> list[Deletion]:
-        """Deletions that were begun and not finished."""
+        """Return the deletions that have begun and not finished."""
         return [deletion for deletion in self.all() if not deletion.finished]
 
     def begin(
@@ -97,7 +96,7 @@ class Deletions:
         slots: Iterable[PromptSlot] = (),
         where: str = "",
     ) -> Deletion:
-        """Record what is about to be deleted; durable on return, under a number that no other call gets.
+        """Record a coming deletion; durable on return, under a number that no other call gets.
 
         prompts: names. where: the predicate whose command continues it after a kill.
         """
@@ -119,36 +118,36 @@ class Deletions:
         return self.read(str(number))
 
     def close(self, deletion: Deletion) -> None:
-        """Record that a deletion is finished, and forget its predicate, which may name what was deleted."""
+        """Record that a deletion is finished, and erase its predicate, which may name what was deleted."""
         value = self._location.read_json(_file(deletion.name)) or {}
         self._location.write_json(_file(deletion.name), value | {"finished": True, "where": ""})
         self._witness(deletion.name)
 
     def uids(self) -> set[str]:
-        """uids of every sample that was deleted."""
+        """Return the uids of all deleted samples."""
         return {uid for deletion in self.all() for uid in deletion.uids}
 
     def rows(self) -> NDArray[np.int64]:
-        """[n] row ids that deleted samples had in `samples`."""
+        """Return the row ids of all deleted samples in `samples`: [n]."""
         return np.array([row for deletion in self.all() for row in deletion.rows], np.int64)
 
     def prompts(self) -> set[str]:
-        """sha256 of the names of every prompt that was deleted, hex."""
+        """Return the sha256 of the names of all deleted prompts, hex."""
         return {prompt for deletion in self.all() for prompt in deletion.prompts}
 
     def slots(self, split: str | None = None, domains: Collection[str] | None = None) -> list[PromptSlot]:
-        """Positions of the deleted prompts of a split and some domains (None: of all), each once."""
+        """Return the positions of the deleted prompts of a split and some domains (None: of all), each once."""
         slots = {slot for deletion in self.all() for slot in deletion.slots}
         return sorted(
             slot for slot in slots if split in (None, slot.split) and (domains is None or slot.domain in domains)
         )
 
     def prompts_without_slot(self) -> int:
-        """Number of deleted prompts whose domain is not recorded: those that an earlier version deleted."""
+        """Return the number of deleted prompts without a recorded domain, which an earlier version deleted."""
         return sum(len(deletion.prompts) for deletion in self.all() if not deletion.slots)
 
     def refuse_uids(self, uids: Collection[str]) -> None:
-        """Raise MismatchError when one of the samples was deleted."""
+        """Check that none of the samples was deleted. Raises MismatchError if one was."""
         for deletion in self.all():
             if gone := set(uids).intersection(deletion.uids):
                 raise MismatchError(
@@ -157,7 +156,7 @@ class Deletions:
                 )
 
     def refuse_prompts(self, names: Collection[str]) -> None:
-        """Raise MismatchError when one of the prompts was deleted."""
+        """Check that none of the prompts was deleted. Raises MismatchError if one was."""
         for deletion in self.all():
             gone = set(deletion.prompts)
             for name in names if gone else ():
@@ -168,7 +167,7 @@ class Deletions:
                     )
 
     def refuse_rows(self, sample_rows: ArrayLike) -> None:
-        """Raise UnknownNameError when one of these rows of `samples` was deleted."""
+        """Check that none of these rows of `samples` was deleted. Raises UnknownNameError if one was."""
         rows = np.asarray(sample_rows, np.int64)
         for deletion in self.all():
             gone = np.flatnonzero(np.isin(deletion.rows, rows))
@@ -182,7 +181,7 @@ class Deletions:
                 )
 
     def are_deleted(self, samples: Sequence[Sample]) -> NDArray[np.bool_]:
-        """[n] whether each sample was deleted itself, or its prompt was."""
+        """Return whether each sample or its prompt was deleted: [n] bool."""
         deletions = self.all()
         gone = {uid for deletion in deletions for uid in deletion.uids}
         hashes = {prompt for deletion in deletions for prompt in deletion.prompts}
@@ -211,7 +210,8 @@ class Deletions:
         return rows
 
     def refuse_version(self, table: str, version: int) -> None:
-        """Raise UnknownNameError for a version that is gone, when deletions may be why: they unpin what they touch."""
+        """Raise UnknownNameError for a missing version if deletions may be the reason: they unpin the versions they
+        touch."""
         if deletions := self.all():
             raise UnknownNameError(
                 f"{self._location.uri}: version {version} of {table!r} is gone; samples were deleted "
@@ -220,7 +220,7 @@ class Deletions:
             ) from None
 
     def read(self, name: str) -> Deletion:
-        """The deletion of a record. Raises DamagedError when it is not as it was written."""
+        """Read the deletion of a record. Raises DamagedError when it is damaged."""
         if name in self._known:
             return self._known[name]
         value = self._location.read_json(_file(name))
@@ -241,11 +241,11 @@ class Deletions:
         return deletion
 
     def check_witness(self, name: str) -> None:
-        """Raise DamagedError unless the file that says that a record was written is sound, or not there."""
+        """Check the file that states that a record was written, if it exists. Raises DamagedError."""
         self._location.read_json(f"{FOLDER}/{name}.begun.json")
 
     def witnesses(self) -> list[str]:
-        """Names of the records that are known to have been written."""
+        """Return the names of the records that are known to have been written."""
         return [str(number) for number in self._numbers(_WITNESS)]
 
     def _witness(self, name: str) -> None:
@@ -259,12 +259,12 @@ class Deletions:
 
 
 def prompt_hash(name: str) -> str:
-    """sha256 of a prompt's name, by which its deletion is recorded."""
+    """Return the sha256 of a prompt's name, by which its deletion is recorded."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def uids_in(*texts: str) -> set[str]:
-    """Everything in some texts that has the form of a uid."""
+    """Return everything in some texts that has the form of a uid."""
     return {uid for text in texts for uid in UID.findall(text)}
 
 

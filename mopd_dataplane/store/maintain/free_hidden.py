@@ -1,7 +1,7 @@
-"""Frees the bytes of hidden states (or of token_stats.py's lists) that are not needed any more, without moving a row.
+"""Frees the bytes of hidden states (or of token_stats.py's lists) that are no longer needed, without moving a row.
 
-    replace   every file of which no row is needed by one with the same rows and no states: one commit
-    drop      the versions that still name the old files, but for those that are pinned or in use
+    replace   every file without a needed row by one with the same rows and no states: one commit
+    drop      the versions that still name the old files, except those that are pinned or in use
 
 Rows keep their ids, and the codec of a freed row is FREED. After a kill the same call does the rest.
 """
@@ -32,15 +32,16 @@ class Freed:
     """Result of a call that frees, for example two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
 
     rows: int
-    """Rows that lost their states by this call."""
+    """Number of rows whose states this call freed."""
     bytes: int
-    """Bytes that left the disk by this call; those a pinned snapshot needs stay until it is released."""
+    """Bytes that this call removed from the disk; those that a pinned snapshot needs stay until it is released."""
 
 
 Served = Callable[[lance.LanceDataset], tuple[NDArray[np.bool_], NDArray[np.bool_]]]
-"""[n] rows that have served, [n] rows that still hold something; in the order of the scan."""
+"""Returns, in the order of the scan, [n] whether a row is no longer needed, and [n] whether it still holds
+something."""
 Emptied = Callable[[lance.LanceFragment], pa.Table]
-"""The rows of a file, without what can go."""
+"""Returns the rows of a file, without the values to be freed."""
 
 
 def free_hidden(
@@ -68,7 +69,7 @@ def free_hidden(
 def free_files(
     location: StoreLocation, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]
 ) -> Freed:
-    """Free what of a table has served; see free_hidden."""
+    """Free the rows of a table that are no longer needed; see free_hidden."""
     with location.committing(table.name), writing(table.uri):
         rows = _replace(location, table, served, emptied)
         fault_point("retire.replaced")
@@ -87,7 +88,7 @@ def free_files(
 
 
 def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emptied) -> int:
-    """Commit empty files in place of those that have served; how many rows were in them."""
+    """Commit empty files in place of those that are no longer needed. Returns how many rows were in them."""
     while True:
         with writing_files(location, table.name):
             dataset = table.open_to_write()
@@ -104,7 +105,7 @@ def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emp
 
 
 def _served(dataset: lance.LanceDataset, served: Served) -> Iterator[int]:
-    """Places of the files whose rows have all served, and that still hold something."""
+    """Yield the indices of the files whose rows are all no longer needed and that still hold something."""
     done, holds = served(dataset)
     first = 0
     for index, fragment in enumerate(dataset.get_fragments()):
@@ -115,7 +116,7 @@ def _served(dataset: lance.LanceDataset, served: Served) -> Iterator[int]:
 
 
 def _written(table: Table, dataset: lance.LanceDataset, old: lance.LanceFragment, emptied: Emptied) -> FragmentMetadata:
-    """A file with the rows of another, without what can go, under its number and with their ids."""
+    """Write a file with the rows of another, without the values to be freed, under its number and with their ids."""
     rows = emptied(old)
     [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
     fresh.id = old.fragment_id

@@ -1,8 +1,8 @@
-"""Removes rows from a table: every file that holds one of them is replaced by one without it, in a single commit.
+"""Removes rows from a table: every file with one of them is replaced by one without it, in a single commit.
 
-The rows that stay keep their ids, and removed ids are never used again. Old files stay on disk until the versions that
-name them are dropped (maintain.py). With concurrent writers: Lance refuses the commit when an insert or a merge came in
-between, and it is made again; a concurrent append does not disturb it.
+The remaining rows keep their ids, and removed ids are never used again. Old files stay on disk until the versions that
+name them are dropped. With concurrent writers, Lance refuses the commit when an insert or a merge came in between, and
+it is repeated; a concurrent append does not disturb it.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +23,15 @@ from mopd_dataplane.store.format.row_ids import fragment_ids
 from mopd_dataplane.store.location import StoreLocation
 
 Blobs = Callable[[lance.LanceDataset, NDArray[np.int64]], Iterator[pa.RecordBatch]]
-"""Rows of a table of blobs, by id, with their bytes."""
+"""Returns rows of a table of blobs, by id, with their bytes."""
 _ONE_FILE = (1 << 31) - 1
 
 
 def remove_rows(location: StoreLocation, table: Table, gone: NDArray[np.int64], blobs: Blobs | None = None) -> int:
-    """Remove the rows with these ids, durable on return; how many there were.
+    """Remove the rows with these ids, durable on return. Returns how many existed.
 
-    blobs: reads what a scan of the table does not show. Raises DamagedError when a row that stays cannot be read, or
-    was not copied right; nothing has changed then.
+    blobs: reads columns that a scan of the table does not return. Raises DamagedError when a remaining row cannot be
+    read, or was not copied right; nothing has changed then.
     """
     while True:
         with location.committing(table.name), writing_files(location, table.name), writing(table.uri):
@@ -61,7 +61,7 @@ def _without(
     gone: NDArray[np.int64],
     blobs: Blobs | None,
 ) -> FragmentMetadata | None:
-    """A file with the rows of another that stay, and their ids; None when none stays."""
+    """Write a file with the remaining rows of another, and their ids. Returns None when none remains."""
     stays = ~np.isin(ids, gone)
     if not stays.any():
         return None
@@ -85,7 +85,7 @@ def _without(
 
 
 def _kept(fragment: lance.LanceFragment, stays: NDArray[np.bool_]) -> Iterator[pa.RecordBatch]:
-    """Rows of a file that stay, in order."""
+    """Read the remaining rows of a file, in order."""
     first = 0
     for batch in fragment.to_batches(batch_size=rows_at_once([fragment.metadata])):
         part = stays[first : first + batch.num_rows]

@@ -37,13 +37,13 @@ OLD_FORMAT = 1
 PROGRESS = UNFINISHED[1]
 """File that names the source of an unfinished target; removed when the target is complete."""
 _NAMES = {new: old for old, new in FORMAT_1_NAMES.items()} | {"topk_source": "support"}
-"""Column of format 2 -> its name in format 1, in the tables where it was called so."""
+"""Column of format 2 -> its name in format 1, in the tables that used the old name."""
 _ROWS, _BYTES = 1 << 16, 64 << 20
-"""Bounds of one commit of copied rows."""
+"""Bounds of one commit of copied rows: rows and bytes."""
 
 
 def open_source(folder: Path) -> dict[str, int]:
-    """Tables of a store of format 1 and their newest versions.
+    """Return the tables of a store of format 1 and their newest versions.
 
     Raises UnknownNameError when there is no store, MismatchError when it has another format, DamagedError for a mark
     that cannot be read.
@@ -65,13 +65,14 @@ def open_source(folder: Path) -> dict[str, int]:
 
 
 def old_snapshots(folder: Path) -> dict[str, dict[str, int]]:
-    """Versions of each table by tag."""
+    """Return the versions of each table by tag."""
     files = sorted((folder / "snapshots").glob("*.json"))
     return {file.stem: json.loads(file.read_text())["versions"] for file in files}
 
 
 def upgrade_tables(source: Path, target: StoreLocation, versions: Mapping[str, int]) -> Iterator[str]:
-    """Copy every table, its pinned versions, and the snapshots; names each table that is done. Durable at the end."""
+    """Copy every table, its pinned versions, and the snapshots, durable at the end; yields the name of each finished
+    table."""
     pins = old_snapshots(source)
     for name in [*TABLES, *(name for name in versions if name not in TABLES)]:
         table = Table(target, name)
@@ -128,7 +129,7 @@ def _rows_at_once(old: lance.LanceDataset) -> int:
 
 
 def _copy_rows(old: lance.LanceDataset, table: Table, last: int | None) -> None:
-    """Append the rows that are missing; `last`: the version by which all but the last commit must be done."""
+    """Append the missing rows. last: the version by which all but the last commit must be done."""
     target = lance.dataset(table.uri)
     have, total = target.count_rows(), old.count_rows()
     if have >= total:
@@ -149,7 +150,7 @@ def _append(target: lance.LanceDataset, fragments: list[FragmentMetadata]) -> la
 
 
 def _converted(rows: pa.Table, spec: TableSpec) -> pa.Table:
-    """Rows under the names of format 2, with their checksums; columns that are new are null, or empty text."""
+    """Convert rows to the names of format 2, with their checksums; new columns are null, or empty text."""
     columns = {}
     for field in spec.schema:
         old_name = field.name if field.name in rows.column_names else _NAMES.get(field.name, field.name)
@@ -162,7 +163,7 @@ def _converted(rows: pa.Table, spec: TableSpec) -> pa.Table:
 
 
 def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None:
-    """Have a table of hidden states name the files of the old one: new ones behind, freed ones in place."""
+    """Make a table of hidden states name the files of the old one: new ones are appended, freed ones replaced."""
     target, root = lance.dataset(table.uri), Path(table.uri)
     theirs, ours = old.get_fragments(), target.get_fragments()
     if [field.id() for field in old.lance_schema.fields()] != [field.id() for field in target.lance_schema.fields()]:
@@ -201,7 +202,7 @@ def _described(fragment: lance.LanceFragment) -> FragmentMetadata:
 
 
 def _link(old: lance.LanceDataset, root: Path, fragment: lance.LanceFragment) -> None:
-    """The data file of a fragment, and the files beside it that hold its blobs."""
+    """Link the data file of a fragment, and the files beside it with its blobs."""
     for name in _files(fragment):
         path = Path(old.uri) / "data" / name
         beside = path.with_suffix("")

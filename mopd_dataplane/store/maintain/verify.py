@@ -1,4 +1,5 @@
-"""The audit: whether every reference leads to the right row and all bytes are as committed. Nothing is changed."""
+"""The audit: checks that every reference leads to the right row and that all bytes are as committed. Changes
+nothing."""
 
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
@@ -51,7 +52,7 @@ def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) 
     deletions = Deletions(location)
 
     def audit(name: str, needs: set[str], check: partial[Iterator[Finding]]) -> None:
-        """Take a check unless one of the tables it needs cannot be opened."""
+        """Run a check unless one of the tables it needs cannot be opened."""
         if needs <= opened.keys():
             report.findings.extend(met(name, check))
 
@@ -81,7 +82,7 @@ def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) 
 
 
 def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[str, int]) -> Iterator[Finding]:
-    """The newest version opens, and its manifest is the one that was acknowledged."""
+    """Check that the newest version opens, with the manifest that was acknowledged."""
     dataset = table.open()
     checked[table.name] = dataset.count_rows()
     opened[table.name] = dataset
@@ -90,7 +91,7 @@ def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[s
 
 
 def _rows(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
-    """Rows of metadata are what was committed; payload is read with the metadata that refers to it."""
+    """Check that rows of metadata are as committed; payload is read with the metadata that refers to it."""
     dataset = opened[table.name]
     read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
     if not table.spec.heavy:
@@ -98,7 +99,7 @@ def _rows(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str
 
 
 def _pins(location: StoreLocation, tables: Mapping[str, Table], read: dict[str, set[str]]) -> Iterator[Finding]:
-    """Every pinned version is what it was when it was pinned, and files that only it names are read too.
+    """Check that every pinned version is as it was pinned; files that only it names are read too.
 
     read: data files of each table that were audited already, extended here.
     """
@@ -129,8 +130,8 @@ def _pinned(
     tag: str,
     opened: dict[str, lance.LanceDataset],
 ) -> Iterator[Finding]:
-    """The pinned version of a table opens, its manifest is the one that was pinned, and the tag that keeps clean-up
-    away is where the snapshot says."""
+    """Check that the pinned version of a table opens with the manifest that was pinned, and that its tag is in
+    place."""
     if crc is not None and location.root is not None:
         actual = f"{crc_of_manifest(location.root / table.name, version):08x}"
         if actual != crc:
@@ -143,7 +144,7 @@ def _pinned(
 
 
 def _fresh(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
-    """Rows of files that no version before has named."""
+    """Check the rows of files that no earlier version has named."""
     seen, dataset = read.setdefault(table.name, set()), opened[table.name]
     fresh = [fragment for fragment in dataset.get_fragments() if not set(files_of(fragment)) <= seen]
     if not fresh:
@@ -157,7 +158,7 @@ def _fresh(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[st
 
 
 def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: set[int]) -> Iterator[Finding]:
-    """Given payload rows of a pinned version, by the metadata of the same snapshot."""
+    """Check some payload rows of a pinned version, by the metadata of the same snapshot."""
     dataset = opened[name]
     teacher, _, kind = name.removeprefix("signals/").partition("/")
     if name == "tokens" and "samples" in opened:
@@ -185,7 +186,7 @@ def _files(location: StoreLocation, deep: bool) -> Iterator[Finding]:
 
 
 def _duplicates(name: str, opened: Mapping[str, lance.LanceDataset], key: tuple[str, ...]) -> Iterator[Finding]:
-    """Keys that more than one row has; payload tables may hold orphans of equal uid."""
+    """Find keys that more than one row has; payload tables may hold orphans of equal uid."""
     if TABLES.get(name) is None or TABLES[name].heavy:
         return
     rows = opened[name].to_table(columns=list(key), with_row_id=True)
@@ -196,7 +197,7 @@ def _duplicates(name: str, opened: Mapping[str, lance.LanceDataset], key: tuple[
 
 
 def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
-    """Each sample's payload row holds that sample; deep: with the committed bytes and lengths."""
+    """Check that each sample's payload row belongs to it; deep: with the committed bytes and lengths."""
     columns = ["uid", "payload_row", "payload_crc", *length_columns(opened["samples"])]
     samples, numbers = opened["samples"].to_table(columns=columns), row_ids(opened["samples"]).ids()
     fitting = yield from _lengths(samples, numbers)
@@ -208,7 +209,7 @@ def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[F
 
 
 def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Generator[Finding, None, NDArray[np.bool_]]:
-    """P + R = L and 0 <= M <= R. Returns [n] whether the lengths of each sample fit together."""
+    """Check P + R = L and 0 <= M <= R. Returns whether the lengths of each sample fit together: [n] bool."""
     prompt, response, total, scored = (samples[name].to_numpy() for name in LENGTHS)
     fitting: NDArray[np.bool_] = (prompt + response == total) & (scored <= response) & (scored >= 0) & (prompt >= 0)
     for row in np.flatnonzero(~fitting).tolist():
@@ -218,7 +219,7 @@ def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Generator[Finding
 
 
 def _of_samples(samples: lance.LanceDataset, scores: pa.Table) -> tuple[Lengths, Lengths]:
-    """[n] R and [n] M of the samples that rows of `scores` name; UNKNOWN where a row names none."""
+    """Return R and M, each [n], of the samples that rows of `scores` name; UNKNOWN for a row that names none."""
     offsets = row_ids(samples).find(scores["sample_row"].to_numpy())
     there = offsets >= 0
     metadata = take_offsets(samples, offsets[there], ["response_len", "loss_tokens"])
@@ -228,7 +229,7 @@ def _of_samples(samples: lance.LanceDataset, scores: pa.Table) -> tuple[Lengths,
 
 
 def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
-    """Each score names its sample, its teacher as it is in the store, and a payload row that holds its signal."""
+    """Check that each score names its sample, its teacher as stored, and a payload row that holds its signal."""
     scores, numbers = opened["scores"].to_table(), row_ids(opened["scores"]).ids()
     named = yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
     response, trained = _of_samples(opened["samples"], scores)
@@ -263,7 +264,7 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
 def _headers(
     name: str, signals: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64], kind: str
 ) -> Iterator[Finding]:
-    """The headers of a payload row agree with its score."""
+    """Check that the headers of a payload row agree with its score."""
     if kind not in _HEADERS or not len(places):
         return
     points = scores["payload_row"].to_numpy()[places]
@@ -282,7 +283,7 @@ def _headers(
 
 
 def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[n] whether the states these rows of `scores` point to are still there."""
+    """Return whether the states to which these rows of `scores` point are still there: [n] bool."""
     offsets = row_ids(hidden).offsets(scores["payload_row"].to_numpy()[places])
     codecs = hidden.to_table(columns=["codec"])["codec"].take(pa.array(offsets))
     return np.asarray(pa.compute.not_equal(codecs, FREED))
@@ -298,7 +299,7 @@ def _rewards(opened: Mapping[str, lance.LanceDataset]) -> Iterator[Finding]:
 
 
 def _find_deleted(deletions: Deletions, deleted: list[Deleted]) -> Iterator[Finding]:
-    """Collect what was deleted, for the searches that follow."""
+    """Collect the deleted samples and prompts, for the searches that follow."""
     deleted.append(Deleted(deletions))
     yield from ()
 
@@ -308,7 +309,7 @@ def _deleted_rows(name: str, opened: Mapping[str, lance.LanceDataset], deleted: 
 
 
 def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> Iterator[Finding]:
-    """Each planned sample is there, or was deleted."""
+    """Check that each planned sample exists or was deleted."""
     ids, gone = row_ids(opened["samples"]), deletions.rows()
     plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"], with_row_id=True)
     for plan in plans.to_pylist():
@@ -320,7 +321,7 @@ def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> It
 
 
 def _heads(location: StoreLocation, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
-    """Each teacher's LM head file is there (an import may know none); deep: with the recorded digest."""
+    """Check that each teacher's LM head file exists (an import may lack one); deep: with the recorded digest."""
     recorded = opened["teachers"].to_table(columns=["name", "head_file", "head_digest"], with_row_id=True)
     for teacher in recorded.to_pylist():
         name, row = teacher["head_file"], teacher["_rowid"]
@@ -334,7 +335,7 @@ def _heads(location: StoreLocation, opened: Mapping[str, lance.LanceDataset], de
 
 
 def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, int]) -> Iterator[Finding]:
-    """Payload rows to which no metadata row points, by table: no findings, for they are harmless."""
+    """Count payload rows to which no metadata row points, by table: no findings, since they are harmless."""
     used = {"tokens": opened["samples"].count_rows()} if {"samples", "tokens"} <= opened.keys() else {}
     for name in opened:
         folder, _, rest = name.partition("/")
@@ -349,7 +350,7 @@ def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, i
 def _echo(
     name: str, rows: pa.Table, target_name: str, target: lance.LanceDataset, pointer: str, numbers: NDArray[np.int64]
 ) -> Generator[Finding, None, NDArray[np.int64]]:
-    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound.
+    """Check that the row each pointer names has the same uid. Returns the indices of `rows` that are sound.
 
     numbers: [n] row id of each of `rows`.
     """

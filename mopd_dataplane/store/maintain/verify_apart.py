@@ -1,8 +1,8 @@
 """An audit in a process of its own, because damaged bytes can end the process that reads them.
 
 Lance trusts the lengths in its files: damage in one can make it allocate gigabytes, and end the process when that
-fails. So the audit runs in a child process, limited to the memory that is free, and announces each step on its output
-before it takes it. When it dies, that step becomes a finding, and the audit is repeated without the step.
+fails. So the audit runs in a child process, limited to the free memory, and announces each step on its output before
+taking it. When it dies, that step becomes a finding, and the audit is repeated without the step.
 """
 
 import json
@@ -19,12 +19,12 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.verify_report import Finding, VerifyReport, watch
 
 DEATHS = 64
-"""Steps that may end the process before the audit gives up."""
+"""Number of steps that may end the process before the audit gives up."""
 _LEAST = 1 << 30
 _SECONDS = 7 * 24 * 3600
 
 Step = tuple[str, str, int]
-"""Table, step of its audit, row it begins at."""
+"""Table, step of its audit, first row of the step."""
 
 
 def verify_apart(store: Store, *, deep: bool = True) -> VerifyReport:
@@ -46,7 +46,8 @@ def verify_apart(store: Store, *, deep: bool = True) -> VerifyReport:
 
 
 def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyReport | None, Step | None, str]:
-    """(report, last step, how the process ended when there is no report)."""
+    """Run the audit once. Returns the report or None, the last step, and how the process ended if there is no
+    report."""
     request = {
         "uri": store.uri, "options": store.location.storage_options, "deep": deep,
         "deadly": [[*step, why] for step, why in deadly.items()],
@@ -93,7 +94,8 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """No more than is free now: a request for more fails here, instead of ending a process that the system chooses."""
+    """Limit memory to what is free now: a larger request fails here, instead of ending a process that the system
+    chooses."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The audit of deletions: every record is there and finished, and nothing in the store names what was deleted."""
+"""The audit of deletions: checks that every record exists and is finished, and that no deleted name is left."""
 
 import json
 import re
@@ -19,21 +19,21 @@ from mopd_dataplane.store.read.decode import KEPT
 from mopd_dataplane.tables import TABLES
 
 _NOT_SEARCHED = {*TABLES, "signals", "queues", LOGS, "acknowledged", "locks", FOLDER}
-"""Folders of datasets, which are searched row by row (what old versions hold leaves the disk with them), of numbers of
-versions, and of the records."""
+"""Folders that are not searched: datasets, which are searched row by row (contents of old versions leave the disk with
+them), numbers of versions, and the records."""
 _FOLDERS = ("wal", "checkpoints", "policies", "discriminators", "snapshots", KEPT)
 _SINGLE_FILES = (*JOB_FILES, "report.html")
 """Folders and files of an object store that are searched."""
 _TENSORS = ".safetensors"
 _CHUNK, _OVERLAP = 8 << 20, 4096
-"""Bytes of a file that are searched at once, and those of the part before that are searched again."""
+"""Bytes of a file that are searched at once, and bytes of the part before that are searched again."""
 _REPAIR = "`mopd store repair` removes the row"
 _HEX = re.compile(UID.pattern.encode())
 _QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 class Deleted:
-    """uids of samples and hashes of prompts of which nothing may be left: those of finished deletions only."""
+    """uids of samples and hashes of prompts of finished deletions, of which nothing may be left."""
 
     def __init__(self, deletions: Deletions) -> None:
         finished = [deletion for deletion in deletions.all() if deletion.finished]
@@ -48,7 +48,7 @@ class Deleted:
 
 
 def audit_records(deletions: Deletions) -> Iterator[Finding]:
-    """No record was lost, and no deletion was left half done."""
+    """Check that no record was lost, and that no deletion was left unfinished."""
     for name in deletions.lost():
         problem = (
             "the record of a deletion is gone: what it names can come back; restore it from a copy of the store, or "
@@ -65,7 +65,7 @@ def audit_records(deletions: Deletions) -> Iterator[Finding]:
 
 
 def audit_rows_of_deleted(name: str, dataset: lance.LanceDataset, deleted: Deleted) -> Iterator[Finding]:
-    """No row of a table names a deleted sample or prompt."""
+    """Check that no row of a table names a deleted sample or prompt."""
     columns = [column for column in ("uid", "prompt_id", "event_id", "detail") if column in dataset.schema.names]
     if not deleted or not columns:
         return
@@ -87,7 +87,7 @@ def audit_rows_of_deleted(name: str, dataset: lance.LanceDataset, deleted: Delet
 
 
 def audit_files_of_deleted(location: StoreLocation, deleted: Deleted) -> Iterator[Finding]:
-    """No file beside the tables names a deleted sample or, as a quoted text, a deleted prompt."""
+    """Check that no file beside the tables names a deleted sample or, as a quoted text, a deleted prompt."""
     for name in _files(location) if deleted else ():
         for uid in sorted(_named(location, name, deleted)):
             problem = "names a deleted sample or prompt; delete the file, or end what writes it and delete again"
@@ -107,7 +107,7 @@ def _files(location: StoreLocation) -> Iterator[str]:
 
 
 def _named(location: StoreLocation, name: str, deleted: Deleted) -> set[str]:
-    """uids of deleted samples, and hashes of deleted prompts, that a file names."""
+    """Return the uids of deleted samples, and hashes of deleted prompts, that a file names."""
     uids: set[str] = set()
     for chunk in _chunks(location, name):
         uids |= deleted.uids.intersection(match.decode() for match in _HEX.findall(chunk))

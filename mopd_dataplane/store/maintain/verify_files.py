@@ -12,20 +12,20 @@ from mopd_dataplane.store.read.decode import KEPT
 from mopd_dataplane.store.remote.artifacts import ArtifactStore
 
 FOLDERS = {"policies": r"(merged-)?v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}
-"""Where recorded folders lie, below one folder per stage, and their names."""
+"""Parent of recorded folders, below which each stage has one -> their names."""
 JOB_FILES = ("job.json", "provenance.json")
-"""What a job leaves of itself: its settings, and what ran it."""
+"""Files that a job writes about itself: its settings, and its environment."""
 INITIAL = "policies/init"
-"""The one that belongs to no stage."""
+"""Recorded folder that belongs to no stage."""
 _NEWEST, _METRICS = "latest", "metrics.jsonl"
 """Files of a stage's checkpoints beside their folders."""
 
 Damage = tuple[str, str]
-"""File, relative to the store, and what is wrong with it."""
+"""File, relative to the store, and description of its damage."""
 
 
 def audit_files(location: StoreLocation, *, deep: bool) -> Iterator[Damage]:
-    """Damage of every file that is no part of a table; deep: also of those that hold tensors."""
+    """Find damage of every file that is no part of a table; deep: also of those that hold tensors."""
     snapshots = [f"snapshots/{name}" for name in location.children("snapshots") if name.endswith(".json")]
     tokenizers = [f"{KEPT}/{name}" for name in location.children(KEPT)]
     for name in (MARK, *JOB_FILES, *snapshots, *tokenizers):
@@ -66,7 +66,7 @@ def _folder(location: StoreLocation, name: str, deep: bool) -> Iterator[Damage]:
 
 
 def _newest(location: StoreLocation, name: str, there: list[str]) -> Iterator[Damage]:
-    """The pointer to the newest checkpoint; a bare name in it was written by a person."""
+    """Check the pointer to the newest checkpoint; a bare name in it was written by a person."""
     pointer = location.read(name)
     if pointer is None:
         return
@@ -82,7 +82,7 @@ def _newest(location: StoreLocation, name: str, there: list[str]) -> Iterator[Da
 
 
 def _metrics(location: StoreLocation, name: str) -> Iterator[Damage]:
-    """Each step's line has a checksum of its own."""
+    """Check the checksum of each step's line."""
     for number, line in enumerate((location.read(name) or b"").split(b"\n")[:-1], start=1):
         try:
             unseal(line, f"line {number}")
@@ -91,7 +91,7 @@ def _metrics(location: StoreLocation, name: str) -> Iterator[Damage]:
 
 
 def _published(location: StoreLocation, deep: bool) -> Iterator[Damage]:
-    """Folders on an object store: each file its list names, by sha256."""
+    """Check folders on an object store: each file named in its list, by sha256."""
     assert location.files is not None
     artifacts = ArtifactStore(location.files)
     for parent in FOLDERS:

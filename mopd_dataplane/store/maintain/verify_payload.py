@@ -1,4 +1,4 @@
-"""The audit of payload: the bytes are as committed, and each list has a value for each place that its sample has."""
+"""The audit of payload: checks that the bytes are as committed, and that lists have the lengths of their sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from mopd_dataplane.store.maintain.verify_report import Finding, damage, left_ou
 from mopd_dataplane.store.read.row_reader import checked_columns, signal_arrays, token_arrays
 
 CHUNK = 512
-"""Payload rows read at once."""
+"""Number of payload rows read at once."""
 UNKNOWN = -1
-"""Length that the metadata does not say: any is right."""
+"""Length that the metadata does not record: any is right."""
 ABSENT = -2
 """Length of a list that must be null."""
 LENGTHS = ("prompt_len", "response_len", "total_len", "loss_tokens")
-"""Columns of `samples` that say P, R, L and M."""
+"""Columns of `samples` with P, R, L and M."""
 
 Arrays = Sequence[NDArray[Any] | None]
 Lengths = NDArray[np.int64]
@@ -34,7 +34,7 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Payload:
-    """A payload table under audit: the arrays of given rows, one for each field, and the checksum over them."""
+    """A payload table under audit: reads the arrays of rows, one for each field, and the checksum over them."""
 
     fields: Sequence[Field]
     arrays_at: Callable[[Sequence[int]], Sequence[Arrays]]
@@ -42,26 +42,26 @@ class Payload:
 
 
 def token_payload(tokens: lance.LanceDataset) -> Payload:
-    """Payload of samples."""
+    """Return the payload of samples."""
     names = checked_columns(tokens)
     fields = [field for field in (*PAYLOAD, *RECORDED) if field.column in names]
     return Payload(fields, partial(token_arrays, tokens), tokens_crc)
 
 
 def signal_payload(signals: lance.LanceDataset, kind: str) -> Payload:
-    """Payload of signals."""
+    """Return the payload of signals."""
     return Payload(of_signal(kind), partial(signal_arrays, signals, kind), lambda arrays: payload_crc(*arrays))
 
 
 def length_columns(samples: lance.LanceDataset) -> list[str]:
-    """Columns of a version of `samples` that say how long the lists of its payload are."""
+    """Return the columns of a version of `samples` with the lengths of the lists of its payload."""
     recorded = (name for field in RECORDED for name in (field.width, field.count) if name)
     names = dict.fromkeys((*LENGTHS, "version_spans", *recorded))
     return [name for name in names if name in samples.schema.names]
 
 
 def token_lengths(fields: Sequence[Field], samples: pa.Table) -> Lengths:
-    """[fields, n] length of each list of `tokens`, from the columns that length_columns names."""
+    """Return the length of each list of `tokens`, [fields, n], from the columns of length_columns."""
     response, total, trained = (_numbers(samples, name) for name in LENGTHS[1:])
     of_axis = {"token": total, "read": np.maximum(total - 1, 0), "response": response, "trained": trained}
     lengths = []
@@ -79,7 +79,8 @@ def token_lengths(fields: Sequence[Field], samples: pa.Table) -> Lengths:
 
 
 def signal_lengths(kind: str, scores: pa.Table, response: Lengths, trained: Lengths) -> Lengths:
-    """[fields, n] length of each list of a signal. response, trained: [n] R and M of its sample, or UNKNOWN."""
+    """Return the length of each list of a signal: [fields, n]. response, trained: [n] R and M of its sample, or
+    UNKNOWN."""
     fields, nbytes = of_signal(kind), scores["bytes"].to_numpy()
     wide = sum(np.dtype(field.dtype).itemsize for field in fields if field.width)
     of_axis = {"response": response, "trained": trained}
@@ -89,9 +90,9 @@ def signal_lengths(kind: str, scores: pa.Table, response: Lengths, trained: Leng
 def audit_payload(
     name: str, metadata: pa.Table, sound: NDArray[np.int64], payload: Payload, lengths: Lengths
 ) -> Iterator[Finding]:
-    """Check the payload that some rows of metadata point to; a chunk that cannot be read is read row by row.
+    """Check the payload to which some rows of metadata point; a chunk that cannot be read is read row by row.
 
-    sound: places of these rows in `metadata`. lengths: [fields, n] as token_lengths gives them.
+    sound: indices of these rows in `metadata`. lengths: [fields, n] from token_lengths.
     """
     points, stored = metadata["payload_row"].to_numpy(), metadata["payload_crc"].to_numpy()
     for start in range(0, len(sound), CHUNK):
@@ -106,7 +107,7 @@ def audit_payload(
 
 
 def audit_token_stats(stats: lance.LanceDataset, samples: lance.LanceDataset) -> Iterator[Finding]:
-    """Rows of `token_stats` whose lists have other lengths than their sample has loss tokens."""
+    """Find rows of `token_stats` whose lists differ in length from their sample's loss tokens."""
     columns = ["uid", "sample_row", "tokens", *PER_TOKEN_STATS]
     ids, trained = row_ids(samples), _numbers(samples.to_table(columns=["loss_tokens"]), "loss_tokens")
     for batch in stats.to_batches(columns=columns, with_row_id=True):
@@ -122,7 +123,7 @@ def audit_token_stats(stats: lance.LanceDataset, samples: lance.LanceDataset) ->
 
 
 def _problem(payload: Payload, arrays: Arrays | str, stored: int, lengths: list[int]) -> str:
-    """What is wrong with one row; empty where nothing is. arrays: or what the reader said where it cannot be read."""
+    """Describe the problem of one row; empty without one. arrays: or the reader's message if it cannot be read."""
     if isinstance(arrays, str):
         return f"{arrays}, {stored:08x} was committed"
     if (crc := payload.crc(arrays)) != stored:
@@ -138,7 +139,7 @@ def _problem(payload: Payload, arrays: Arrays | str, stored: int, lengths: list[
 
 
 def _readable(arrays_at: Callable[[Sequence[int]], Sequence[Arrays]], rows: list[int]) -> list[Arrays | str]:
-    """Arrays of rows, or for a row that cannot be read the reader's message."""
+    """Return the arrays of rows, or for a row that cannot be read the reader's message."""
     try:
         return [*arrays_at(rows)]
     except BaseException as error:
@@ -149,7 +150,7 @@ def _readable(arrays_at: Callable[[Sequence[int]], Sequence[Arrays]], rows: list
 
 
 def _numbers(rows: pa.Table, name: str, *, missing: int = UNKNOWN) -> Lengths:
-    """A column of whole numbers; `missing` where it is null, or where the version has no such column."""
+    """Return a column of integers; `missing` for a null, or if the version has no such column."""
     if name not in rows.column_names:
         return np.full(rows.num_rows, missing, np.int64)
     filled = pc.fill_null(rows[name].cast(pa.int64()), missing)

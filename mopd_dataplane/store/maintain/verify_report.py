@@ -17,9 +17,9 @@ class Finding:
     """
 
     table: str
-    """Table, or a file of the store."""
+    """Table, or file of the store."""
     row: int
-    """Row id; -1 when it concerns the whole table or file."""
+    """Row id; -1 for the whole table or file."""
     uid: str
     """Sample or other key; empty when unknown."""
     problem: str
@@ -31,33 +31,35 @@ class VerifyReport:
 
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
-    """Rows checked per table."""
+    """Number of rows checked per table."""
     orphans: dict[str, int] = field(default_factory=dict)
-    """Payload rows to which no metadata row points: left by interrupted commits, in no query result, harmless."""
+    """Number of payload rows to which no metadata row points: left by interrupted commits, in no query result,
+    harmless."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no findings."""
         return not self.findings
 
 
 Watcher = Callable[[str, str, int], str]
-"""Called before each step of an audit with table, step and row; answers why it is left out, empty to take it."""
+"""Called before each step of an audit with table, step and row. Returns the reason to leave it out; empty to take
+it."""
 _watchers: list[Watcher] = []
 
 
 def watch(watcher: Watcher) -> None:
-    """Have every later step of an audit in this process announced; see verify_apart.py."""
+    """Announce every later step of an audit in this process to a watcher; see verify_apart.py."""
     _watchers[:] = [watcher]
 
 
 def left_out(table: str, step: str, row: int = -1) -> str:
-    """Announce a step; why it is left out, empty when it is taken."""
+    """Announce a step. Returns the reason to leave it out; empty to take it."""
     return _watchers[0](table, step, row) if _watchers else ""
 
 
 def damage(error: BaseException) -> str:
-    """Text of an error that damaged data raised. Raises any other again: an interrupt, or no descriptors left."""
+    """Return the text of an error over damaged data. Re-raises any other: an interrupt, or no descriptors left."""
     if not isinstance(error, Exception) and not is_panic(error):
         raise error
     if isinstance(error, ResourceError):
@@ -68,7 +70,7 @@ def damage(error: BaseException) -> str:
 
 
 def met(name: str, check: partial[Iterator[Finding]]) -> Iterator[Finding]:
-    """Findings of a check, and one more if it could not be completed."""
+    """Yield the findings of a check, and one more if it could not be completed."""
     if why := left_out(name, check.func.__name__):
         yield Finding(name, -1, "", why)
         return

@@ -1,4 +1,4 @@
-"""The audit of metadata: whether every row holds what was committed, file by file, and in parts where a file cannot be
+"""The audit of metadata: checks that every row is as committed, file by file, and in parts where a file cannot be
 read."""
 
 from collections.abc import Collection, Iterator
@@ -10,15 +10,15 @@ from mopd_dataplane.store.format.row_ids import fragment_ids
 from mopd_dataplane.store.maintain.verify_report import Finding, damage, left_out
 
 ROWS = 1 << 16
-"""Rows read at once."""
+"""Number of rows read at once."""
 SMALLEST = 256
-"""Rows that are read together when a larger part cannot be read."""
+"""Number of rows read together when a larger part cannot be read."""
 
 
 def audit_rows(
     name: str, dataset: lance.LanceDataset, key: tuple[str, ...], read: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Rows of a version that are not what was committed; files in `read` were audited before."""
+    """Find rows of a version that differ from their committed content; files in `read` were audited before."""
     for fragment in dataset.get_fragments():
         if why := left_out(name, "rows", fragment.fragment_id):
             yield Finding(name, -1, "", f"{', '.join(files_of(fragment))}: {why}")
@@ -28,14 +28,15 @@ def audit_rows(
 
 
 def files_of(fragment: lance.LanceFragment) -> list[str]:
-    """Names of a fragment's data files."""
+    """Return the names of a fragment's data files."""
     return [data_file.path for data_file in fragment.data_files()]
 
 
 def _audit_part(
     fragment: lance.LanceFragment, key: tuple[str, ...], first: int, count: int
 ) -> Iterator[tuple[int, str, str]]:
-    """(place in the file, key, what is wrong) of rows `first` and after, read in parts where they cannot be at once."""
+    """Yield (index in the file, key, problem) of bad rows from `first` on, reading smaller parts if a part cannot be
+    read."""
     if count > ROWS:
         for start in range(first, first + count, ROWS):
             yield from _audit_part(fragment, key, start, min(ROWS, first + count - start))

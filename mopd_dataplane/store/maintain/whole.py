@@ -1,4 +1,4 @@
-"""A look at every table before a command that writes: what is missing or cut is refused while nothing was changed."""
+"""Check of every table before a command that writes: missing or truncated files are refused before any change."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,9 +10,10 @@ from mopd_dataplane.store.maintain.verify_rows import audit_rows
 
 
 def require_whole(tables: Mapping[str, Table], *, rows: bool = False) -> None:
-    """Raise DamagedError unless each table opens, with the manifest that was acknowledged and every data file it names.
+    """Check that each table opens, with the acknowledged manifest and every data file it names. Raises DamagedError if
+    not.
 
-    rows: rows of metadata are read too, with their checksums. Payload is not: that is what `mopd store verify` does.
+    rows: rows of metadata are read too, with their checksums. Payload is checked only by `mopd store verify`.
     """
     for table in tables.values():
         dataset = table.open()
@@ -26,13 +27,13 @@ def require_whole(tables: Mapping[str, Table], *, rows: bool = False) -> None:
 
 
 def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
-    """Bytes of every file of a dataset, whichever version names it."""
+    """Return the bytes of every file of a dataset, of all versions."""
     batches = [batch.select(["path", "size_bytes"]).to_pylist() for batch in dataset.all_files()]
     return {row["path"]: row["size_bytes"] for batch in batches for row in batch}
 
 
 def _files_missing(dataset: lance.LanceDataset) -> Iterator[str]:
-    """Data files of a version that are not there, or have another size than its manifest records."""
+    """Yield the data files of a version that are missing, or differ in size from its manifest."""
     sizes = file_sizes(dataset)
     for fragment in dataset.get_fragments():
         for file in fragment.data_files():

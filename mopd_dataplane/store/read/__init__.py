@@ -4,7 +4,7 @@ open_versions.py  which processes have which version open
 row_reader.py     payload by row id
 lists.py          lists of some rows of a table, one column
 list_files.py     positions of those lists in local files
-token_scan.py     which samples hold a run of token ids, in one pass over those files
+token_scan.py     finds samples with a run of token ids, in one pass over those files
 hidden.py         hidden states by byte range
 snapshot.py       pinned versions
 tags.py           tags of Lance, which pin versions

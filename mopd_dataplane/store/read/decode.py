@@ -18,10 +18,10 @@ KEPT = "tokenizers"
 
 
 class Decoder:
-    """Pieces of text, one per token."""
+    """Converts token ids to text, one piece per token."""
 
     def __init__(self, text: str) -> None:
-        """text: content of a tokenizer.json. Raises InputError when it is none."""
+        """Load a tokenizer. text: content of a tokenizer.json. Raises InputError when it is invalid."""
         from tokenizers import Tokenizer
 
         try:
@@ -30,11 +30,12 @@ class Decoder:
             raise InputError(f"not a tokenizer.json ({error!s:.120}): {text[:60]!r}…; give another one") from None
 
     def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each row of token ids, without special tokens."""
+        """Return the text of each row of token ids, without special tokens."""
         return list(self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Text that each token adds. A token that ends inside a character adds nothing; the next one adds it."""
+        """Return the text that each token adds. A token that ends inside a character adds nothing; the next one adds
+        it."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
@@ -45,28 +46,28 @@ class Decoder:
         return pieces
 
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Whole text of each sequence, many at a time."""
+        """Return the whole text of each sequence, many at a time."""
         return list(self._tokenizer.decode_batch([list(map(int, ids)) for ids in sequences], skip_special_tokens=False))
 
 
 class Numbers:
-    """Stands in where a store has no tokenizer: every token is its id."""
+    """Decoder of a store without a tokenizer: every token is shown as its id."""
 
     def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Ids in angle brackets, joined."""
+        """Return ids in angle brackets, joined."""
         return ["".join(self.pieces(row)) for row in rows]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Ids in angle brackets."""
+        """Return ids in angle brackets."""
         return [f"⟨{int(token)}⟩" for token in ids]
 
     texts = plain_texts
 
 
 def find_decoder(store: OpenStore, folder: Path | None = None) -> Decoder | Numbers:
-    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported.
+    """Return the decoder of a folder, else of the first policy in the store with a tokenizer, else of an import.
 
-    Raises UnknownNameError when a given folder has no tokenizer.json.
+    Raises UnknownNameError when `folder` has no tokenizer.json.
     """
     if folder is not None and not (folder / "tokenizer.json").is_file():
         raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
@@ -77,14 +78,14 @@ def find_decoder(store: OpenStore, folder: Path | None = None) -> Decoder | Numb
 
 
 def keep_tokenizer(store: OpenStore, digest: str, content: dict[str, Any] | None) -> None:
-    """Keep the tokenizer.json of samples that came without a policy; digest: as `samples.tokenizer` has it."""
+    """Store the tokenizer.json of samples that came without a policy. digest: that of `samples.tokenizer`."""
     name = f"{KEPT}/{digest}.json"
     if content is not None and not store.location.has(name):
         store.write_json(name, {"tokenizer": content})
 
 
 def _tokenizers(store: OpenStore) -> Iterator[str]:
-    """Content of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
+    """Yield contents of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
     if store.root is not None:
         yield from map(_of_policy, sorted((store.root / "policies").glob("**/tokenizer.json")))
     elif store.files is not None:
@@ -101,6 +102,6 @@ def _tokenizers(store: OpenStore) -> Iterator[str]:
 
 
 def _of_policy(file: Path) -> str:
-    """Content of the tokenizer.json of a policy folder. Raises DamagedError when it is not as it was written."""
+    """Read the tokenizer.json of a policy folder. Raises DamagedError when it has changed."""
     recorded = (file.parent / CHECKSUMS).is_file()
     return (read_recorded(file.parent, file.name) if recorded else file.read_bytes()).decode(errors="replace")

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.open_store import OpenStore
 
 _SAID = {"float": "float32", "double": "float64", "large_string": "string", "large_binary": "bytes"}
-"""Arrow types whose own name says less."""
+"""Arrow types that are shown under a clearer name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One column: its Arrow type, its unit where it has one, and what it means."""
+    """One column: its Arrow type, its unit if any, and its meaning."""
 
     name: str
     type: str
@@ -33,19 +33,19 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relation:
-    """Something a query can select from."""
+    """A table, view or macro that a query can select from."""
 
     name: str
-    """Inside SQL; a macro with its parameters."""
+    """Name inside SQL; a macro with its parameters."""
     kind: str
-    """table, view or macro."""
+    """One of table, view, macro."""
     doc: str
     rows: int | None
-    """Rows of a table; None for what is no table."""
+    """Number of rows of a table; None for a view or macro."""
 
 
 def relations(store: OpenStore) -> Iterator[Relation]:
-    """Every table of a store, then every view and macro."""
+    """Yield every table of a store, then every view and macro."""
     names = store.names()
     for name in names:
         rows = store.dataset(name).count_rows()
@@ -55,9 +55,9 @@ def relations(store: OpenStore) -> Iterator[Relation]:
 
 
 def columns(store: OpenStore, name: str) -> list[Column]:
-    """Columns of one table, view or macro of a store.
+    """Return the columns of one table, view or macro of a store.
 
-    name: as in SQL, or as the dataset is called. Raises UnknownNameError naming the nearest.
+    name: as in SQL, or the dataset's name. Raises UnknownNameError naming the nearest.
     """
     datasets = {sql_name(dataset): dataset for dataset in store.names()}
     views_by_name = {TABLE: rollouts_view(store), **views(datasets.values())}

@@ -1,9 +1,9 @@
-"""Hidden states by byte range, straight into memory the caller owns.
+"""Hidden states by byte range, read straight into memory that the caller owns.
 
-Lance keeps packed blobs in sidecar files beside its data files, and small ones in the data files. Its public blob
-descriptors say where in its file each blob lies; the bytes are read from there, on a local disk and on an object store
-(sidecars.py). The file's name is internal to Lance, so a file is used only after the first bytes of its first blob
-agreed with a read through Lance. Everything else (other blob kinds) is read through Lance.
+Lance stores packed blobs in sidecar files beside its data files, and small ones in the data files. Its public blob
+descriptors give the position of each blob in its file, from which the bytes are read, on a local disk and on an object
+store (sidecars.py). The file's name is internal to Lance, so a file is used only after the first bytes of its first
+blob agreed with a read through Lance. Everything else (other blob kinds) is read through Lance.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from mopd_dataplane.store.format.row_ids import row_ids
 from mopd_dataplane.store.remote.sidecars import FileEnded, LocalSidecars, Part, Sidecars
 
 LOCATED = 1 << 16
-"""Places kept in memory."""
+"""Number of positions cached in memory."""
 PIECE = 4 << 20
 """Bytes of one read through Lance: larger private buffers fault page by page."""
 PROBE = 4096
@@ -34,7 +34,7 @@ class HiddenReader:
     """Reads one teacher's hidden states by byte range, at one version. Used by one thread at a time."""
 
     def __init__(self, dataset: lance.LanceDataset, sidecars: Sidecars | None = None) -> None:
-        """sidecars: of the dataset; by default those of a local folder, and on an object store none."""
+        """Open a reader. sidecars: of the dataset; by default those of a local folder, and none on an object store."""
         self._dataset = dataset
         folder = Path(dataset.uri) / "data"
         self._sidecars = sidecars if sidecars is not None or not folder.is_dir() else LocalSidecars(folder)
@@ -42,25 +42,27 @@ class HiddenReader:
         self._first_rows = np.array([0, *accumulate(fragment.count_rows() for fragment in fragments)])
         self._stems = [PurePosixPath(fragment.data_files()[0].path).stem for fragment in fragments]
         self._known: dict[int, tuple[str, int, int] | None] = {}
-        """File, position and size of the blobs of rows; None for one that is read through Lance."""
+        """Row → file, position and size of its blob; None for one that is read through Lance."""
         self._files: dict[str, Any | None] = {}
-        """Open files by name; None for one that may not be used."""
+        """Open files by name; None for one that must not be used."""
 
     def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
-        """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
+        """Return uid, codec, rows (M) and row_bytes of each payload row, in their order."""
         offsets = row_ids(self._dataset).offsets(payload_rows)
         return self._dataset.take(offsets.tolist(), columns=["uid", "codec", "rows", "row_bytes"])
 
     def require_sizes(self, payload_rows: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raise DamagedError unless Lance records as many bytes of each row as the row's own columns say: readers here
-        go by the columns, others by what Lance records."""
+        """Check that Lance records the same size of each row as the row's own columns. Raises DamagedError if not.
+
+        Readers here use the columns, others the sizes that Lance records.
+        """
         recorded = self._descriptors(row_ids(self._dataset).offsets(payload_rows)).field("size").to_pylist()
         for row, size, said in zip(payload_rows, sizes, recorded, strict=True):
             if said != size:
                 raise self._damage(row, 0, size, f"Lance records {said:,} bytes")
 
     def locate(self, payload_rows: Sequence[int]) -> None:
-        """Look up in one request where rows lie that are read next."""
+        """Look up in one request the positions of rows that are read next."""
         unknown = [row for row in payload_rows if row not in self._known] if self._sidecars is not None else []
         if not unknown:
             return
@@ -83,17 +85,19 @@ class HiddenReader:
             self._locate(row)
 
     def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
+        """Fill `target` with the bytes of one sample from `start_byte` on. Raises DamagedError when they are
+        missing."""
         self._read([(payload_row, start_byte, target)])
 
     def read_whole(self, payload_rows: Sequence[int], sizes: Sequence[int], target: memoryview) -> None:
-        """Fill `target` with samples one after the other, given the bytes of each; DamagedError as read_into."""
+        """Fill `target` with samples one after the other; sizes: the bytes of each. Raises DamagedError as
+        read_into."""
         self.locate(payload_rows)
         ends = accumulate(sizes)
         self._read([(r, 0, target[end - size : end]) for r, size, end in zip(payload_rows, sizes, ends, strict=True)])
 
     def _read(self, reads: Sequence[tuple[int, int, memoryview]]) -> None:
-        """Fill each memory from a row's byte on."""
+        """Fill each memory with bytes of a row from a position on."""
         parts: list[Part] = []
         requests: list[tuple[int, int, memoryview]] = []
         for row, start, memory in reads:
@@ -117,7 +121,7 @@ class HiddenReader:
             raise self._damage(row, start, len(memory), "the file ends before") from None
 
     def _locate(self, row: int) -> tuple[Any, int, int] | None:
-        """(file, position, size) of a row's blob; None when it must be read through Lance."""
+        """Return (file, position, size) of a row's blob, or None when it must be read through Lance."""
         self.locate([row])
         located = self._known.get(row)
         if located is None or self._sidecars is None:
@@ -148,6 +152,6 @@ class HiddenReader:
         return DamagedError(f"{self._dataset.uri}: row {payload_row}, {nbytes} bytes from byte {start_byte}: {why}")
 
     def _descriptors(self, offsets: NDArray[np.int64]) -> pa.StructArray:
-        """Lance's public descriptors of the blobs at these offsets: kind, position, size, blob_id."""
+        """Return Lance's public descriptors of the blobs at these offsets: kind, position, size, blob_id."""
         with lance_errors.reading(self._dataset.uri):
             return self._dataset.take(offsets.tolist(), columns=["hidden"])["hidden"].combine_chunks()

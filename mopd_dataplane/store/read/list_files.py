@@ -1,8 +1,8 @@
 """Positions of a table's lists in its local files, for reading by byte range without a copy in between.
 
-Lance file format 2.0 keeps the elements of a list column one after the other, without packing, and beside them where
-each list ends. The file says where both lie and how they are encoded (lance_pages.py). Any other file is read through
-Lance, and so is a file if the first row read this way fails its checksum.
+Lance file format 2.0 stores the elements of a list column one after the other, without packing, and separately the end
+of each list. The file states the position and encoding of both (lance_pages.py). Any other file is read through Lance,
+and so is a file if the first row read this way fails its checksum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,13 @@ from mopd_dataplane.store.read.lists import FileLists, HeldLists, Lists, OpenFil
 
 _END = np.dtype("<u8")
 SHORT = frozenset(field.column for field in PAYLOAD if field.axis == "span")
-"""Columns of a few elements a row: those of many rows are read at once."""
+"""Columns with few elements per row: those of many rows are read at once."""
 GAP = 512
-"""List ends, or elements of SHORT columns, that are read for nothing rather than with a read more."""
+"""Number of list ends, or elements of SHORT columns, that are read unnecessarily rather than with another read."""
 LAYOUTS = 4096
-"""Columns of files whose layout is kept."""
+"""Number of cached layouts: columns of files."""
 _UNREADABLE = (NotPlain, OSError, ValueError, LookupError, ArithmeticError)
-"""What a file can raise that is left to Lance, which tells what is damaged and where."""
+"""Errors of a file that is then left to Lance, which tells what is damaged and where."""
 _File = tuple[str, int, int]
 """Path, time of change and size of a file."""
 Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
@@ -39,21 +39,21 @@ class _Pages:
     """Values of one type in k pages of a file, plain and one after the other."""
 
     starts: NDArray[np.int64]
-    """[k + 1] value that each page begins with."""
+    """[k + 1] index of the first value of each page."""
     positions: NDArray[np.int64]
     """[k] byte of each page."""
     dtype: np.dtype[Any]
 
     @classmethod
     def of(cls, pages: Sequence[Page], dtype: np.dtype[Any]) -> Self:
-        """Raises NotPlain unless each page has one buffer, of the size that its values take."""
+        """Build from pages. Raises NotPlain unless each page has one buffer, of the size of its values."""
         if any(page.sizes != (page.rows * dtype.itemsize,) for page in pages):
             raise NotPlain(f"pages with other buffers than one of {dtype.name} values")
         starts = np.cumsum([0, *(page.rows for page in pages)])
         return cls(starts, np.array([page.positions[0] for page in pages], np.int64), dtype)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """Positions of the values first:last."""
+        """Yield the positions of the values first:last."""
         page, size = int(np.searchsorted(self.starts, first, side="right")) - 1, self.dtype.itemsize
         while first < last:
             begin, end = int(self.starts[page]), min(last, int(self.starts[page + 1]))
@@ -67,26 +67,26 @@ class _Column:
     """A list column of one file."""
 
     ends: _Pages
-    """Where the list of each row ends, counted from the first element of its page."""
+    """End of the list of each row, counted from the first element of its page."""
     null_shifts: NDArray[np.uint64]
-    """[k] what is added to the end of a null list, by page of `ends`."""
+    """[k] number added to the end of a null list, by page of `ends`."""
     first_elements: NDArray[np.int64]
-    """[k + 1] element that the lists of a page begin with."""
+    """[k + 1] index of the first element of the lists of a page."""
     elements: _Pages
 
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Elements of a list column that lie one after the other in a file of n rows."""
+    """Consecutive elements of a list column in a file of n rows."""
 
     first_row: int
-    """Offset in the scan of the file's first row."""
+    """Offset of the file's first row in the scan."""
     starts: NDArray[np.int64]
-    """[n] element of the file that each list begins with."""
+    """[n] index in the file of the first element of each list."""
     lengths: NDArray[np.int64]
     """[n]"""
     base: int
-    """Element of the file that `elements` begins with."""
+    """Index in the file of the first of `elements`."""
     elements: NDArray[Any]
 
 
@@ -94,7 +94,7 @@ class ListFiles:
     """Finds and reads lists of one table at one version. Used by one thread at a time."""
 
     def __init__(self, dataset: lance.LanceDataset, columns: Sequence[str], checksum: Checksum) -> None:
-        """columns: list columns of the table, those that `checksum` is over."""
+        """Open the files. columns: list columns of the table over which `checksum` is computed."""
         self._folder = Path(dataset.uri) / "data"
         self._fragments = dataset.get_fragments() if self._folder.is_dir() else []
         self._plain = bool(self._fragments) and all(f.metadata.deletion_file is None for f in self._fragments)
@@ -107,14 +107,14 @@ class ListFiles:
         self._checksum = checksum
         self._files = OpenFiles()
         self._columns: dict[int, dict[str, tuple[int, _Column]]] = {}
-        """By fragment: (number of the file, its layout) of each column."""
+        """Fragment → for each column, the number of its file and its layout."""
 
     def locate(
         self, offsets: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
     ) -> dict[str, Lists] | None:
-        """Some columns of the rows at these offsets of the scan, in the asked order; None when Lance must read them.
+        """Locate some columns of the rows at these offsets of the scan. Returns None when Lance must read them.
 
-        crcs: [n] checksum that each row was committed with.
+        crcs: [n] committed checksum of each row.
         """
         if not self._plain or not len(offsets):
             return None
@@ -132,10 +132,11 @@ class ListFiles:
     def ranges(
         self, name: str, offsets: NDArray[np.int64], crcs: NDArray[np.int64], size: int, overlap: int
     ) -> Iterator[ElementRange] | None:
-        """All elements of a column in the files that hold the rows at these offsets, `size` of them at a time and
-        `overlap` of those behind; None when they must be read through Lance.
+        """Yield all elements of a column in the files with the rows at these offsets, `size` of them and `overlap`
+        more.
 
-        crcs: [n] checksum that each row was committed with, one row of each file is tried.
+        Returns None when they must be read through Lance. crcs: [n] committed checksum of each row; one row of each
+        file is tested.
         """
         if not self._plain or not len(offsets):
             return None
@@ -160,7 +161,7 @@ class ListFiles:
                 yield ElementRange(first, starts, lengths, base, elements)
 
     def _learn_all(self, offsets: NDArray[np.int64], crcs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] fragment of each row, all of which are known then. Raises NotPlain."""
+        """Return the fragment of each row, [n], after reading the layout of all of them. Raises NotPlain."""
         fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
         for fragment, index in zip(*np.unique(fragments, return_index=True), strict=True):
             if int(fragment) not in self._columns:
@@ -168,13 +169,13 @@ class ListFiles:
         return fragments
 
     def _learn(self, fragment: int, row: NDArray[np.int64], crc: int) -> None:
-        """Read how a fragment is laid out, and try it on one row. Raises NotPlain."""
+        """Read the layout of a fragment, and test it on one row. Raises NotPlain."""
         numbers: dict[str, int] = {}
         columns: dict[str, tuple[int, _Column]] = {}
         for name, ids in self._ids.items():
             file = next((file for file in self._fragments[fragment].data_files() if ids[0] in file.fields), None)
             if file is None:
-                raise NotPlain(name)  # the column is younger than the file
+                raise NotPlain(name)  # the column is newer than the file
             path = self._folder / file.path
             if file.path not in numbers:
                 numbers[file.path] = self._files.add(path)
@@ -211,7 +212,7 @@ class ListFiles:
         return FileLists(self._files, self._dtypes[name], lengths, numbers, positions, nulls, cut)
 
     def _read(self, name: str, rows: NDArray[np.int64], fragments: NDArray[np.int64]) -> HeldLists:
-        """Lists that lie near each other in one read."""
+        """Read lists, those near each other in one read."""
         chunks, firsts, lengths = (np.zeros(len(rows), np.int64) for _ in range(3))
         nulls = np.zeros(len(rows), bool)
         values: list[NDArray[Any]] = []
@@ -226,9 +227,10 @@ class ListFiles:
     def _bounds(
         self, number: int, column: _Column, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """(first element in the file, elements, whether it is null) of the lists in these rows of a file."""
+        """Return first element in the file, number of elements, and whether it is null, of the lists in these rows of a
+        file."""
         pages = np.searchsorted(column.ends.starts, rows, side="right") - 1
-        # Where the list before ends, this one begins.
+        # Each list begins where the one before it ends.
         before = np.where(rows > column.ends.starts[pages], rows - 1, rows)
         runs, at = _runs(before, rows + 1)
         raw = self._values(number, column.ends, runs)
@@ -245,14 +247,15 @@ class ListFiles:
         return starts + first_elements, lengths, nulls
 
     def _values(self, number: int, pages: _Pages, runs: Sequence[tuple[int, int]]) -> NDArray[Any]:
-        """Values first:last of a file for each of these runs, one after the other."""
+        """Read the values first:last of a file for each of these runs, one after the other."""
         values = np.empty(sum(last - first for first, last in runs), pages.dtype)
         self._files.gather(number, [piece for run in runs for piece in pages.pieces(*run)], values.data)
         return values
 
 
 def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
-    """Ranges that are at most GAP apart joined, in order: (first and last of each, where each range begins in them).
+    """Join ranges that are at most GAP apart, in order. Returns first and last of each, and the start of each range in
+    them.
 
     Range i is firsts[i]:lasts[i]; ranges may overlap.
     """
@@ -267,7 +270,7 @@ def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tup
 
 @lru_cache(maxsize=LAYOUTS)
 def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
-    """Layout of a list column; own, below: places of it and of its elements among the file's columns.
+    """Read the layout of a list column. own, below: indices of it and of its elements among the file's columns.
 
     Files never change, and the next window reads most of them again. Raises NotPlain, OSError.
     """

@@ -1,4 +1,4 @@
-"""Lists of some rows of a table, one column, in memory or in files; put straight into memory the caller owns."""
+"""Lists of some rows of a table, one column, in memory or in files; copied straight into memory the caller owns."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mopd_dataplane.base.files import out_of_descriptors, read_into
 from mopd_dataplane.errors import DamagedError
 
 OPEN_FILES = 128
-"""Files of one table kept open."""
+"""Number of files of one table that stay open."""
 GAP_BYTES = 32 << 10
-"""Largest gap between two lists that are read together: reading it costs less than another request."""
+"""Largest gap in bytes between two lists that are read together: reading it costs less than another request."""
 ASK_BYTES = 2 << 20
 """Bytes of one request to read ahead; the kernel reads no more of a larger one."""
 PROBES = 8
-"""Lists that are looked at to tell whether the files are in memory."""
+"""Number of lists that are tested to tell if the files are in memory."""
 
 Piece = tuple[int, int]
-"""Position in a file, bytes."""
+"""Position in a file, and number of bytes."""
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class HeldLists:
     chunks: NDArray[np.int64]
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    """[n] elements of each list; 0 where it is null."""
+    """[n] number of elements of each list; 0 for a null."""
     nulls: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class HeldLists:
 
     @classmethod
     def of_arrow(cls, columns: Sequence[pa.ChunkedArray]) -> HeldLists:
-        """columns: parts of one column, its rows in order."""
+        """Build from Arrow. columns: parts of one column, its rows in order."""
         arrays = [chunk for column in columns for chunk in column.chunks]
         nulls = [array.is_null().to_numpy(zero_copy_only=False) for array in arrays]
         offsets = [array.offsets.to_numpy().astype(np.int64) for array in arrays]
@@ -59,18 +59,18 @@ class HeldLists:
         )
 
     def at(self, places: NDArray[np.int64]) -> HeldLists:
-        """The lists at these places, in that order."""
+        """Return the lists at these indices, in that order."""
         firsts, lengths = self.firsts[places], self.lengths[places]
         return HeldLists(self.values, self.chunks[places], firsts, lengths, self.nulls[places])
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
-        """Put each list of a part at its first element in `target`, which has elements of the column's type."""
+        """Copy each list of a part to its first element in `target`, which has elements of the column's type."""
         parts = (array[part].tolist() for array in (self.chunks, self.firsts, self.lengths))
         for at, chunk, first, length in zip(firsts, *parts, strict=True):
             target[at : at + length] = self._views[chunk][first : first + length]
 
     def array(self, index: int) -> NDArray[Any] | None:
-        """One list; None where it is null."""
+        """Return one list; None for a null."""
         first = self.firsts[index]
         return None if self.nulls[index] else self.values[self.chunks[index]][first : first + self.lengths[index]]
 
@@ -81,15 +81,15 @@ class OpenFiles:
     def __init__(self) -> None:
         self._paths: list[Path] = []
         self.fds: dict[int, int] = {}
-        """Those that are open, by number."""
+        """Descriptors of the open files, by number."""
 
     def add(self, path: Path) -> int:
-        """Number of one more file."""
+        """Add a file. Returns its number."""
         self._paths.append(path)
         return len(self._paths) - 1
 
     def fd(self, number: int) -> int:
-        """Descriptor of a file, good until another one is asked for. Raises OSError."""
+        """Return the descriptor of a file, valid until another one is requested. Raises OSError."""
         if number not in self.fds:
             if len(self.fds) >= OPEN_FILES:
                 self._close()
@@ -119,7 +119,7 @@ class OpenFiles:
             raise self._damage(number, 0, len(memory), f"only {done:,} of them are in it")
 
     def absent(self, number: int, position: int) -> bool:
-        """Whether the byte at a position may have to come from the disk. Raises OSError for a file that is gone."""
+        """Check if the byte at a position may have to come from the disk. Raises OSError for a missing file."""
         fd = self.fd(number)
         try:
             os.preadv(fd, [bytearray(1)], position, os.RWF_NOWAIT)
@@ -128,7 +128,7 @@ class OpenFiles:
         return False
 
     def ask(self, number: int, position: int, nbytes: int) -> None:
-        """Have the kernel read a range that will be read soon. Raises OSError."""
+        """Ask the kernel to read a range ahead. Raises OSError."""
         fd, end = self.fd(number), position + nbytes
         for start in range(position, end, ASK_BYTES):
             os.posix_fadvise(fd, start, min(ASK_BYTES, end - start), os.POSIX_FADV_WILLNEED)
@@ -147,7 +147,7 @@ class OpenFiles:
 
 @dataclass(eq=False)
 class FileLists:
-    """A list column of n rows, each list read from its file when it is asked for; see HeldLists."""
+    """A list column of n rows, each list read from its file when it is used; see HeldLists."""
 
     files: OpenFiles
     dtype: np.dtype[Any]
@@ -155,7 +155,7 @@ class FileLists:
     numbers: NDArray[np.int64]
     """[n] file of each list."""
     positions: NDArray[np.int64]
-    """[n] its byte; -1 - i for one that lies in the pieces cut[i]."""
+    """[n] byte position of each list; -1 - i for one that consists of the pieces cut[i]."""
     nulls: NDArray[np.bool_]
     cut: Sequence[Sequence[Piece]]
 

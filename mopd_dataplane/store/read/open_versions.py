@@ -2,7 +2,7 @@
 
 A process that opens a version holds a shared lock (flock) on its manifest as long as the handle lives. That writes
 nothing, so it works on a read-only mount, and it ends with the process however the process ends. Clean-up drops a
-version only when it gets an exclusive lock on the manifest, and finds the processes that hold others in /proc/locks.
+version only when it gets an exclusive lock on the manifest, and finds the holders of other locks in /proc/locks.
 """
 
 import fcntl
@@ -18,25 +18,25 @@ import lance
 from mopd_dataplane.store.format.manifests import manifest
 
 CLEANED_S = 30.0
-"""Longest wait for a clean-up that has a version locked."""
+"""How long to wait for a clean-up that holds a version's lock, in seconds."""
 LOOK_S = 0.005
-"""Pause between two looks."""
+"""Pause between two checks, in seconds."""
 
 
 class Gone(Exception):
-    """Clean-up dropped a version while it was being opened."""
+    """A version was removed by clean-up while it was being opened."""
 
 
 def hold(dataset: lance.LanceDataset, root: Path) -> None:
     """Hold the version of a handle for as long as the handle lives. Raises Gone.
 
-    A clean-up that has it locked decides only then: it leaves a version that was tagged since it looked.
+    A clean-up that has it locked decides only then: it keeps a version that was tagged meanwhile.
     """
     try:
         fd = os.open(manifest(root, dataset.version), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise Gone from None
-    except OSError:  # out of descriptors: the read itself will say so
+    except OSError:  # out of descriptors: the read itself will report it
         return
     if not _shared(fd):
         os.close(fd)
@@ -45,7 +45,7 @@ def hold(dataset: lance.LanceDataset, root: Path) -> None:
 
 
 def _shared(fd: int) -> bool:
-    """Lock an open manifest; whether it is still there then."""
+    """Lock an open manifest. Returns whether it still exists then."""
     until = time.monotonic() + CLEANED_S
     while time.monotonic() < until:
         try:
@@ -61,7 +61,7 @@ def _shared(fd: int) -> bool:
 
 @contextmanager
 def free_versions(root: Path, versions: Iterable[int]) -> Iterator[tuple[list[int], dict[int, list[str]]]]:
-    """Versions that no process holds, which none can open until the block ends; and the processes that hold the others.
+    """Yield the versions that no process holds and none can open until the block ends, and the holders of the others.
 
     Example: ([1, 2], {3: ["process 4711 (mopd view runs/demo)"]}).
     """
@@ -83,7 +83,7 @@ def free_versions(root: Path, versions: Iterable[int]) -> Iterator[tuple[list[in
 
 
 def holders(fd: int) -> list[str]:
-    """Processes that hold a lock on an open file."""
+    """Return the processes that hold a lock on an open file."""
     inode = os.fstat(fd).st_ino
     try:
         lines = Path("/proc/locks").read_text().splitlines()

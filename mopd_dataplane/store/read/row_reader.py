@@ -1,4 +1,4 @@
-"""Reads by row id: payload of given samples in the asked order, each row checked to be the sample asked for."""
+"""Reads by row id: payload of samples in the order of the request, with a check that each row belongs to its sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from mopd_dataplane.store.read.list_files import Checksum, ListFiles
 from mopd_dataplane.store.read.lists import HeldLists, Lists
 
 LOOKED_UP = 64
-"""Samples whose scores are looked up one by one; those of more are read with all others."""
+"""Number of samples up to which scores are looked up one by one; for more, all scores are read."""
 ROWS_OF_A_FILE = 64
-"""Rows wanted of each file on average that are worth a read of their own."""
+"""Average number of requested rows per file for which a read per file is worth it."""
 REQUEST_BYTES = 32 << 20
-"""Payload of one read through Lance: large enough to spread its fixed cost; its buffers come on top of what is kept."""
+"""Bytes of payload in one read through Lance: large enough to spread its fixed cost; its buffers need extra memory."""
 IN_PLACE_BYTES = 32 << 20
-"""Payload of one read that is worth looking up how its files are laid out: some ten milliseconds a file."""
+"""Bytes of payload in one read above which it is worth reading the layout of files: some ten milliseconds a file."""
 TOKEN_BYTES = 9
-"""Bytes of a token in `tokens`, about: id, log-prob and mask."""
+"""Approximate bytes of a token in `tokens`: id, log-prob and mask."""
 NO_COLUMN = "mopd_no_column"
 """A name that no column has."""
 SCAN_ROWS = 65_536
@@ -41,7 +41,7 @@ SCAN_ROWS = 65_536
 def scan_rows(
     dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None
 ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
-    """(row ids, columns of them), batch by batch in the order of the ids; see Store.scan_samples."""
+    """Yield (row ids, columns of them), batch by batch in the order of the ids; see Store.scan_samples."""
     ids = row_ids(dataset)
     rows = ids.between(first, ids.end if limit is None else first + limit)
     if not len(rows):
@@ -62,18 +62,18 @@ def scan_rows(
 
 
 def check_columns(table: str, dataset: lance.LanceDataset, columns: Sequence[str]) -> None:
-    """Raise UnknownNameError for a column that a table does not have."""
+    """Check that a table has these columns. Raises UnknownNameError."""
     for column in columns:
         require_known(column, dataset.schema.names, f"table {table!r} has no column")
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
-    """Rows by id, in the asked order; InputError for a row that does not exist."""
+    """Read rows by id, in that order. Raises InputError for a row that does not exist."""
     return take_offsets(dataset, row_ids(dataset).offsets(rows), columns)
 
 
 def take_offsets(dataset: lance.LanceDataset, offsets: NDArray[np.int64], columns: Sequence[str] | None) -> pa.Table:
-    """Rows by their offset in the scan of this version, in the asked order."""
+    """Read rows by their offset in the scan of this version, in that order."""
     names = list(columns) if columns is not None else dataset.schema.names
     if not len(offsets):
         return dataset.to_table(columns=names, limit=0)
@@ -82,9 +82,9 @@ def take_offsets(dataset: lance.LanceDataset, offsets: NDArray[np.int64], column
 
 
 def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str]) -> pa.Table:
-    """take_rows of a heavy table, where rows are many in each file: file by file.
+    """Read rows of a heavy table like take_rows, but file by file if there are many in each file.
 
-    A take over several files copies what it has read once more, into memory that is new; that is most of its time.
+    A take over several files copies its result once more, into new memory; that is most of its time.
     """
     offsets = row_ids(dataset).offsets(rows)
     if len(offsets) < 2 * ROWS_OF_A_FILE or (np.diff(offsets) < 0).any():
@@ -98,7 +98,7 @@ def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence
 
 
 def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: list[str]) -> pa.Table:
-    """Columns of rows that match a predicate, ids in `_rowid`. Raises InputError for a text that is no predicate."""
+    """Read columns of the rows that match a predicate, ids in `_rowid`. Raises InputError for an invalid predicate."""
     try:
         rows = dataset.to_table(columns=columns, filter=where, with_row_id=True)
     except BaseException as error:
@@ -110,8 +110,11 @@ def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: li
 
 
 def check_predicate(dataset: lance.LanceDataset, name: str, where: str) -> None:
-    """Raise InputError for a text that is no predicate over a table. Lance leaves out what follows one, as in
-    "a = 1 b = 2": if it has read all, it also reads a condition behind it, and refuses that."""
+    """Check a predicate over a table. Raises InputError for an invalid one.
+
+    Lance ignores text after a predicate, as in "a = 1 b = 2". If it has read everything, it also reads a condition
+    appended to it, and refuses that.
+    """
     problem = _refusal(dataset, where)
     if not problem and f"No field named {NO_COLUMN}" not in _refusal(dataset, f"({where}\n) AND {NO_COLUMN}"):
         problem = "it goes on where a predicate ends"
@@ -120,7 +123,7 @@ def check_predicate(dataset: lance.LanceDataset, name: str, where: str) -> None:
 
 
 def _refusal(dataset: lance.LanceDataset, where: str) -> str:
-    """What Lance says against a predicate; empty when it takes it."""
+    """Return Lance's objection to a predicate; empty when it accepts it."""
     try:
         dataset.scanner(columns=[], filter=where).explain_plan()
     except BaseException as error:
@@ -133,7 +136,7 @@ def _refusal(dataset: lance.LanceDataset, where: str) -> str:
 def read_tokens(
     samples: lance.LanceDataset, tokens: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str], *, verify: bool
 ) -> pa.Table:
-    """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
+    """Read columns of `tokens` for rows of `samples`; see Store.read_tokens."""
     check_columns("tokens", tokens, columns)
     metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
     read = [*dict.fromkeys(["uid", *columns, *(checked_columns(tokens) if verify else ())])]
@@ -146,17 +149,17 @@ def read_tokens(
 
 
 def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
-    """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
+    """Compute payload_crc of these rows of `tokens`, from the bytes on disk."""
     return [tokens_crc(arrays) for arrays in token_arrays(tokens, rows)]
 
 
 def token_arrays(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[tuple[NDArray[Any] | None, ...]]:
-    """Per row of `tokens` the arrays of checked_columns; None where one is null."""
+    """Return for each row of `tokens` the arrays of checked_columns; None for a null."""
     return _arrays_of(take_payload(tokens, rows, checked_columns(tokens)))
 
 
 def checked_columns(tokens: lance.LanceDataset) -> list[str]:
-    """Columns that the checksum is over; a version of the table from before RECORDED has only the others."""
+    """Return the columns over which the checksum is computed; versions older than RECORDED have only the others."""
     return [name for name in column_names((*PAYLOAD, *RECORDED)) if name in tokens.schema.names]
 
 
@@ -167,9 +170,9 @@ def _arrays_of(payload: pa.Table) -> list[tuple[NDArray[Any] | None, ...]]:
 def scored_rows(
     scores: lance.LanceDataset, teacher: str, kind: str, sample_rows: NDArray[np.int64] | None = None
 ) -> pa.Table:
-    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal.
+    """Return uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample with this signal.
 
-    sample_rows: those that are needed; LOOKED_UP or fewer are looked up, without the others being read.
+    sample_rows: the needed ones; up to LOOKED_UP are looked up, without reading the others.
     """
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
     few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
@@ -181,7 +184,7 @@ def scored_rows(
 
 
 def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: ArrayLike) -> pa.Table:
-    """scored_rows of the given rows of `samples`, in the asked order; see Store.signal_rows."""
+    """Return scored_rows of these rows of `samples`, in their order; see Store.signal_rows."""
     row_array = np.asarray(rows, np.int64)
     scored = scored_rows(scores, teacher, kind, row_array)
     order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
@@ -196,7 +199,7 @@ def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: Array
 
 
 def read_signal(dataset: lance.LanceDataset, kind: str, metadata: pa.Table, *, verify: bool) -> list[Any]:
-    """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
+    """Read the arrays of one signal for rows of signal_rows; see Store.read_signal."""
     rows = metadata["payload_row"].to_pylist()
     if not rows:
         return []
@@ -219,43 +222,47 @@ def read_signal(dataset: lance.LanceDataset, kind: str, metadata: pa.Table, *, v
 
 
 def header_columns(dataset: lance.LanceDataset, kind: str) -> list[str]:
-    """Columns of a kind of signal beside its payload: the sample's uid, and what describes the arrays."""
+    """Return the columns of a kind of signal beside its payload: the sample's uid, and the shape and type of the
+    arrays."""
     return [name for name in dataset.schema.names if name not in column_names(of_signal(kind))]
 
 
 @dataclass(eq=False)
 class PayloadReader:
-    """Reads lists of the payload of some samples, in one heavy table at one version: in place where it is much and the
-    files allow it, else through Lance. Where each lies is looked up once, when it is first read. Used by one thread."""
+    """Reads lists of the payload of some samples, in one heavy table at one version.
+
+    Large reads go straight to the files if their layout allows it, others through Lance. The position of each sample is
+    looked up once, when it is first read. Used by one thread.
+    """
 
     dataset: lance.LanceDataset
     sample_rows: NDArray[np.int64]
     """[n] sorted, distinct."""
     metadata: Callable[[NDArray[np.int64]], pa.Table]
-    """uid, payload_row, payload_crc and bytes, about, of the samples at some places of `sample_rows`."""
+    """Returns uid, payload_row, payload_crc and approximate bytes of the samples at some indices of `sample_rows`."""
     checked: Sequence[str]
-    """Columns that `checksum` is over."""
+    """Columns over which `checksum` is computed."""
     checksum: Checksum
 
     def __post_init__(self) -> None:
         self._rows = np.full(len(self.sample_rows), -1)
-        """[n] row id in the table; -1 where it is not known yet."""
+        """[n] row id in the table; -1 if it was not looked up yet."""
         self._crcs, self._sizes = np.zeros((2, len(self.sample_rows)), np.int64)
         self._files = ListFiles(self.dataset, self.checked, self.checksum)
         self._in_place = False
-        """Whether enough was read at once to look up how files are laid out."""
+        """True once enough was read at a time to read the layout of files."""
 
     def lists(
         self, sample_rows: NDArray[np.int64], columns: Sequence[str] | None = None, *, verify: bool
     ) -> dict[str, Lists]:
-        """Columns of the payload of some of the samples, in the asked order; by default those of the checksum.
+        """Read columns of the payload of some of the samples, in their order; by default those of the checksum.
 
-        Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
+        Raises DamagedError when a row belongs to another sample or, with `verify`, when its checksum differs.
         """
         self.look_up(sample_rows)
         at, names = np.searchsorted(self.sample_rows, sample_rows), self.checked if columns is None else columns
         rows, sizes = self._rows[at], self._sizes[at]
-        if verify:  # what is checked must be what is delivered, so it is read once and held
+        if verify:  # the checked bytes must be the returned ones, so read them once
             lists = self._held(rows, sizes, [*dict.fromkeys([*names, *self.checked])])
             checked = [lists[column] for column in self.checked]
             crcs = [self.checksum([column.array(row) for column in checked]) for row in range(len(at))]
@@ -269,7 +276,8 @@ class PayloadReader:
         return self._held(rows, sizes, names)
 
     def look_up(self, sample_rows: NDArray[np.int64]) -> None:
-        """Look up where the payload of some samples lies, as far as it is not known, and check that it is theirs."""
+        """Look up the payload rows of samples that were not looked up yet, and check that they belong to these
+        samples."""
         at = np.unique(np.searchsorted(self.sample_rows, sample_rows))
         at = at[self._rows[at] < 0]
         if len(at):
@@ -279,13 +287,13 @@ class PayloadReader:
             self._rows[at], self._crcs[at], self._sizes[at] = rows, crcs, sizes
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
-        """Every (K, top-k source) that the top-k of the given samples has."""
+        """Return every (K, top-k source) in the top-k of these samples."""
         metadata = self.metadata(np.searchsorted(self.sample_rows, sample_rows))
         header = take_rows(self.dataset, metadata["payload_row"].to_numpy(), ["k", "topk_source"])
         return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
 
     def _held(self, rows: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]) -> dict[str, Lists]:
-        """Columns of the given rows of the table, read through Lance. sizes: [n] bytes of each row, about."""
+        """Read columns of some rows of the table through Lance. sizes: [n] approximate bytes of each row."""
         parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
         return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
 
@@ -305,7 +313,7 @@ def token_reader(
 def signal_reader(
     dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], rows: pa.Table
 ) -> PayloadReader:
-    """See Store.signal_reader. sample_rows: [n] sorted, distinct. found: signal_rows of them."""
+    """See Store.signal_reader. sample_rows: [n] sorted, distinct. rows: signal_rows of them."""
     columns = column_names(of_signal(kind))
     return PayloadReader(
         dataset, sample_rows, lambda at: rows.take(pa.array(at)), columns, lambda arrays: payload_crc(*arrays)
@@ -313,12 +321,12 @@ def signal_reader(
 
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
-    """payload_crc of the given rows of signals/<teacher>/<kind>, computed from the bytes on disk."""
+    """Compute payload_crc of these rows of signals/<teacher>/<kind>, from the bytes on disk."""
     return [payload_crc(*arrays) for arrays in signal_arrays(dataset, kind, rows)]
 
 
 def signal_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Per row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
+    """Return for each row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
     fields = of_signal(kind)
     if not any(field.blob for field in fields):
         payload = take_payload(dataset, rows, column_names(fields))
@@ -334,7 +342,7 @@ def signal_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -
 
 
 def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
-    """Raise DamagedError when a payload row belongs to another sample than its metadata row says."""
+    """Check that each payload row belongs to the sample of its metadata row. Raises DamagedError if not."""
     rows, uids, others = metadata["payload_row"], metadata["uid"], payload["uid"]
     for row, uid, other in zip(rows.to_pylist(), uids.to_pylist(), others.to_pylist(), strict=True):
         if uid != other:
@@ -342,7 +350,7 @@ def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
 
 
 def check_crcs(name: str, metadata: pa.Table, crcs: Sequence[int]) -> None:
-    """Raise DamagedError when a payload's checksum is not the one it was committed with."""
+    """Check that each payload has its committed checksum. Raises DamagedError if not."""
     rows = zip(metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), crcs, strict=True)
     for uid, stored, crc in rows:
         if stored != crc:

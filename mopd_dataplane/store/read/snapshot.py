@@ -22,9 +22,9 @@ TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
 
 def take_snapshot(location: StoreLocation, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
-    """The newest version of every table, such that every row it shows has its payload; and handles of them.
+    """Return the newest version of every table, such that every visible row has its payload, and handles of them.
 
-    Rewards and scores are opened first, then samples, then payload, so that what metadata points to is there.
+    Rewards and scores are opened first, then samples, then payload, so that the targets of references exist.
     """
     order = sorted(tables, key=lambda name: (name == "tokens" or name.startswith("signals/"), name == "samples"))
     opened = {name: tables[name].open() for name in order}
@@ -33,9 +33,9 @@ def take_snapshot(location: StoreLocation, tables: Mapping[str, Table]) -> tuple
 
 
 def pin(location: StoreLocation, tables: Mapping[str, Table], tag: str, target: Snapshot | None = None) -> Snapshot:
-    """The snapshot under this tag; where there is none, `target` gets it, or one taken now.
+    """Return the snapshot under this tag; without one, `target` gets it, or a snapshot taken now.
 
-    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `target`.
+    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has dropped a version of `target`.
     """
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
@@ -43,7 +43,7 @@ def pin(location: StoreLocation, tables: Mapping[str, Table], tag: str, target: 
         return pinned_snapshot
     snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
     _set_tags(tables, tag, snapshot)
-    del handles  # held until the tags were there
+    del handles  # held until the tags were set
     record = {"versions": snapshot.versions, "manifests": _manifests(location, snapshot)}
     if not location.create_json(_file(tag), record) and (first := _held(location, tag)) is not None:
         _set_tags(tables, tag, first)  # another process pinned its own snapshot meanwhile, whose tags this call moved
@@ -57,17 +57,17 @@ def _set_tags(tables: Mapping[str, Table], tag: str, snapshot: Snapshot) -> None
 
 
 def tags_of(location: StoreLocation) -> list[str]:
-    """Tags of the pinned snapshots, sorted."""
+    """Return the tags of the pinned snapshots, sorted."""
     return [name.removesuffix(".json") for name in location.children("snapshots") if name.endswith(".json")]
 
 
 def tags(store: OpenStore) -> list[str]:
-    """Tags of the snapshots that a store has pinned, sorted."""
+    """Return the tags of the snapshots that a store has pinned, sorted."""
     return tags_of(store.location)
 
 
 def tagged(store: OpenStore, tag: str) -> Snapshot:
-    """The snapshot under a tag; unlike Store.snapshot it never pins one. Raises UnknownNameError."""
+    """Return the snapshot under a tag; unlike Store.snapshot it never pins one. Raises UnknownNameError."""
     snapshot = _held(store.location, tag) if TAG.fullmatch(tag) else None
     if snapshot is None:
         raise UnknownNameError(f"{store.uri} has no snapshot {tag!r:.140}: {nearest(tag, tags(store))}")
@@ -89,7 +89,8 @@ def _held(location: StoreLocation, tag: str) -> Snapshot | None:
 
 
 def _manifests(location: StoreLocation, snapshot: Snapshot) -> dict[str, str]:
-    """crc32c of the manifest of each table's version; an object store keeps checksums of its own."""
+    """Return the crc32c of the manifest of each table's version; empty on an object store, which has checksums of its
+    own."""
     if location.root is None:
         return {}
     return {name: f"{crc_of_manifest(location.root / name, v):08x}" for name, v in snapshot.versions.items()}

@@ -23,7 +23,7 @@ from mopd_dataplane.store.format.lance_errors import is_missing, writing
 
 ATTEMPTS = 64
 _OLDER_THAN_ANY = timedelta(days=36_500)
-"""An age that no version has, also where a clock stood at 1970: Lance takes no empty list of versions."""
+"""Age that no version has, even if a clock stood at 1970: Lance accepts no empty list of versions."""
 T = TypeVar("T")
 
 
@@ -33,7 +33,7 @@ def tag_file(tag: str) -> str:
 
 
 def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
-    """Version by tag."""
+    """Return the version of each tag."""
     try:
         tags = _again(dataset.tags.list)
     except (RuntimeError, ValueError, OSError):
@@ -97,10 +97,10 @@ def _torn_tags(dataset: lance.LanceDataset) -> list[Path]:
 
 
 def _with_tags_inside(dataset: lance.LanceDataset) -> lance.LanceDataset:
-    """The dataset, opened so that its tags are written in its own folder.
+    """Reopen the dataset so that its tags are written in its own folder.
 
-    Lance, given a path with characters that a URL escapes, makes the folder of the tags at the escaped path: an empty
-    folder beside the store, or an error where the parent cannot be written. The path as a URL goes another way.
+    Given a path with characters that a URL escapes, Lance creates the folder of the tags at the escaped path: an empty
+    folder beside the store, or an error if the parent cannot be written. A path in the form of a URL avoids that.
     """
     if "://" in dataset.uri:
         return dataset
@@ -128,7 +128,7 @@ def drop_versions(dataset: lance.LanceDataset, versions: Sequence[int]) -> int:
 
 
 def _again(work: Callable[[], T]) -> T:
-    """Repeat a call until no tag was deleted during it; returns its result."""
+    """Repeat a call until no tag was deleted during it. Returns its result."""
     for _ in range(ATTEMPTS):
         try:
             return work()

@@ -1,4 +1,4 @@
-"""Finds the samples that hold a run of token ids, in one pass over the token files."""
+"""Finds the samples with a run of token ids, in one pass over the token files."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,11 +12,11 @@ from mopd_dataplane.store.read.list_files import ElementRange, ListFiles
 from mopd_dataplane.store.read.row_reader import checked_columns, take_rows
 
 WINDOW = 4 << 20
-"""Tokens read at a time."""
+"""Number of tokens read at a time."""
 
 
 def find_run(tokens: NDArray[np.int32], run: Sequence[int]) -> NDArray[np.int64]:
-    """Places where the run of ids starts.
+    """Return the indices at which the run of ids starts.
 
     >>> find_run(np.array([1, 2, 1, 2, 3], np.int32), [1, 2]).tolist()
     [0, 2]
@@ -37,12 +37,11 @@ def scan_tokens(
     *,
     window: int = WINDOW,
 ) -> Iterator[tuple[NDArray[np.int64], int]] | None:
-    """Places among the given samples of those whose tokens hold the run, range by range, and how many of the
-    samples were looked at so far; None where files must be read through Lance.
+    """Yield the indices of the samples whose tokens contain the run, range by range, and the number searched so far.
 
-    sample_rows, payload_rows: [n] where each sample lies in the two tables. skipped: [n] tokens at its start, such as
-    the prompt, that do not count. A sample that two ranges share may be named by both. Raises DamagedError for a
-    file that ends early.
+    Returns None when files must be read through Lance. sample_rows, payload_rows: [n] row of each sample in the two
+    tables. skipped: [n] number of tokens at its start, such as the prompt, that do not count. A sample in two ranges
+    may be yielded twice. Raises DamagedError for a file that ends early.
     """
     offsets = row_ids(tokens).offsets(payload_rows)
     order = np.argsort(offsets, kind="stable")

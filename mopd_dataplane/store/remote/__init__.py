@@ -1,8 +1,8 @@
-"""Object stores: files, folders, byte ranges, and what can go wrong.
+"""Object stores: files, folders, byte ranges, and their errors.
 
-objects.py      its files on an object store
+objects.py      the files of a store on an object store
 network.py      errors of an object store: no answer, refused credentials, no bucket
-artifacts.py    folders of files on an object store, whole or not at all
-sidecars.py     the files that hold them, on a disk or an object store
-range_cache.py  byte ranges of an object store, kept on the node
+artifacts.py    folders of files on an object store, published atomically
+sidecars.py     files with hidden states, on a disk or an object store
+range_cache.py  byte ranges of an object store, cached on the node
 """

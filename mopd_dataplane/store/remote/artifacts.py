@@ -1,10 +1,10 @@
-"""Folders of files on an object store, whole or not at all: policies, checkpoints, heads.
+"""Folders of files on an object store, published atomically: policies, checkpoints, heads.
 
-    publish   the files under a name of this attempt's own, then the list that names them: <name>.json
+    publish   the files under a unique name, then the list that names them: <name>.json
     fetch     the list, its files into a folder beside the target, digests compared, renamed
 
 A folder exists when its list does. Lists are written once (If-None-Match), so of two that publish under one name the
-first wins and the other's files go.
+first wins and the other's files are removed.
 """
 
 import re
@@ -35,7 +35,7 @@ class ArtifactStore:
         self._listed: dict[str, tuple[float, list[str]]] = {}
 
     def names(self, parent: str) -> list[str]:
-        """Names of the folders published directly under a parent, sorted; at most FRESH_S old."""
+        """Return the names of the folders published directly under a parent, sorted; at most FRESH_S old."""
         since, names = self._listed.get(parent, (0.0, []))
         if time.monotonic() - since > FRESH_S or not since:
             children = self._files.children(parent)
@@ -44,17 +44,18 @@ class ArtifactStore:
         return names
 
     def below(self, parent: str) -> list[str]:
-        """Names of the folders published under a parent, and under each stage in it: "policies/student/v3"."""
+        """Return the names of the folders published under a parent, and under each stage in it:
+        "policies/student/v3"."""
         stages = [name for name in self._files.children(parent) if not _ATTEMPT.fullmatch(name)]
         inside = [parent, *(f"{parent}/{stage}" for stage in stages if not stage.endswith(".json"))]
         return [f"{folder}/{name}" for folder in inside for name in self.names(folder)]
 
     def has(self, name: str) -> bool:
-        """Whether a folder is published."""
+        """Check if a folder is published."""
         return self._files.has(f"{name}.json")
 
     def digests(self, name: str) -> dict[str, str]:
-        """sha256 of each file of a published folder; empty when there is none."""
+        """Return the sha256 of each file of a published folder; empty when there is none."""
         content = self._files.read(f"{name}.json")
         listing = {} if content is None else unseal(content, f"{self._files.uri}/{name}.json")["files"]
         return {relative: record["sha256"] for relative, record in listing.items()}
@@ -71,10 +72,10 @@ class ArtifactStore:
         return any(not file.is_file() or file_digest(file) != digest for file, digest in files)
 
     def publish(self, name: str, folder: Path) -> None:
-        """Upload a finished folder; durable on return. Nothing happens when the name is taken."""
+        """Upload a finished folder to the store; durable on return. Does nothing when the name exists."""
         if self.has(name):
             return
-        attempt = f"{name}.{uuid.uuid4().hex[:8]}"  # as _ATTEMPT says
+        attempt = f"{name}.{uuid.uuid4().hex[:8]}"  # the form of _ATTEMPT
         listing: dict[str, Any] = {"folder": attempt, "files": {}}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             relative = file.relative_to(folder).as_posix()
@@ -87,9 +88,9 @@ class ArtifactStore:
         self._listed.pop(name.rpartition("/")[0], None)
 
     def fetch(self, name: str, target: Path) -> bool:
-        """Download a published folder to `target`, durable and checked; False when there is none.
+        """Download a published folder to `target`, durable and checked. Returns False when there is none.
 
-        Raises DamagedError when a file is missing or not the one that was published.
+        Raises DamagedError when a file is missing or differs from the published one.
         """
         content = self._files.read(f"{name}.json")
         if content is None:

@@ -1,6 +1,6 @@
 """Errors of an object store by cause: no answer, refused credentials, no bucket.
 
-Of a refusal only status and error code are passed on: its text may hold access keys and the string that was signed.
+Of a refusal only status and error code are passed on: its text may hold access keys and the signed string.
 """
 
 import re
@@ -13,7 +13,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _RETRIES = re.compile(r"after (\d+) retries")
 _OF_THE_NETWORK = ("performing", "error sending request", "credential", "retries", "error decoding response body")
-"""Words of the object-store client; an error without any of them is not the network's."""
+"""Words in messages of the object-store client; an error without any of them has another cause."""
 _NO_CREDENTIALS = ("credential", "no providers in chain", "metadata endpoint", "security-credentials")
 _WHERE_FROM = (
     "they come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the role of this machine "
@@ -23,7 +23,7 @@ _CONTINUE = "nothing that was acknowledged is lost: run the same command again t
 
 
 def network_failure(where: str, error: BaseException) -> MopdError | None:
-    """The error to raise for one of the object store; None for others, and for one that says whether a file exists."""
+    """Return the error to raise for one of the object store; None for others, and for those about missing files."""
     text = str(error)
     if isinstance(error, MopdError) or not any(word in text for word in _OF_THE_NETWORK):
         return None
@@ -49,7 +49,7 @@ def network_failure(where: str, error: BaseException) -> MopdError | None:
 
 @contextmanager
 def answering(where: str) -> Iterator[None]:
-    """An object store that does not answer, or refuses, becomes an error of this package; other errors pass."""
+    """Turn an object store's silence or refusal into an error of this package; other errors pass."""
     try:
         yield
     except Exception as error:

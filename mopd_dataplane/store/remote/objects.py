@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 MAX_RETRIES = 8
 RETRY_S = 60
-"""Longest time spent on the retries of one request."""
+"""Longest time spent on the retries of one request, in seconds."""
 CONNECT_S = 5
 REQUEST_S = 120
-"""Longest time of one request, its body included."""
+"""Longest time of one request with its body, in seconds."""
 DEFAULTS = {
     "client_max_retries": str(MAX_RETRIES),
     "client_retry_timeout": str(RETRY_S),
     "connect_timeout": f"{CONNECT_S}s",
     "timeout": f"{REQUEST_S}s",
 }
-"""Lance's names of the same bounds; a caller's storage options win."""
+"""Lance's names of the same bounds; a caller's storage options take precedence."""
 PROTOCOLS = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory", "http", "https")
 """Protocols that obstore opens."""
 _CHUNK = 8 << 20
@@ -47,7 +47,7 @@ class ObjectFiles:
         self._store = _connect(uri, {name: value for name, value in storage_options.items() if name not in DEFAULTS})
 
     def read(self, name: str) -> bytes | None:
-        """Content of a file, None when there is none."""
+        """Read a file. Returns None when there is none."""
         with suppress(FileNotFoundError), self._answering(name):
             return bytes(self._store.get(name).bytes())
         return None
@@ -58,9 +58,10 @@ class ObjectFiles:
             self._store.put(name, content)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file unless there is one (If-None-Match: *); whether this call made it.
+        """Write a file unless it exists (If-None-Match: *). Returns whether this call created it.
 
-        False also when a reply was lost and the retry met the first try's file: compare the content where that matters.
+        It also returns False when a reply was lost and the retry met the first try's file: compare the content if that
+        matters.
         """
         from obstore.exceptions import AlreadyExistsError
 
@@ -70,17 +71,17 @@ class ObjectFiles:
         return False
 
     def upload(self, name: str, file: Path) -> None:
-        """A local file, in parts."""
+        """Upload a local file, in parts."""
         with self._answering(name):
             self._store.put(name, file, chunk_size=_CHUNK)
 
     def download(self, name: str, file: Path) -> None:
-        """To a local file. Raises FileNotFoundError when there is none in the store."""
+        """Download to a local file. Raises FileNotFoundError when the store has no such file."""
         with self._answering(name), file.open("wb") as out:
             out.writelines(self._store.get(name).stream(min_chunk_size=_CHUNK))
 
     def sha256(self, name: str) -> str:
-        """sha256 of a file, hex; read in parts. Raises FileNotFoundError."""
+        """Compute the sha256 of a file, hex, reading it in parts. Raises FileNotFoundError."""
         whole = hashlib.sha256()
         with self._answering(name):
             for chunk in self._store.get(name).stream(min_chunk_size=_CHUNK):
@@ -88,56 +89,56 @@ class ObjectFiles:
         return whole.hexdigest()
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Check if a file exists."""
         return self.identity(name) is not None
 
     def identity(self, name: str) -> str | None:
-        """ETag and size of a file, which tell it from another one of the same name; None when there is none."""
+        """Return ETag and size of a file, which differ for another file of that name; None when there is none."""
         with suppress(FileNotFoundError), self._answering(name):
             metadata = self._store.head(name)
             return f"{metadata['e_tag']} {metadata['size']}"
         return None
 
     def read_range(self, name: str, start: int, nbytes: int) -> memoryview:
-        """Bytes of a file from `start` on, fewer where it ends. Raises FileNotFoundError."""
+        """Read bytes of a file from `start` on, fewer if it ends. Raises FileNotFoundError."""
         with self._answering(name):
             return memoryview(self._store.get_range(name, start=start, length=nbytes))
 
     def remove(self, names: list[str]) -> None:
-        """Delete files; those that are not there are no error."""
+        """Delete files; no error for missing ones."""
         for name in names:
             with suppress(FileNotFoundError), self._answering(name):
                 self._store.delete(name)
 
     def children(self, name: str) -> list[str]:
-        """Names directly under a folder, sorted."""
+        """Return the names directly under a folder, sorted."""
         with self._answering(name):
             listing = self._store.list_with_delimiter(f"{name}/")
         paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def under(self, name: str) -> list[str]:
-        """Names of all files under a folder, at any depth."""
+        """Return the names of all files under a folder, at any depth."""
         with self._answering(name):
             return sorted(entry["path"] for page in self._store.list(f"{name}/") for entry in page)
 
     def identities(self) -> Iterator[tuple[str, str]]:
-        """(name, ETag and size) of every file."""
+        """Yield (name, ETag and size) of every file."""
         with self._answering(""):
             for page in self._store.list():
                 yield from ((entry["path"], f"{entry['e_tag']} {entry['size']}") for entry in page)
 
     def honours_preconditions(self) -> bool:
-        """Whether a second PUT with If-None-Match: * is refused: what exactly-once commits rest on."""
+        """Check that a second PUT with If-None-Match: * is refused, which exactly-once commits need."""
         name = f"probe/{uuid.uuid4().hex}"
         try:
-            self.create(name, b"first")  # False too when only its reply was lost
+            self.create(name, b"first")  # also False when only its reply was lost
             return not self.create(name, b"second") and self.read(name) == b"first"
         finally:
             self.remove([name])
 
     def clock_offset(self) -> timedelta:
-        """How far the clock of this machine is ahead of the server's."""
+        """Return how far the clock of this machine is ahead of the server's."""
         name = f"probe/{uuid.uuid4().hex}"
         try:
             self.create(name, b"")
@@ -151,7 +152,7 @@ class ObjectFiles:
 
 
 def refuse_credentials(uri: str) -> None:
-    """Raise InputError for a URI that carries credentials; it is not repeated in the message."""
+    """Check that a URI carries no credentials. Raises InputError, without repeating the URI, if it does."""
     parts = urlsplit(uri)
     if "@" in parts.netloc or parts.query:
         raise InputError(
@@ -177,7 +178,7 @@ def _connect(uri: str, config: dict[str, str]) -> ObjectStore:
         "client_options": {"connect_timeout": f"{CONNECT_S}s", "timeout": f"{REQUEST_S}s"},
         "retry_config": {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
     }
-    # obstore reads this variable only where no client options are given.
+    # obstore reads this variable only without client options.
     if config.pop("allow_http", os.environ.get("AWS_ALLOW_HTTP", "")).lower() == "true":
         bounds["client_options"]["allow_http"] = True
     try:

@@ -1,9 +1,9 @@
-"""Byte ranges of an object store's files, kept on the node's disk.
+"""Byte ranges of an object store's files, cached on the node's disk.
 
-Files of a store never change once they are committed, so a range is good for ever under a key that names the file and
-its ETag. A range is one file, written under another name and renamed: a process that is killed leaves no half range
-under a key. A checksum over key and bytes finds what a power cut or a bad disk leaves; such a range counts as absent.
-Nothing is synced, and nothing depends on a range being present. See docs/decisions/0009-range-cache.md.
+Files of a store never change once they are committed, so a range stays valid under a key made of the file's name and
+ETag. A range is one file, written under another name and renamed: a killed process leaves no half range under a key. A
+checksum over key and bytes detects damage from a power cut or a bad disk; such a range counts as absent. Nothing is
+synced, and nothing depends on a range being present. See docs/decisions/0009-range-cache.md.
 """
 
 import errno
@@ -31,27 +31,28 @@ _HEADER = struct.Struct("<4sIQI")
 _TOTAL = struct.Struct("<Q")
 _SHARD = re.compile("[0-9a-f]{2}")
 _RANGE = re.compile(r"\.?[0-9a-f]{30}")
-"""Names of folders and ranges; with a dot while a range is written."""
+"""Names of folders and ranges, with a dot while a range is written."""
 BLOCK = 4096
-"""A file takes whole blocks of the disk."""
+"""Size of a disk block: a file takes whole ones."""
 LOCK_S = 0.1
 """Longest wait, in seconds, for another process that stores a range; after it this range is not stored."""
 LEFT = 0.9
-"""Share of the bound that stays when room is made: looking at every file has its price."""
+"""Share of the bound that remains after making room: listing every file is expensive."""
 OF_FREE = 4
-"""The default bound is the free room divided by this."""
+"""Divisor of the free room that gives the default bound."""
 
 
 class RangeCache:
     """Ranges by key in one folder, bounded in bytes over all processes that share it; the least recently read go first.
 
-    Used by one thread of a process at a time, `stats` by any.
+    Used by one thread of a process at a time; `stats` by any.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
-        """max_bytes: of all files together; None takes a quarter of the disk's free room, what is cached included.
+        """Open a cache. max_bytes: of all files together; None takes a quarter of the disk's free room, cached files
+        included.
 
-        Raises OSError when the folder cannot be made or written to, or when others than this user may write to it.
+        Raises OSError when the folder cannot be created or written to, or when other users may write to it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -67,7 +68,7 @@ class RangeCache:
         self.max_bytes = (shutil.disk_usage(folder).free + self._total()) // OF_FREE if max_bytes is None else max_bytes
 
     def read(self, key: str, target: memoryview) -> bool:
-        """Fill `target` with the range of that key; False when it is not here, or is damaged or of another length."""
+        """Fill `target` with the range of that key. Returns False when it is absent, damaged or of another length."""
         try:
             outcome = "hits" if self._read(key, target) else "damaged"
         except FileNotFoundError:
@@ -117,7 +118,7 @@ class RangeCache:
         return self._folder / name[:2] / name[2:]
 
     def _read(self, key: str, target: memoryview) -> bool:
-        """Whether the file holds this range, whole; raises OSError as `open` and `preadv` do."""
+        """Read a range from its file. Returns False if it is damaged or of another length; raises OSError."""
         with open(self._path(key), "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != _HEADER.size + len(target):
                 return False
@@ -144,7 +145,7 @@ class RangeCache:
             raise
 
     def _make_room(self, most: int) -> int:
-        """Remove the ranges that were read longest ago until the files take `most` bytes; returns what they take."""
+        """Remove the least recently read ranges until the files take `most` bytes. Returns what they take."""
         entries = sorted(self._look())
         total = sum(size for _, size, _ in entries)
         for _, size, path in entries:
@@ -155,7 +156,8 @@ class RangeCache:
         return total
 
     def _look(self) -> Iterator[tuple[int, int, Path]]:
-        """(when last read, bytes, path) of every range. Whoever writes has the lock, so half files are of the dead."""
+        """Yield (time of last read, bytes, path) of every range. A writer holds the lock, so half files are left by
+        dead ones."""
         for folder in filter(_SHARD.fullmatch, os.listdir(self._folder)):
             for entry in os.scandir(self._folder / folder):
                 if not _RANGE.fullmatch(entry.name):  # not of this cache
@@ -171,7 +173,8 @@ class RangeCache:
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:
-        """Whether this process got the folder's lock within LOCK_S, the longest that a stopped one delays others."""
+        """Try to lock the folder for LOCK_S; yields whether this process got it. A stopped process delays others no
+        longer."""
         mine = try_lock(self._lock, LOCK_S)
         try:
             yield mine
@@ -180,7 +183,7 @@ class RangeCache:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _total(self) -> int:
-        """Bytes of all files, at least; counted before they are written."""
+        """Return the bytes of all files, at least; files are counted before they are written."""
         content = os.pread(self._lock, _TOTAL.size, 0)
         return int(_TOTAL.unpack(content)[0]) if len(content) == _TOTAL.size else 0
 
@@ -193,7 +196,8 @@ class RangeCache:
 
 
 def open_cache(folder: str, max_bytes: int | None) -> RangeCache | None:
-    """The cache under a folder, by default the user's. None for max_bytes 0, and, with a warning, without a place."""
+    """Open the cache under a folder, by default the user's. Returns None for max_bytes 0, and, with a warning, on
+    failure."""
     if max_bytes == 0:
         return None
     where = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mopd"

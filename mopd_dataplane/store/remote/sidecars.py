@@ -13,7 +13,7 @@ from mopd_dataplane.store.remote.range_cache import RangeCache
 PIECE = 4 << 20
 """Bytes of one request to an object store."""
 REQUESTS = 16
-"""Concurrent requests to an object store: one alone uses a fraction of the network's bandwidth."""
+"""Number of concurrent requests to an object store: one alone uses a fraction of the network's bandwidth."""
 
 
 class Part(NamedTuple):
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 class FileEnded(Exception):
-    """A file ends inside a part; the argument is the part's place in the sequence."""
+    """A file ends inside a part; the argument is the part's index in the sequence."""
 
 
 class LocalSidecars:
@@ -37,7 +37,7 @@ class LocalSidecars:
         self._fds: list[int] = []
 
     def open(self, name: str, position: int, expected: bytes) -> int | None:
-        """A file in which the expected bytes lie at `position`; None when there is none."""
+        """Open a file with the expected bytes at `position`. Returns None when there is none."""
         try:
             fd = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -61,11 +61,11 @@ class ObjectFile(NamedTuple):
 
     name: str
     identity: str
-    """Its ETag and size: another file of the same name has another."""
+    """Its ETag and size, which differ for another file of the same name."""
 
 
 class ObjectSidecars:
-    """Files on an object store, several requests at once; what the node's cache holds is not asked for."""
+    """Files on an object store, read with several requests at once; ranges in the node's cache are not requested."""
 
     def __init__(self, files: ObjectFiles, folder: str, cache: RangeCache | None) -> None:
         self._files = files
@@ -74,7 +74,7 @@ class ObjectSidecars:
         self._requests = ThreadPoolExecutor(REQUESTS, thread_name_prefix="ranges")
 
     def open(self, name: str, position: int, expected: bytes) -> ObjectFile | None:
-        """As that of LocalSidecars; also raises what ObjectFiles raises when the store does not answer."""
+        """See LocalSidecars; also raises the errors of ObjectFiles when the store does not answer."""
         path = f"{self._folder}/{name}"
         identity = self._files.identity(path)
         if identity is None or self._files.read_range(path, position, len(expected)) != expected:
@@ -82,17 +82,17 @@ class ObjectSidecars:
         return ObjectFile(path, identity)
 
     def read(self, parts: Sequence[Part]) -> None:
-        """As that of LocalSidecars; also raises what ObjectFiles raises when the store does not answer."""
+        """See LocalSidecars; also raises the errors of ObjectFiles when the store does not answer."""
         absent = [(index, part) for index, part in enumerate(parts) if not self._cached(part)]
         requests = [[self._requests.submit(self._fetch, piece) for piece in _pieces(part)] for _, part in absent]
         try:
             for (index, part), own in zip(absent, requests, strict=True):
-                wait(own)  # ObjectFiles bounds each
+                wait(own)  # ObjectFiles bounds the time of each
                 if not all(request.result(timeout=0) for request in own):
                     raise FileEnded(index)
                 if self._cache is not None:
                     self._cache.keep(self._key(part), part.memory)
-        finally:  # all must end, also when one fails: the memory is another pack's afterwards
+        finally:  # all must end, even after a failure: the memory is reused
             wait([request for own in requests for request in own])
 
     def _cached(self, part: Part) -> bool:
@@ -103,7 +103,7 @@ class ObjectSidecars:
         return "\0".join((self._files.uri, *file, str(part.position), str(len(part.memory))))
 
     def _fetch(self, piece: Part) -> bool:
-        """Read one piece; whether the file had all of it."""
+        """Read one piece. Returns whether the file had all of it."""
         content = self._files.read_range(piece.file.name, piece.position, len(piece.memory))
         if len(content) != len(piece.memory):
             return False
@@ -118,6 +118,6 @@ Sidecars = LocalSidecars | ObjectSidecars
 
 
 def _pieces(part: Part) -> list[Part]:
-    """The requests of one part."""
+    """Return the requests of one part."""
     starts = range(0, len(part.memory), PIECE)
     return [Part(part.file, part.position + done, part.memory[done : done + PIECE]) for done in starts]

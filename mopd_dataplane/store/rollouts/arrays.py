@@ -1,6 +1,6 @@
-"""The columns of the table of rollouts as arrays of Arrow, each read or computed when it is first asked for.
+"""The columns of the table of rollouts as Arrow arrays, each read or computed when it is first used.
 
-A column of a million samples takes Lance some ten milliseconds, all of them take seconds.
+Lance reads a column of a million samples in some ten milliseconds, all of them in seconds.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.open_store import OpenStore
 
 MANY_VALUES = frozenset({"uid", "prompt_id", "group_id"})
-"""Columns of words of which most rows have a value of their own; in the others a word is stored once."""
+"""Columns of words of which most rows have a value of their own; in the others equal words are stored once."""
 LEFT_OUT = frozenset({"payload_crc", "schema_version", "writer_seq"})
 """Columns of `samples` that no page needs."""
 FEW = 4
-"""Columns of `samples` that are read in one go when nobody waits for them."""
+"""Number of columns of `samples` read at once when nobody waits for them."""
 _CODED = pa.dictionary(pa.int32(), pa.string())
 _NONE = pa.table({})
 
 
 class Rollouts:
-    """Columns of the rollouts of one snapshot. Threads may ask at the same time."""
+    """Columns of the rollouts of one snapshot. Thread-safe."""
 
     def __init__(
         self, store: OpenStore, snapshot: Snapshot | None, vocabularies: Mapping[str, int], has: Collection[str],
         going: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Nothing is read yet. vocabularies, has: as for derived.parts.
+        """Prepare the columns; reads none. vocabularies, has: as for derived.parts.
 
-        going: is called every few milliseconds of reading; what it raises ends it.
+        going: called every few milliseconds of reading; an exception from it ends the reading.
         """
         self._store, self._snapshot, self._going = store, snapshot, going
         samples = store.dataset("samples", snapshot)
@@ -61,25 +61,25 @@ class Rollouts:
         self._lock = threading.Lock()
         self._resting = False
         self.spent = 0.0
-        """Seconds that reading and computing have taken."""
+        """Seconds spent on reading and computing."""
 
     @property
     def whole(self) -> bool:
-        """Whether all columns are there."""
+        """True if all columns were read."""
         return len(self._held) == len(self.names)
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether these columns are there."""
+        """Check if these columns were read."""
         return all(name in self._held for name in names)
 
     def table(self, names: Iterable[str]) -> pa.Table:
-        """These columns and `sample_row`, which ascends; each in one piece."""
+        """Return these columns and `sample_row`, which ascends; each in one piece."""
         columns = dict.fromkeys((*names, "sample_row"))
         self.read(columns)
         return pa.table({name: self._held[name] for name in columns})
 
     def read(self, names: Iterable[str]) -> None:
-        """Have these columns."""
+        """Read or compute these columns."""
         columns = list(names)
         if self.has(columns):
             return
@@ -95,7 +95,8 @@ class Rollouts:
             self.spent += time.monotonic() - began
 
     def fill(self, names: Iterable[str], aside: Callable[[], None]) -> None:
-        """Have these columns, a few at a time. aside: waits before each few while others are to go first."""
+        """Read or compute these columns, a few at a time. aside: called before each few; waits while others go
+        first."""
         missing = self._missing(names)
         own = [name for name in missing if name not in self._parts]
         gives = dict.fromkeys(self._parts[name].gives for name in missing if name in self._parts)
@@ -110,11 +111,11 @@ class Rollouts:
         self._resting = True
 
     def places(self, sample_rows: NDArray[np.int64]) -> pa.Array:
-        """[m] where samples are in the columns."""
+        """Return the indices of samples in the columns: [m]."""
         return pa.array(np.searchsorted(self.sample_rows, sample_rows))
 
     def _missing(self, names: Iterable[str]) -> list[str]:
-        """What is not there of some columns and of those that they are computed from, which come first."""
+        """Return the missing ones of some columns and of their inputs, inputs first."""
         missing: dict[str, None] = {}
         for name in names:
             if name not in self._held:
@@ -122,7 +123,7 @@ class Rollouts:
         return list(missing)
 
     def _scan(self, names: Sequence[str]) -> None:
-        """Columns of `samples`."""
+        """Read columns of `samples`."""
         coded = [pa.types.is_string(self._schema.field(name).type) and name not in MANY_VALUES for name in names]
         chunks: list[list[pa.Array]] = [[] for _ in names]
         for _, batch in self._store.scan_samples(names, self._snapshot):
@@ -133,18 +134,18 @@ class Rollouts:
             self._held[name] = _joined(chunks.pop(0), _CODED if code else self._schema.field(name).type)
 
     def _compute(self, part: Part) -> None:
-        """Derived columns."""
+        """Compute derived columns."""
         needed = pa.table({name: self._held[name] for name in part.needs})
         other = _whole(self._store, part.table, part.reads, self._snapshot) if part.table else _NONE
-        with freed_memory_kept():  # a quarter of its time goes into pages that are cleared again and again
+        with freed_memory_kept():  # else a quarter of its time goes into clearing pages again
             columns = dict(part.make(Rows(self.sample_rows), {name: needed[name] for name in part.needs}, other))
-        while columns:  # copied, since what lies between freed arrays keeps them
+        while columns:  # copied, since blocks between freed arrays keep them
             name = next(iter(columns))
             self._held[name] = _copied(columns.pop(name))
 
 
 def _joined(pieces: list[pa.Array], kind: pa.DataType) -> pa.Array:
-    """Parts of a column in one piece, which frees what Lance decoded; words with a byte a row where there are few."""
+    """Join the parts of a column, which frees Lance's memory; words take a byte per row if there are few."""
     whole = pa.chunked_array(pieces, kind).unify_dictionaries().combine_chunks()
     if kind != _CODED:
         return whole
@@ -158,7 +159,7 @@ def _copied(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _whole(store: OpenStore, name: str, columns: Sequence[str], snapshot: Snapshot | None) -> pa.Table:
-    """Those of some columns that a table has."""
+    """Read those of some columns that a table has."""
     dataset = store.dataset(name, snapshot)
     with reading(dataset.uri):
         return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])

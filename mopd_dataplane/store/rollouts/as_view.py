@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def rollouts_view(store: OpenStore, snapshot: Snapshot | None = None, query: str = "") -> View:
-    """The table of rollouts as a view over the tables.
+    """Return the table of rollouts as a view over the tables.
 
-    query: the statement that is to be answered; questions of the job that it names become columns. Raises QueryError
-    for a question that is no condition.
+    query: the statement to answer; named questions of the job that it uses become columns. Raises QueryError for a
+    question that is no condition.
     """
     teachers = sorted(store.table("teachers", ["name"], snapshot=snapshot)["name"].to_pylist())
     questions = job_questions(store)

@@ -1,4 +1,4 @@
-"""Columns of the table of rollouts: those of `samples`, and what other tables say of a sample."""
+"""Columns of the table of rollouts: those of `samples`, and columns from other tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.open_store import OpenStore
 
 MOST_TEACHERS = 12
-"""Teachers that get a column of their own; `kl` and `teachers` count all."""
+"""Number of teachers with a column of their own; `kl` and `teachers` count all."""
 HIDDEN = frozenset({"sample_row", "payload_row", "payload_crc", "schema_version", "tokenizer", "writer_seq"})
 """Columns of `samples` that the table does not show."""
 DOCS: dict[str, tuple[str, str]] = {
@@ -53,7 +53,7 @@ FLAGS = (
     "truncated", "interrupted", "several_versions", "no_logprobs", "all_masked", "unscored", "repetitive",
     "zero_teacher", "uniform_teacher", "constant_teacher", "far_trainer", "surprising",
 )  # fmt: skip
-"""Columns that mark what is odd; each is a filter of one click."""
+"""Columns that mark unusual samples; each is a filter of one click."""
 TEACHER_COLUMNS: dict[str, tuple[str, str]] = {
     "kl_": ("mean sampler minus log-prob of teacher {teacher} over loss tokens", "nat/token"),
 }
@@ -66,7 +66,7 @@ READ: dict[str, tuple[str, ...]] = {
     "labels": ("uid", "label", "removed", "created_at"),
     "evals": ("prompt_id", "reward", "correct", "finish_reason"),
 }
-"""Columns of other tables that the definition reads, where a store has them."""
+"""Columns of other tables that the definition reads, if a store has them."""
 _ALIKE = """
            list({kl: mean_reverse_kl, size: vocab_size})
              filter (logprob_std < 1e-3 and scored_tokens >= 4) as alike,"""
@@ -79,7 +79,7 @@ _ODD_TEACHERS = """
 LABELLED = """
   select uid, label from labels
   qualify row_number() over (partition by uid, label order by created_at desc) = 1 and not removed"""
-"""Labels that samples bear now."""
+"""Current labels of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +88,13 @@ class Column:
 
     name: str
     kind: str
-    """number, word, time or flag."""
+    """One of number, word, time, flag."""
     doc: str
     unit: str = ""
 
 
 def column_of(name: str, kind: pa.DataType) -> Column:
-    """The column of a name and of a type."""
+    """Return the column of a name and a type."""
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind):
         shape = "word"
     else:
@@ -108,12 +108,12 @@ def column_of(name: str, kind: pa.DataType) -> Column:
 
 
 def described(schema: pa.Schema) -> dict[str, Column]:
-    """Columns a reader sees."""
+    """Return the columns that a reader sees."""
     return {field.name: column_of(field.name, field.type) for field in schema if field.name not in HIDDEN}
 
 
 def optional_sources(store: OpenStore, snapshot: Snapshot | None) -> Iterator[str]:
-    """The optional sources (SPREAD, STATS, REPETITION) that a snapshot has, or the newest versions have."""
+    """Yield the optional sources (SPREAD, STATS, REPETITION) in a snapshot, or in the newest versions."""
     if SPREAD in store.dataset("scores", snapshot).schema.names:
         yield SPREAD
     if STATS in (store.names() if snapshot is None else snapshot.versions):
@@ -123,12 +123,13 @@ def optional_sources(store: OpenStore, snapshot: Snapshot | None) -> Iterator[st
 
 
 def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows: bool = False) -> str:
-    """The SELECT over `samples` and the tables of READ that makes the table of rollouts.
+    """Return the SELECT over `samples` and the tables of READ that makes the table of rollouts.
 
-    has: which of SPREAD, STATS and REPETITION the store has. with_rows: keep the columns of HIDDEN, for a `samples`
-    that carries `sample_row`, which then is what tables are joined by; else by uid, which takes longer.
+    has: those of SPREAD, STATS and REPETITION in the store. with_rows: include the columns of HIDDEN, for a `samples`
+    that carries `sample_row`, by which tables are then joined; else by uid, which takes longer.
 
-    What compares samples is computed on the few columns that it needs: a window over whole rows would hold all of them.
+    Comparisons between samples use only the few columns that they need: a window over whole rows would hold all of
+    them.
     """
     spread = SPREAD in has
     key = "sample_row" if with_rows else "uid"

@@ -1,6 +1,6 @@
-"""Which samples of a snapshot meet a condition, and the numbers of an expression over them.
+"""Selects the samples of a snapshot that meet a condition, and evaluates expressions over them.
 
-Every command that takes a condition asks here: one table (columns.py), one language (expressions.py), one set of
+Every command with a condition uses this module: one table (columns.py), one language (expressions.py), one set of
 errors. Only columns that the expression names are read, and no payload.
 """
 
@@ -38,7 +38,7 @@ class Conditions:
     """
 
     def __init__(self, store: OpenStore, snapshot: Snapshot | None, names: Mapping[str, str] | None = None) -> None:
-        """snapshot: None reads the newest versions. names: conditions that a job gave names to."""
+        """Open the table. snapshot: None reads the newest versions. names: conditions that a job has named."""
         teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
         vocabularies = dict(zip(*(teachers[name].to_pylist() for name in ("name", "vocab_size")), strict=True))
         has = frozenset(optional_sources(store, snapshot))
@@ -51,14 +51,14 @@ class Conditions:
         return self._rollouts.sample_rows
 
     def rows(self, condition: str, subject: str = "--where") -> NDArray[np.int64]:
-        """Row ids, ascending, of the samples that meet a condition. Raises QueryError."""
+        """Return the row ids, ascending, of the samples that meet a condition. Raises QueryError."""
         [mask] = self.masks([condition], subject)
         return self.sample_rows[mask]
 
     def masks(self, conditions: Sequence[str], subject: str) -> list[NDArray[np.bool_]]:
-        """For each condition [n] whether a sample meets it; one that is null for a sample is not met.
+        """Return for each condition whether each sample meets it, [n] bool; a null counts as no.
 
-        subject: what messages call the conditions. Raises QueryError.
+        subject: name of the conditions in messages. Raises QueryError.
         """
         if not conditions:
             return []
@@ -69,13 +69,13 @@ class Conditions:
         return [np.asarray(column.fill_null(False)) for column in answer.columns]
 
     def numbers(self, expression: str, subject: str) -> NDArray[np.float64]:
-        """[n] values of an expression, NaN where it has none. Raises QueryError."""
+        """Evaluate an expression for each sample: [n], NaN for a null. Raises QueryError."""
         [column] = self._answer([expand(expression, self._names, subject)], subject).columns
         check_number(expression, column.type, subject)
         return np.asarray(column.cast(pa.float64()).fill_null(np.nan))
 
     def _answer(self, texts: Sequence[str], subject: str) -> pa.Table:
-        """A column for each expression, samples in the order of their rows."""
+        """Return a column for each expression, with samples in the order of their rows."""
         with _connect() as connection:
             named = referenced(connection, _select(texts), self._rollouts.names)
             connection.register(TABLE, self._rollouts.table(named))
@@ -84,15 +84,17 @@ class Conditions:
 
 
 def job_questions(store: OpenStore) -> dict[str, str]:
-    """The names that the job of a store gave to conditions; empty for a store that no job made."""
+    """Return the conditions that the job of a store has named; empty for a store without a job."""
     return dict((store.read_json("job.json") or {}).get("questions", {}))
 
 
 def evaluate(
     connection: duckdb.DuckDBPyConnection, texts: Sequence[str], columns: Sequence[str], subject: str
 ) -> pa.Table:
-    """`sample_row` and a column for each expression over the table that the connection has. Raises QueryError, which
-    names the nearest of `columns` for a column that the table lacks."""
+    """Return `sample_row` and a column for each expression over the connection's table.
+
+    Raises QueryError, which names the nearest of `columns` for a column that the table lacks.
+    """
     try:
         return connection.sql(_select(texts)).to_arrow_table()
     except duckdb.Error as error:
@@ -102,26 +104,26 @@ def evaluate(
 
 
 def unknown_column(name: str, columns: Sequence[str]) -> str:
-    """What to tell about a name that is no column."""
+    """Describe a name that is no column, for a message."""
     if name.lower() == STEP:
         return f"{STEP!r} is known where a plan is made only: use it in plan.weight, plan.order or plan.where"
     return f"no column {name!r}: {nearest(name, columns)}; their meaning: mopd schema STORE {TABLE}"
 
 
 def check_boolean(text: str, kind: pa.DataType, subject: str) -> None:
-    """Raise QueryError for a condition that is not true or false."""
+    """Check that a condition is true or false. Raises QueryError if not."""
     if not pa.types.is_boolean(kind):
         raise QueryError(f"{subject}: {text!r:.200} is a {kind}, not true or false: compare it, as in kl > 0.5")
 
 
 def check_number(text: str, kind: pa.DataType, subject: str) -> None:
-    """Raise QueryError for an expression that is not a number."""
+    """Check that an expression is a number. Raises QueryError if not."""
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         raise QueryError(f"{subject}: {text!r:.200} is a {kind}, not a number: give a number, such as kl + 0.1")
 
 
 def empty_rollouts(teachers: Sequence[str]) -> pa.Table:
-    """The table of rollouts without a row, as a job with these teachers makes it."""
+    """Return the table of rollouts without a row, with the columns of a job with these teachers."""
     with _connect() as connection:
         row = pa.field("sample_row", pa.int64())
         connection.register("samples", TABLES["samples"].schema.append(row).empty_table())
@@ -137,7 +139,7 @@ def empty_rollouts(teachers: Sequence[str]) -> pa.Table:
 def check_kind(
     text: str, rollouts: pa.Table, names: Mapping[str, str], subject: str, *, is_condition: bool = True
 ) -> None:
-    """Raise QueryError for an expression that no store with this table could answer.
+    """Check that a store with this table could answer an expression. Raises QueryError if not.
 
     rollouts: of `empty_rollouts`. is_condition: it must be true or false, else a number.
     """
@@ -155,7 +157,7 @@ def _select(texts: Sequence[str]) -> str:
 
 
 def _connect() -> duckdb.DuckDBPyConnection:
-    """A connection that reads nothing but what is registered. One thread: sums then have one order of their terms."""
+    """Open a connection that reads only registered tables. One thread: sums then have one order of their terms."""
     connection = duckdb.connect(config={"python_enable_replacements": "false", "threads": "1"})
     connection.execute("set enable_progress_bar = false; set enable_external_access = false")
     connection.execute("set lock_configuration = true")

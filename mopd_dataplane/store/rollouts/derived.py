@@ -1,7 +1,7 @@
 """The derived columns of the table of rollouts, computed as arrays for all samples at once.
 
-`definition` of columns.py says in SQL what they are. Here they are sums over row ids, which are places in an array: no
-join, no hash table, a tenth of the time and memory of the statement.
+`definition` of columns.py defines them in SQL. Here they are sums over row ids, which are indices of an array: no join,
+no hash table, a tenth of the time and memory of the statement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Places = NDArray[np.int64]
 Columns = Mapping[str, pa.ChunkedArray]
 ALIKE = ("zero_teacher", "uniform_teacher", "constant_teacher")
 SURPRISING = 0.99
-"""Quantile of kl in a domain from which on a sample is surprising."""
+"""Quantile of kl in a domain above which a sample is surprising."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Part:
     needs: tuple[str, ...]
     """Columns of the table of rollouts."""
     make: Callable[[Rows, Columns, pa.Table], Mapping[str, pa.Array]]
-    """From the samples, the columns that it needs, and the other table that it reads (of no row where it reads none):
-    arrays for all samples, by name."""
+    """Computes arrays for all samples, by name, from the samples, the needed columns, and the rows of the other table
+    (none if no table is read)."""
     table: str = ""
     reads: tuple[str, ...] = ()
-    """Columns of that table; rows of samples that are not in the table of rollouts are left out."""
+    """Columns of that table; rows of samples outside the table of rollouts are left out."""
 
 
 def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
-    """All derived columns. vocabularies: size of the vocabulary of each teacher; has: as for `definition`."""
+    """Return all derived columns. vocabularies: size of the vocabulary of each teacher. has: as for `definition`."""
     own = sorted(vocabularies)[:MOST_TEACHERS]
     spread = SPREAD in has
     names = vocabularies if spread else None
@@ -88,7 +88,7 @@ _FLAGS: dict[str, tuple[tuple[str, ...], Callable[[Columns], pa.ChunkedArray]]] 
     ),
     "all_masked": (("loss_tokens",), lambda own: pc.equal(own["loss_tokens"], 0)),
 }
-"""Flags that speak of columns of `samples` alone: those, and the flag."""
+"""Flags that depend on columns of `samples` only: those columns, and the function."""
 
 
 def _flag(
@@ -98,15 +98,15 @@ def _flag(
 
 
 class Rows:
-    """Places of samples by their row id."""
+    """Indices of samples by their row id."""
 
     def __init__(self, ids: Places) -> None:
-        """ids: [n] ascending."""
+        """Prepare the look-up. ids: [n] ascending."""
         self._ids = ids
         self.total = len(ids)
 
     def places(self, table: pa.Table) -> tuple[Places, Flags]:
-        """[m] place of each row's sample, and whether it has one."""
+        """Return the index of each row's sample, [m], and whether it has one."""
         sample_rows = table["sample_row"].to_numpy()
         if self.total and self._ids[-1] - self._ids[0] == self.total - 1:
             places = sample_rows - self._ids[0]
@@ -115,7 +115,7 @@ class Rows:
         return places, np.append(self._ids, -1)[places] == sample_rows
 
     def spread(self, places: Places, values: NDArray[Any], kind: pa.DataType) -> pa.Array:
-        """[n] one value for each of these places, null elsewhere."""
+        """Scatter one value to each of these indices, null elsewhere: [n]."""
         there = np.zeros(self.total, np.bool_)
         there[places] = True
         array = np.zeros(self.total, kind.to_pandas_dtype())
@@ -124,24 +124,24 @@ class Rows:
 
 
 class _Groups:
-    """Values by the place that they belong to; places may repeat and have any order."""
+    """Values grouped by index; indices may repeat and have any order."""
 
     def __init__(self, places: Places) -> None:
         self._order = None if (places[1:] >= places[:-1]).all() else np.argsort(places, kind="stable")
         ordered = places if self._order is None else places[self._order]
         self._firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
         self.places = ordered[self._firsts]
-        """[g] each place once, ascending."""
+        """[g] each index once, ascending."""
         self.sizes = np.diff(self._firsts, append=len(places))
 
     def reduce(self, how: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
-        """[g] sum, minimum or maximum over each place."""
+        """Compute sum, minimum or maximum for each index: [g]."""
         if self._order is not None:
             values = values[self._order]
         return values if len(self._firsts) == len(values) else how.reduceat(values, self._firsts)
 
     def mean(self, values: Floats) -> Doubles:
-        """[g]"""
+        """Compute the mean for each index: [g]."""
         return self.reduce(np.add, values.astype(np.float64)) / self.sizes
 
 
@@ -156,7 +156,7 @@ def _reward(rows: Rows, own: Columns, rewards: pa.Table) -> dict[str, pa.Array]:
 def _of_teachers(
     rows: Rows, scores: pa.Table, teachers: Collection[str] | None
 ) -> Iterator[tuple[str, NDArray[np.int64], Places]]:
-    """Each teacher, of `teachers` only where given: its rows of `scores`, and the position of the sample of each."""
+    """Yield each teacher, or each of `teachers`, with its rows of `scores` and the index of the sample of each."""
     places, there = rows.places(scores)
     coded = scores["teacher"].combine_chunks().dictionary_encode()
     codes = coded.indices.to_numpy()
@@ -169,7 +169,7 @@ def _of_teachers(
 def _said(
     rows: Rows, scores: pa.Table, own: Collection[str], vocabularies: Collection[str] | None
 ) -> dict[str, pa.Array]:
-    """Divergences from the teachers of each sample; those of `own` have a column each."""
+    """Compute divergences from the teachers of each sample; those of `own` have a column each."""
     kls, total = scores["mean_reverse_kl"].to_numpy(), rows.total
     kl, highest, lowest = np.zeros(total), np.full(total, -np.inf), np.full(total, np.inf)
     teachers, judges = np.zeros(total, np.int32), np.zeros(total, np.int32)
@@ -203,7 +203,8 @@ def _bytes(rows: Rows, scores: pa.Table, teachers: Collection[str] | None) -> di
 
 
 def _alike(rows: Rows, own: Columns, scores: pa.Table, vocabularies: Mapping[str, int]) -> dict[str, pa.Array]:
-    """Samples to all of whose tokens, four at least, a teacher gives one log-prob; and whether it is 0 or -log V."""
+    """Find samples to all of whose tokens, four at least, a teacher gives one log-prob; and whether it is 0 or -log
+    V."""
     mean_logprob, kls = own["mean_logprob"].to_numpy(), scores["mean_reverse_kl"].to_numpy()
     zero, uniform, constant = (np.zeros(rows.total, np.bool_) for _ in ALIKE)
     for name, mine, places in _of_teachers(rows, scores, vocabularies):
@@ -221,7 +222,7 @@ def _alike(rows: Rows, own: Columns, scores: pa.Table, vocabularies: Mapping[str
 
 
 def _constant(groups: _Groups, scores: pa.Table) -> Places:
-    """[c] places of samples all of whose tokens, four at least, have the same log-prob by one teacher."""
+    """Return the indices of samples all of whose tokens, four at least, have the same log-prob by one teacher: [c]."""
     spreads, there = scores[SPREAD].to_numpy(), scores[SPREAD].is_valid().to_numpy()
     widest = groups.reduce(np.maximum, np.where(there, spreads, -np.inf))
     tokens = groups.reduce(np.maximum, scores["rows"].to_numpy())
@@ -229,7 +230,7 @@ def _constant(groups: _Groups, scores: pa.Table) -> Places:
 
 
 def _trained(rows: Rows, own: Columns, stats: pa.Table) -> dict[str, pa.Array]:
-    """Gap and entropy at the first step that trained each sample, and the entropy of its teachers."""
+    """Compute gap and entropy at the first step that trained each sample, and the entropy of its teachers."""
     places, has_value = rows.places(stats)
     steps = stats["step"].to_numpy()
     columns = {}
@@ -245,7 +246,7 @@ def _trained(rows: Rows, own: Columns, stats: pa.Table) -> dict[str, pa.Array]:
 
 
 def _grouped(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
-    """Each sample beside its group."""
+    """Compare each sample with its group."""
     group = _together(_codes(own["stage"]), _codes(own["group_id"]))
     size = np.bincount(group)
     rewards, there = own["reward"].to_numpy(), own["reward"].is_valid().to_numpy()
@@ -263,7 +264,7 @@ def _grouped(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
 
 
 def _unscored(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
-    """Whether each sample is without teacher in an iteration that has some."""
+    """Find the samples without a teacher in an iteration in which others have one."""
     batch = _together(_codes(own["stage"]), _codes(own["iteration"]))
     teachers = own["teachers"].to_numpy()
     scored = np.bincount(batch, teachers > 0) > 0
@@ -271,7 +272,7 @@ def _unscored(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
 
 
 def _surprising(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
-    """Whether kl is among the largest of its domain, and above 0."""
+    """Find the samples whose kl is above 0 and among the largest of its domain."""
     domains, values, there = _codes(own["domain"]), own["kl"].to_numpy(), own["kl"].is_valid().to_numpy()
     flags = np.zeros(len(domains), np.bool_)
     for domain in range(int(domains.max(initial=-1)) + 1):
@@ -283,7 +284,7 @@ def _surprising(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]
 
 
 def _labels(rows: Rows, own: Columns, labels: pa.Table) -> dict[str, pa.Array]:
-    """The labels that each sample bears: the newest row of each sample and label counts."""
+    """Return the labels of each sample: the newest row of each sample and label counts."""
     newest = {(row["uid"], row["label"]): row["removed"] for row in labels.sort_by("created_at").to_pylist()}
     by_uid: dict[str, list[str]] = {}
     for (uid, label), removed in sorted(newest.items()):
@@ -295,7 +296,7 @@ def _labels(rows: Rows, own: Columns, labels: pa.Table) -> dict[str, pa.Array]:
 
 
 def _evaluated(rows: Rows, own: Columns, evals: pa.Table) -> dict[str, pa.Array]:
-    """Held-out answers to the prompt of each sample."""
+    """Summarise the held-out answers to the prompt of each sample."""
     answers = evals.filter(pc.not_equal(evals["finish_reason"], "benchmark"))
     by_prompt = answers.append_column("right", pc.cast(pc.cast(answers["correct"], pa.int8()), pa.float64()))
     sums = by_prompt.group_by("prompt_id").aggregate([([], "count_all"), ("reward", "mean"), ("right", "mean")])
@@ -311,20 +312,20 @@ def _evaluated(rows: Rows, own: Columns, evals: pa.Table) -> dict[str, pa.Array]
 
 
 def _codes(column: pa.ChunkedArray) -> Places:
-    """[n] a number for each value, from 0 on; equal values have equal numbers."""
+    """Number the values from 0 on; equal values have equal numbers: [n]."""
     whole = column.combine_chunks()
     coded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode("encode")
     return np.asarray(coded.indices.to_numpy()).astype(np.int64)
 
 
 def _together(one: Places, other: Places) -> Places:
-    """[n] a number for each pair of numbers, from 0 on."""
+    """Number the pairs of numbers from 0 on: [n]."""
     if not one.any():
         return other
     return _codes(pa.chunked_array([pa.array(one * (int(other.max()) + 1) + other)]))
 
 
 def _above(column: pa.ChunkedArray | pa.Array, bound: float) -> pa.Array:
-    """[n] whether a value is above a bound, as NaN is; null is not."""
+    """Return whether a value is above a bound, [n]; NaN is, null is not."""
     there, values = pc.is_valid(column), pc.cast(column, pa.float64())
     return pc.and_(there, pc.fill_null(pc.invert(pc.less_equal(values, bound)), False))

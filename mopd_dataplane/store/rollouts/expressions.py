@@ -1,7 +1,7 @@
-"""The text of a condition over the table of rollouts: one SQL expression that reads only.
+"""The text of a condition over the table of rollouts: one SQL expression that only reads.
 
-A job may give conditions names (`[questions] hard = "kl > 1"`); an expression that uses such a name is expanded before
-anything looks at it, so every reader of conditions takes the same text.
+A job may name conditions (`[questions] hard = "kl > 1"`). An expression with such a name is expanded before anything
+else reads it, so every reader of conditions gets the same text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mopd_dataplane.store.rollouts.referenced import FUNCTIONS, called, nodes_of
 
 EXAMPLE = "domain = 'math' and response_len > 100"
 CLOCK = frozenset({"now", "today", "current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"})
-"""What depends on the time of day: not for what a plan is made from."""
+"""Functions that depend on the time of day, which a plan must not use."""
 STEP = "step"
 """Name of the optimizer step of the stage at which a window begins, in expressions of a plan."""
 _SELECT = "SELECT "
@@ -26,17 +26,19 @@ _SELECT = "SELECT "
 
 @cache
 def _parser() -> duckdb.DuckDBPyConnection:
-    """A connection of this process that parses only; opening one takes longer than parsing."""
+    """Return this process's connection for parsing; opening one takes longer than parsing."""
     return duckdb.connect()
 
 
 def check_expression(text: str, subject: str) -> str:
-    """The text without surrounding blanks, if it is one SQL expression that calls only FUNCTIONS; else raises
-    QueryError. subject: what messages call it, as "the filter"."""
+    """Return the text without surrounding blanks, if it is one SQL expression that calls only FUNCTIONS.
+
+    Raises QueryError otherwise. subject: its name in messages, such as "the filter".
+    """
     expression = text.strip()
     with _parser().cursor() as connection:
         try:
-            duckdb.SQLExpression(expression)  # nothing that closes the bracket below and goes on behind it
+            duckdb.SQLExpression(expression)  # refuses text that closes the bracket below and continues
             statements = connection.extract_statements(f"select ({expression}\n)")
         except duckdb.Error as error:
             raise QueryError(f"{subject} is not an SQL expression: {error}; write one such as: {EXAMPLE}") from error
@@ -48,7 +50,7 @@ def check_expression(text: str, subject: str) -> str:
 
 
 def check_timeless(text: str, subject: str) -> None:
-    """Raise QueryError for an expression that depends on the time of day."""
+    """Check that an expression does not depend on the time of day. Raises QueryError if it does."""
     with _parser().cursor() as connection:
         words = called(connection, f"select ({text}\n)")
         words |= {name.lower() for node in nodes_of(_parsed(connection, text)) for name in _column(node)}
@@ -60,10 +62,10 @@ def check_timeless(text: str, subject: str) -> None:
 
 
 def expand(text: str, names: Mapping[str, str], subject: str) -> str:
-    """The expression with every name of a condition replaced by that condition, also inside conditions.
+    """Replace every name of a condition in an expression by that condition, also inside conditions.
 
-    names: name -> its expression. Names are compared without regard to case. Raises QueryError for an expression that
-    is none, and for conditions that name each other in a circle.
+    names: name -> its expression. Names are compared without regard to case. Raises QueryError for an invalid
+    expression, and for conditions that name each other in a circle.
     """
     name_by_lower = {name.lower(): name for name in names}
     with _parser().cursor() as connection:
@@ -89,7 +91,7 @@ def expand(text: str, names: Mapping[str, str], subject: str) -> str:
 
 
 def used_names(text: str, names: Mapping[str, str], subject: str) -> dict[str, str]:
-    """Those of the named conditions that an expression uses, itself or through others."""
+    """Return the named conditions that an expression uses, itself or through others."""
     name_by_lower = {name.lower(): name for name in names}
     used: dict[str, str] = {}
     waiting = [check_expression(text, subject)]
@@ -103,7 +105,7 @@ def used_names(text: str, names: Mapping[str, str], subject: str) -> dict[str, s
 
 
 def conjuncts(text: str, subject: str) -> list[str]:
-    """The conditions that the expression joins by AND, in order.
+    """Split an expression into the conditions that it joins by AND, in order.
 
     >>> conjuncts("reward > 0 and (kl < 2 or hard)", "plan.where")
     ['reward > 0', '(kl < 2) OR hard']
@@ -122,7 +124,7 @@ def _joined(tree: Any) -> Iterator[Any]:
 
 
 def _parsed(connection: duckdb.DuckDBPyConnection, expression: str) -> Any:
-    """The tree of an expression, as DuckDB writes it. Raises QueryError for one that is nested too deep."""
+    """Return DuckDB's tree of an expression. Raises QueryError for one that is nested too deep."""
     try:
         statement = json.loads(_serialised(connection, f"select ({expression}\n)"))
     except RecursionError:
@@ -136,7 +138,7 @@ def _serialised(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
 
 
 def _text(connection: duckdb.DuckDBPyConnection, tree: Any) -> str:
-    """The SQL of an expression's tree, without the brackets around all of it."""
+    """Return the SQL of an expression's tree, without brackets around all of it."""
     statement = json.loads(_serialised(connection, "select 1"))
     statement["statements"][0]["node"]["select_list"] = [tree]
     [(sql,)] = connection.execute("select json_deserialize_sql(?::json)", [json.dumps(statement)]).fetchall()
@@ -152,7 +154,7 @@ def _text(connection: duckdb.DuckDBPyConnection, tree: Any) -> str:
 
 
 def _rebuilt(tree: Any, swap: Callable[[dict[str, Any]], Any]) -> Any:
-    """A copy of the tree with every node of it swapped."""
+    """Copy the tree with every node of it swapped."""
     if isinstance(tree, dict):
         swapped = swap(tree)
         return swapped if swapped is not tree else {key: _rebuilt(value, swap) for key, value in tree.items()}
@@ -160,11 +162,11 @@ def _rebuilt(tree: Any, swap: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _named(connection: duckdb.DuckDBPyConnection, expression: str, names: Mapping[str, str]) -> set[str]:
-    """Columns of an expression that are in `names`, in small letters."""
+    """Return the columns of an expression that are in `names`, in small letters."""
     columns = ([part.lower() for part in _column(node)] for node in nodes_of(_parsed(connection, expression)))
     return {column[0] for column in columns if len(column) == 1} & names.keys()
 
 
 def _column(node: dict[str, Any]) -> list[str]:
-    """Parts of the name that a node of the tree gives a column; empty for every other node."""
+    """Return the parts of the column name in a node of the tree; empty for every other node."""
     return list(node["column_names"]) if node.get("class") == "COLUMN_REF" else []

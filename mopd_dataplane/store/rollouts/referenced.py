@@ -1,4 +1,4 @@
-"""What a statement speaks of: columns of the table of rollouts, so that no others are read for it, and functions."""
+"""Finds the columns of the table of rollouts that a statement uses, so that no others are read, and its functions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ FUNCTIONS = {
     "now", "current_date", "today", "coalesce", "ifnull", "nullif", "if", "typeof", "hash", "count", "count_star",
     "min", "max", "avg", "mean", "sum", "median", "any_value",
 }  # fmt: skip
-"""What a filter may call beside operators: none makes a value longer than those it is given. A filter is worked out in
-the server's process, where one value of DuckDB's may take all memory."""
+"""Functions that a filter may call beside operators: none returns a longer value than its arguments. A filter is
+evaluated in the server's process, where one value of DuckDB's may take all memory."""
 _CALL = re.compile(r'"function_name":"((?:[^"\\]|\\.)*)"')
 
 
 def called(cursor: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
-    """Names of the functions that a SELECT calls, in small letters; operators are not among them.
+    """Return the names of the functions that a SELECT calls, in small letters, without operators.
 
-    Found in the text of the parsed statement, where a quote of a constant is escaped, so that none is nested too deep.
-    Raises QueryError for a statement of which DuckDB gives no such text.
+    They are found in the text of the parsed statement, where quotes in constants are escaped, so no nesting is too
+    deep.
+    Raises QueryError for a statement of which DuckDB returns no such text.
     """
     [(text,)] = cursor.execute("select json_serialize_sql(?)", [sql]).fetchall()
     if text.startswith('{"error":true'):
@@ -43,10 +44,10 @@ def called(cursor: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
 
 
 def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collection[str]) -> set[str]:
-    """The columns that a SELECT names. All columns where it may need all: `*`, a row as one value, no SELECT, or one
-    that is nested too deep to look at.
+    """Return the columns that a SELECT names.
 
-    Names are compared as DuckDB does, without regard to case. A name that is no column is left to DuckDB to refuse.
+    All columns are returned if it may need all: `*`, a row as one value, no SELECT, or one that is nested too deep to
+    analyse. Names are compared as DuckDB does, without regard to case. Unknown names are left to DuckDB to refuse.
     """
     [(text,)] = cursor.execute("select json_serialize_sql(?)", [sql]).fetchall()
     try:
@@ -58,7 +59,7 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collect
         return set(all_columns)
     named: set[str] = set()
     alone: set[str] = set()
-    """Names without that of a table before them."""
+    """Names without a table name before them."""
     tables: set[str] = set()
     for node in nodes:
         if node.get("class") == "STAR" or node.get("ref_type") == "NATURAL":
@@ -77,7 +78,7 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collect
 
 
 def nodes_of(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a value of JSON."""
+    """Yield all objects in a JSON value."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.open_store import OpenStore
 
 SMALL_SCAN = {"batch_size": 256, "batch_readahead": 2, "fragment_readahead": 1, "io_buffer_size": 16 << 20}
-"""How payload is read for a query with limits: little at a time, where Lance would read some hundred MB ahead."""
+"""Scan settings of payload for a query with limits: little at a time, where Lance would read some hundred MB ahead."""
 ROWS_AT_ONCE = 1024
 """Rows of one batch of an answer that has a limit."""
 READ_ONLY = ("SELECT", "EXPLAIN")
@@ -48,12 +48,12 @@ class Limits:
     """Limits of a query that a server answers."""
 
     rows: int
-    """Rows of the answer that are read at most."""
+    """Largest number of rows of the answer."""
     seconds: float
     memory: str
-    """Memory that DuckDB may take, in its notation; the rest lies in a scratch folder."""
+    """Memory that DuckDB may take, in its notation; it spills the rest to a scratch folder."""
     spilled: str
-    """Most that may lie there."""
+    """Largest size of the spilled data."""
 
 
 def run_sql(store: OpenStore, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
@@ -91,7 +91,7 @@ def run_sql(store: OpenStore, query: str, snapshot: Snapshot | None = None, limi
 
 
 def _heeding_signals(connection: duckdb.DuckDBPyConnection, ask: Callable[[], pa.Table]) -> pa.Table:
-    """The answer, asked for in a thread of its own: DuckDB looks for signals between tasks, and one can take hours."""
+    """Return the answer, computed in a thread: DuckDB checks for signals only between tasks, and one can take hours."""
     future: Future[pa.Table] = Future()
 
     def answer() -> None:
@@ -112,7 +112,7 @@ def _end(connection: duckdb.DuckDBPyConnection, future: Future[pa.Table]) -> Non
     """Return when nothing uses the connection any more, however often Ctrl-C is pressed meanwhile."""
     try:
         while not (future.done() or future.cancel()):
-            connection.interrupt()  # again: what is interrupted before it begins goes on
+            connection.interrupt()  # again: an interrupt before the start has no effect
             wait([future], timeout=0.1)
     except KeyboardInterrupt:
         _end(connection, future)
@@ -133,7 +133,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | 
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Names of columns, a repeated one with a number behind it: a row as a dict has each name once.
+    """Number repeated names of columns, so that a row as a dict has each name once.
 
     >>> _distinct(["uid", "uid", "uid_1"])
     ['uid', 'uid_2', 'uid_1']
@@ -149,7 +149,7 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def values_of(table: pa.Table) -> list[list[Any]]:
-    """Columns of an answer as values of Python. Raises QueryError for a time that Python has no value for."""
+    """Return the columns of an answer as Python values. Raises QueryError for a time that Python cannot represent."""
     columns = []
     for name, column in zip(table.column_names, table.columns, strict=True):
         try:
@@ -161,7 +161,7 @@ def values_of(table: pa.Table) -> list[list[Any]]:
 
 @contextmanager
 def interrupted_after(connection: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
-    """Interrupt the connection's queries in this block after so many seconds: duckdb.InterruptException."""
+    """Interrupt the connection's queries in this block after `seconds`: duckdb.InterruptException."""
     timer = threading.Timer(seconds, connection.interrupt)
     timer.daemon = True
     timer.start()
@@ -172,7 +172,7 @@ def interrupted_after(connection: duckdb.DuckDBPyConnection, seconds: float) -> 
 
 
 def _with_comments(described: pa.Table, store: OpenStore, name: str) -> pa.Table:
-    """The answer to `describe NAME` with what each column means."""
+    """Add the meaning of each column to the answer of `describe NAME`."""
     docs = {
         column.name: f"{column.doc} [{column.unit}]" if column.unit else column.doc for column in columns(store, name)
     }
@@ -206,7 +206,7 @@ def _register(
     if not spoken and not used_views:
         spoken, used_views = names, list(views_by_name.values())
     for name in {*spoken, *(table for view in used_views for table in view.reads)}:
-        used = _used_rows(store, name, snapshot)  # looked at first, so that every row of it has its payload
+        used = _used_rows(store, name, snapshot)  # read first, so that every row of it has its payload
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
         if used is not None and len(used) == dataset.count_rows():
             used = None
@@ -223,10 +223,10 @@ def _register(
 
 
 def _used_rows(store: OpenStore, name: str, snapshot: Snapshot | None) -> pa.Array | None:
-    """Row ids of the payload that metadata names; None for a table that is no payload of samples or scores.
+    """Return the row ids of the payload that metadata names; None for a table that is no payload of samples or scores.
 
-    Payload left by an interrupted commit, or by one of two competing commits, has the uid of a sample too: a join would
-    show that sample twice.
+    Payload left by an interrupted commit, or by one of two competing commits, also has the uid of a sample: a join
+    would show that sample twice.
     """
     owner, _, rest = name.partition("/")
     teacher, _, kind = rest.partition("/")
@@ -240,29 +240,29 @@ def _used_rows(store: OpenStore, name: str, snapshot: Snapshot | None) -> pa.Arr
 
 
 def _widened(schema: pa.Schema) -> pa.Schema:
-    """The schema with lists of float32 for those of float16, a type that DuckDB does not have."""
+    """Return the schema with lists of float32 for those of float16, a type that DuckDB does not have."""
     single = pa.list_(pa.field("item", pa.float32(), nullable=False))
     half = [pa.types.is_list(field.type) and field.type.value_type == pa.float16() for field in schema]
     return pa.schema([field.with_type(single) if wide else field for field, wide in zip(schema, half, strict=True)])
 
 
 class _Payload(pads.Dataset):  # type: ignore[misc]
-    """A payload table as DuckDB reads it: filters are applied in Arrow, because Lance refuses DuckDB's on tables with
-    unsigned columns, and float16 is widened."""
+    """A payload table for DuckDB: filters are applied in Arrow, because Lance refuses DuckDB's on tables with unsigned
+    columns, and float16 is widened."""
 
     def __init__(self, dataset: lance.LanceDataset, used: pa.Array | None, scan: dict[str, int]) -> None:
-        """scan: how Lance reads it, beside columns."""
+        """Wrap a dataset. scan: Lance's scan settings, beside columns."""
         self._dataset = dataset
         self._used = used
         self._scan = scan
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns, as the table has them."""
+        """Columns of the table."""
         return _widened(self._dataset.schema)
 
     def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> _Batches:
-        """Batches of some columns; columns only the filter speaks of are read beside them."""
+        """Return batches of some columns; columns that only the filter uses are read beside them."""
         names, schema = self._dataset.schema.names, self.schema
         projected = schema if columns is None else pa.schema([schema.field(name) for name in columns])
         read = [name for name in names if name in projected.names or name in str(filter)]
@@ -279,23 +279,23 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
 
 class _Batches(NamedTuple):
-    """A scanner for DuckDB that reads rows when asked, in the thread that asks.
+    """A scanner for DuckDB that reads rows on demand, in the calling thread.
 
-    Arrow's reads ahead in a thread of its own. A query with a limit leaves that in the middle, and it still calls into
-    Lance when the process ends: Lance's thread-locals are gone by then, and the process aborts or waits for ever.
+    Arrow's scanner reads ahead in a thread of its own. A query with a limit abandons it, and the thread still calls
+    into Lance when the process ends: Lance's thread-locals are gone by then, and the process aborts or waits for ever.
     """
 
     projected_schema: pa.Schema
-    """Columns that `to_reader` gives, in its order."""
+    """Columns of `to_reader`, in order."""
     batches: Callable[[], Iterator[pa.RecordBatch]]
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """One pass over the rows that the filter lets through."""
+        """Read the rows that pass the filter, once."""
         return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches())
 
 
 def _explain(error: duckdb.Error, store: OpenStore) -> str:
-    """DuckDB's message, or for an unknown table the tables there are."""
+    """Return DuckDB's message, or for an unknown table the list of tables."""
     unknown = re.search(r"Table with name (\S+) does not exist", str(error))
     if unknown is None:
         return str(error)

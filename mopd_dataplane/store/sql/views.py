@@ -28,7 +28,7 @@ PIECES = "token_texts"
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A named question. With `parameters` it is a macro, called like a function: `from worse_between(1, 2)`."""
+    """A named query. With `parameters` it is a macro, called like a function: `from worse_between(1, 2)`."""
 
     name: str
     doc: str
@@ -36,12 +36,12 @@ class View:
     """Meaning of every column, in order."""
     sql: str
     reads: tuple[str, ...]
-    """Tables and views that the statement names."""
+    """Tables and views that the statement reads."""
     parameters: tuple[str, ...] = ()
     example: str = ""
     """A call of the macro."""
     scalar: bool = False
-    """A macro that is one value, not a table."""
+    """True if the macro returns one value instead of a table."""
 
     def __post_init__(self) -> None:
         if not self.example:
@@ -49,12 +49,12 @@ class View:
 
     @property
     def call(self) -> str:
-        """Its name in a query: `responses`, `worse_between(v, w)`."""
+        """How a query calls it: `responses`, `worse_between(v, w)`."""
         return f"{self.name}({', '.join(self.parameters)})" if self.parameters else self.name
 
     @property
     def statement(self) -> str:
-        """The statement that creates it."""
+        """The SQL statement that creates it."""
         if self.scalar:
             return f'create macro "{self.name}"({", ".join(self.parameters)}) as ({self.sql})'
         if self.parameters:
@@ -217,9 +217,9 @@ _FIXED = (
 
 
 def views(datasets: Iterable[str]) -> dict[str, View]:
-    """Every view by name, for a store with these datasets: some have one column for each teacher.
+    """Return every view by name, for a store with these datasets: some have one column for each teacher.
 
-    datasets: as Store.names() lists them.
+    datasets: from Store.names().
     """
     signals = [name.split("/")[1:] for name in datasets if name.startswith("signals/")]
     teachers = sorted({teacher for teacher, _ in signals})
@@ -230,9 +230,9 @@ def views(datasets: Iterable[str]) -> dict[str, View]:
 def create_views(
     connection: duckdb.DuckDBPyConnection, views: Iterable[View], decoder: Callable[[], Decoder | Numbers]
 ) -> None:
-    """Make views visible, and the functions they call, to a connection that has the tables they read.
+    """Create views, and the functions they call, in a connection with the tables they read.
 
-    decoder: opens the store's tokenizer, when text is asked for.
+    decoder: opens the store's tokenizer, when text is needed.
     """
     view_list = list(views)
     functions = {name for name in (DECODE, PIECES) if any(name in view.sql for view in view_list)}
@@ -253,7 +253,7 @@ def _create_functions(connection: duckdb.DuckDBPyConnection, names: set[str], de
 
 
 def _vectorised(function: Callable[[list[list[int]]], Sequence[object]], kind: pa.DataType) -> Callable[..., pa.Array]:
-    """A function of lists of token ids as DuckDB calls it: on Arrow arrays, with nulls, which stay null."""
+    """Wrap a function of lists of token ids for DuckDB: on Arrow arrays, whose nulls stay null."""
 
     def apply(ids: pa.Array) -> pa.Array:
         rows = ids.to_pylist()

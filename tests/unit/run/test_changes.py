@@ -53,6 +53,7 @@ VALUES: dict[str, Any] = {
 """Values that fit JOB, where the example of a key does not."""
 NO_VALUE = {"stages.NAME.name", "objectives.NAME.terms"}
 """Another name is another stage; terms of other packages are not here."""
+UNTIL = {"stages.student.rollout.until": {"groups": 8}, "stages.student.plan.groups": "spread"}
 BESIDE: dict[str, dict[str, Any]] = {
     **{f"engine.{name}": {"engine.kind": "vllm"} for name in ("noise", "url", "options", "keep")},
     "engine.reload": {"engine.kind": "vllm", "engine.url": "http://127.0.0.1:8000/v1"},
@@ -60,6 +61,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "score.options": {"stages.student.score.engine": "vllm"},
     "scale.context_parallel": {"scale.ranks": 2},
     "rollout.record": {"stages.student.rollout.top_k": 64},
+    **{f"rollout.until.{name}": UNTIL for name in ("groups", "at_most")},
+    **{
+        f"plan.replay.{name}": {"stages.student.plan.replay": {"iterations": 2, "share": 0.5}}
+        for name in ("iterations", "share")
+    },
     "objectives.NAME.policy_gradient.own_token": {"objectives.all.policy_gradient.discount": 0.9},
 }
 """What stands in the job beside a key, before and after, for its value to be accepted."""
@@ -70,6 +76,7 @@ INSTEAD = {
 """Keys that a key takes the place of."""
 WHOLE_TABLES: dict[str, Any] = {
     "objectives.all.entropy": None,
+    "stages.student.plan.replay": {"iterations": 2, "share": 0.5},
     "stages.student.discriminator": None,
     "teachers.another": {"source": "models/another"},
 }

@@ -251,7 +251,7 @@ def test_a_death_at_any_point_loses_nothing(tmp_path: Path, point: str) -> None:
     for visit in (1, 3) if point not in ("queue.log.renamed",) else (1,):
         store = tmp_path / str(visit)
         process = start(DIES, store, point, visit)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=600)
         acknowledged = [int(line) for line in out.split()]
         assert process.returncode == -signal.SIGKILL, "the point was passed"
         queue = opened(store)
@@ -314,7 +314,7 @@ def test_a_folder_that_stalled_changes_nothing_when_it_wakes_up(tmp_path: Path, 
     queue.put([(2, "x"), (3, "x")], [value("newer"), value("three")])
     queue.fold()  # waits for the commit lock, and goes on without it
     os.kill(stalled.pid, signal.SIGCONT)
-    stalled.communicate(timeout=120)
+    stalled.communicate(timeout=600)
     assert stalled.returncode == 0
     for reader in (queue, opened(tmp_path)):
         assert sorted(reader.keys()) == [(2, "x"), (3, "x")]
