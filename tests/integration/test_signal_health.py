@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +40,12 @@ def test_every_pass_leaves_one_row_for_each_teacher(finished_job: Path, tmp_path
     assert "own text" in page
 
 
-def test_a_job_may_refuse_unhealthy_signals(finished_job: Path, mopd: Callable) -> None:
+def test_a_job_may_refuse_unhealthy_signals(
+    finished_job: Path, write_job: Callable[..., Path], mopd: Callable, tmp_path: Path
+) -> None:
     """A few steps make no teacher: its greedy text is near a guess, and `own` says so."""
-    job, refuse = finished_job / "job.toml", 'stages.student.score.on_unhealthy="refuse"'
+    shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
+    job, refuse = write_job(tmp_path), 'stages.student.score.on_unhealthy="refuse"'
     done = mopd("score", job, "--stage", "student", "--set", refuse, check=False)
     assert done.returncode != 0
     said = " ".join(done.stderr.split())
