@@ -19,14 +19,15 @@ from typing import Any
 
 import lance
 from powerdisk import PowerDisk
-
-from mopd_dataplane.base import fault_points, files
-from mopd_dataplane.store.commit import clean_up, durability, fragments, in_flight, queue, table, token_stats
-from mopd_dataplane.store.format import arrow_rows
-from mopd_dataplane.store.maintain import deletion_records, remove_rows, upgrade
-from mopd_dataplane.store.read import open_versions
 from simulator.actors import Actor
 from simulator.sequences import Fault
+
+from mopd_dataplane.base import fault_points, files
+from mopd_dataplane.store.commit import clean_up, durability, fragments, in_flight, table, token_stats
+from mopd_dataplane.store.format import arrow_rows
+from mopd_dataplane.store.maintain import deletion_records, remove_rows, upgrade
+from mopd_dataplane.store.queue import committed, queue_table
+from mopd_dataplane.store.read import open_versions
 
 HASTE = 50
 """Factor of simulated waits, so that a poll every 2 ms ends a wait of a minute soon."""
@@ -171,8 +172,11 @@ def simulated(world: World) -> Iterator[None]:
         return write_fragments(*positional, **options)
 
     swaps: list[tuple[Any, str, Any]] = [
-        *((module, "time", clock) for module in (files, in_flight, table, queue, open_versions)),
-        *((module, "datetime", WallClock) for module in (clean_up, arrow_rows, deletion_records, queue, token_stats)),
+        *((module, "time", clock) for module in (files, in_flight, table, committed, open_versions)),
+        *(
+            (module, "datetime", WallClock)
+            for module in (clean_up, arrow_rows, deletion_records, queue_table, token_stats)
+        ),
         *((module, "write_fragments", write) for module in (table, remove_rows, upgrade)),
         (durability, "ThreadPoolExecutor", Inline),
         (fragments, "TIERS", MERGE_FROM),
