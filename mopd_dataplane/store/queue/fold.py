@@ -160,15 +160,22 @@ def _remove_dead(folder: Path, last: int) -> None:
     try:
         name = folder.name.removesuffix(_REMOVED)
         removed = folder.with_name(name + _REMOVED)
+        # Readers see nothing of a renamed log, so one whose writer put more and died since the last look stays.
+        if folder != removed and _has_batch_after(folder, last):
+            return
         folder.rename(removed)
         fault_point("queue.log.renamed")
-        if any(batch.seq > last for batch in LogReader(removed).advance()):
+        if _has_batch_after(removed, last):
             removed.rename(folder.with_name(name))
             return
         shutil.rmtree(removed, ignore_errors=True)
         fsync(folder.parent)
     finally:
         os.close(lock)
+
+
+def _has_batch_after(folder: Path, last: int) -> bool:
+    return any(batch.seq > last for batch in LogReader(folder).advance())
 
 
 def _has_folder(logs: Path, log: str) -> bool:

@@ -182,9 +182,7 @@ def test_killed_writers_and_folders_lose_nothing_that_was_acknowledged(tmp_path:
     for round_number in range(4):
         writers = [start(WRITER, tmp_path, 2 * round_number + index) for index in range(2)]
         folding = start(FOLDER, tmp_path)
-        for process in (*writers, folding):
-            assert process.stdout is not None
-            process.stdout.readline()
+        begun = {process: process.stdout.readline() for process in (*writers, folding) if process.stdout is not None}
         time.sleep(draw.uniform(0.3, 1.5))
         order = [*writers, folding]
         draw.shuffle(order)
@@ -194,7 +192,7 @@ def test_killed_writers_and_folders_lose_nothing_that_was_acknowledged(tmp_path:
         kill(folding)
         for writer in writers:
             doubtful: dict[Key, str] = {}
-            for line in kill(writer):
+            for line in [begun[writer], *kill(writer)]:
                 word, sample, name, *rest = line.split(" ", 3)
                 key = (int(sample), name.strip())
                 doubtful = {key: rest[0].strip()} if word == "try" else {}
