@@ -8,7 +8,9 @@ deletes nothing if its clock differs from the server's.
 
 import gc
 import re
+import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -24,6 +26,8 @@ from mopd_dataplane.store.read.tags import drop_versions, remove_torn_tags, tagg
 
 KEEP = timedelta(days=1)
 """Untagged versions younger than this are left alone: a reader on another machine may use them."""
+STAGED_S = 600.0
+"""How long a file that Lance began to write must be untouched before it is taken for that of a killed process."""
 COMMITS_S = 10.0
 """How long an explicit clean-up waits for commits in flight, in seconds."""
 CLOCK_TOLERANCE = timedelta(hours=1)
@@ -79,11 +83,17 @@ def clean_up(
 
 
 def _sweep_staged(folder: Path) -> None:
-    """Remove files that have the names under which Lance begins to write. No commit may be in flight: whoever wrote
-    them was killed."""
+    """Remove files that have the names under which Lance begins to write, and that nobody has written to for a while.
+
+    No commit of this package may be in flight. Another program that uses Lance registers none, so what is written to
+    stays; if clocks leap, its write fails and nothing that was acknowledged is lost.
+    """
+    until = time.time() - STAGED_S
     for file in folder.rglob("*"):
         if file.name.startswith(".tmp") or re.search(r"#\d+$", file.name):
-            file.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if file.stat().st_mtime < until:
+                    file.unlink()
 
 
 def _old_versions(
