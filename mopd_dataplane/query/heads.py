@@ -120,8 +120,8 @@ def head_logits(path: Path, states: NDArray[np.float32]) -> NDArray[np.float32]:
         rows, width = weight.shape
         matrix = _tensor(path, weight).reshape(rows, width)
         bias = _tensor(path, header.tensors["bias"]) if "bias" in header.tensors else None
-    except DamagedError:
-        raise
+    except DamagedError as error:
+        raise DamagedError(f"head file {error}; or score again to rewrite it") from None
     except (OSError, ValueError, KeyError) as error:
         raise DamagedError(f"head file {path}: {error!r}; score again to rewrite it") from None
     if width != states.shape[-1]:

@@ -466,9 +466,11 @@ def write_head(file: Path, head: Head, weights: str) -> None:
 
 def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
     """Read [V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
-    header = read_tensor_header(file)
     try:
+        header = read_tensor_header(file)
         rows, width = header.tensors["weight"].shape
+    except DamagedError as error:
+        raise DamagedError(f"head file {error}; or delete it and score again") from None
     except (LookupError, ValueError):
         raise DamagedError(f"{file} has no matrix `weight`, so it is no head; delete it and score again") from None
     return (rows, width), header.metadata
