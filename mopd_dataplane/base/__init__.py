@@ -14,7 +14,7 @@ checksum.py        crc32c over arrays
 sealed_json.py     JSON objects that carry their own checksum
 file_checksums.py  folders of files that are never rewritten, with the size and checksums of each file
 tensor_header.py   headers of safetensors files, checked before anything of them is read
-memory.py          reuse of freed memory inside large work
+memory.py          memory that is available, and reuse of freed memory inside large work
 fault_points.py    named points where tests can make a process die
 sampling_masks.py  the token ids that top-k and top-p left to draw each token from
 log/               write-ahead logs: segments, group commit, acknowledgement levels

@@ -1,8 +1,9 @@
-"""Keeps memory that large work frees for use in the same work, or returns it to the kernel at once."""
+"""Memory of this process: how much it may still take, and what becomes of memory that large work frees."""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
@@ -56,3 +57,16 @@ def trim_heap() -> None:
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.mallopt(TRIM_THRESHOLD, RETURNED_BYTES)
         _LIBC.malloc_trim(0)
+
+
+def available_memory() -> int:
+    """Return the bytes that this process may still allocate, limited by the machine and by its control group."""
+    with open("/proc/meminfo") as lines:
+        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        return machine
+    return machine if limit == "max" else max(0, min(machine, int(limit) - used))

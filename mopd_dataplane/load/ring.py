@@ -14,8 +14,8 @@ import os
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 
+from mopd_dataplane.base.memory import available_memory
 from mopd_dataplane.errors import ResourceError
 
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -161,16 +161,3 @@ def make_slot(number: int, nbytes: int) -> Slot:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def available_memory() -> int:
-    """Return the bytes that this process may still allocate, limited by the machine and by its control group."""
-    with open("/proc/meminfo") as lines:
-        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        return machine
-    return machine if limit == "max" else max(0, min(machine, int(limit) - used))

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.base.files import unlink_socket
+from mopd_dataplane.base.memory import available_memory
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.job.parse import parse_section
 from mopd_dataplane.load.consumers import Consumer
 from mopd_dataplane.load.launch import is_served
 from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, check_same_user, error_message
-from mopd_dataplane.load.ring import Lent, Ring, available_memory
+from mopd_dataplane.load.ring import Lent, Ring
 from mopd_dataplane.load.spec import LoadSpec
 
 POLL_INTERVAL_S = 0.5

@@ -35,13 +35,14 @@ _SHORT = 24
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Result of a self-check that a model has passed."""
+    """Result of a self-check that a model has passed, or that could not be made."""
 
     model: str
     """Class of the model, and its type in brackets."""
     dtype: str
     gap: float | None
-    """Mean difference of log-probs in nat; None where the model's own logits are not finite."""
+    """Mean difference of log-probs in nat; None where the model's own logits are not finite, or the model does not fit
+    into memory."""
     band: float
     """Largest mean difference that is allowed in the dtype, in nat."""
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mopd_dataplane.base.memory import available_memory
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.load.ring import available_memory
 from mopd_dataplane.models.devices import free_memory, resolve_device
 from mopd_dataplane.models.hf import load_tokenizer
 from mopd_dataplane.models.hub import model_folder

@@ -39,14 +39,14 @@ def find_point(store: Store, name: str) -> Point:
     ends = {0: WindowEnd("", 0)} | _stored_ends(store, stage)
     if version not in ends:
         raise _not_stored(store, stage, version, ends)
-    place = job.stages.index(stage)
-    unfinished = [other.name for other in job.stages[:place] if not is_done(store, other)]
+    position = job.stages.index(stage)
+    unfinished = [other.name for other in job.stages[:position] if not is_done(store, other)]
     if unfinished:
         raise UnknownNameError(
             f"{store.uri} has no {name} yet: stage {unfinished[0]!r} comes before and is not finished; give a version "
             f"of it, or finish it first: mopd run {store.uri}"
         )
-    later = job.stages[place + 1 :]
+    later = job.stages[position + 1 :]
     return Point(
         stage=stage.name,
         version=version,

@@ -70,12 +70,12 @@ def rewind(uri: str, to: str) -> Rewound:
         if not _goes_beyond(store, point):
             return Rewound(uri, point.name, "", SharedFiles())
         shutil.rmtree(waiting, ignore_errors=True)  # of a killed call, which may have meant another point
-        kept = _free_name(store, root)
+        backup = _free_name(store, root)
         maker = ForkMaker(store, str((store.read_json(JOB) or {})["store"]), point, (), Progress(quiet=True))
-        made = maker.make(waiting, uri=str(kept))
-        rename_folder(root, kept)
+        result = maker.make(waiting, uri=str(backup))
+        rename_folder(root, backup)
         fault_point("rewind.kept")
-        return _give_name(uri, root, waiting, made.shared)
+        return _give_name(uri, root, waiting, result.shared)
 
 
 def _give_name(uri: str, root: Path, waiting: Path, shared: SharedFiles) -> Rewound:
@@ -83,8 +83,8 @@ def _give_name(uri: str, root: Path, waiting: Path, shared: SharedFiles) -> Rewo
     fork = StoreLocation(waiting)
     origin = (fork.read_json(MARK) or {})[FORKED_FROM]
     suffix = Path(origin["uri"]).name.removeprefix(root.name)
-    kept, name = StoreLocation(origin["uri"]), f"{str((fork.read_json(JOB) or {})['store']).rstrip('/')}{suffix}"
-    kept.write_json(JOB, (kept.read_json(JOB) or {}) | {"store": name})
+    backup, name = StoreLocation(origin["uri"]), f"{str((fork.read_json(JOB) or {})['store']).rstrip('/')}{suffix}"
+    backup.write_json(JOB, (backup.read_json(JOB) or {}) | {"store": name})
     fault_point("rewind.named")
     rename_folder(waiting, root)
     return Rewound(uri, f"{origin['stage']}@{origin['version']}", f"{uri.rstrip('/')}{suffix}", shared)
@@ -100,12 +100,12 @@ def _free_name(store: Store, root: Path) -> Path:
     """A folder beside the run for what came after, named by the newest version in it."""
     begun = [(stage.name, newest_version(store, stage)) for stage in remembered_job(store).stages]
     name, version = next(((name, version) for name, version in reversed(begun) if version), begun[0])
-    kept = root.with_name(f"{root.name}-was-{name}-{version}")
+    backup = root.with_name(f"{root.name}-was-{name}-{version}")
     number = 2
-    while kept.exists():
-        kept = root.with_name(f"{root.name}-was-{name}-{version}-{number}")
+    while backup.exists():
+        backup = root.with_name(f"{root.name}-was-{name}-{version}-{number}")
         number += 1
-    return kept
+    return backup
 
 
 @contextmanager

@@ -278,9 +278,9 @@ def table(every: Sequence[dict[str, dict[str, int]]]) -> str:
     lines = ["| fault | detected | by |", "|---|---|---|"]
     for fault in FAULTS:
         counts = sum((Counter(seed[fault.name]) for seed in every), Counter())
-        found = counts.pop("any", 0)
+        detected = counts.pop("any", 0)
         shown = ", ".join(f"`{check}` {100 * count / cases:.0f} %" for check, count in counts.most_common())
-        lines.append(f"| {fault.name} | {100 * found / cases:.0f} % | {shown or 'no check'} |")
+        lines.append(f"| {fault.name} | {100 * detected / cases:.0f} % | {shown or 'no check'} |")
     return "\n".join(lines)
 
 

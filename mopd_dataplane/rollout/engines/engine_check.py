@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.memory import available_memory
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.adapter_files import weights_folder
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.self_check import SelfCheck, band_of, plain_logits
 from mopd_dataplane.rollout.engines.engine import GOING, Engine, Request
@@ -43,9 +45,12 @@ def check_engine(
 
     prompts: [P] token ids of each prompt of the job; the first and the longest one are used, the longest followed by
     made-up tokens up to `longest` tokens where the bounds above allow it. Every slot must be free, and is free
-    afterwards. Raises MismatchError when the mean difference is above the band of the dtype, and names the first
-    position that is.
+    afterwards. The gap is None, and nothing was compared, where the weights do not fit into memory beside what is
+    there. Raises MismatchError when the mean difference is above the band of the dtype, and names the first position
+    that is.
     """
+    if _memory_needed(folder) > available_memory():
+        return SelfCheck(folder.name, dtype, None, band_of(dtype))
     model = load_model(folder, dtype=dtype)
     texts = _texts(prompts, min(longest, _affordable(model.num_parameters()), engine.context_length), engine.vocab_size)
     answers = [_decode(engine, prompt, prefix, number) for number, (prompt, prefix) in enumerate(texts)]
@@ -67,6 +72,12 @@ def check_engine(
             'load the policy into the server (engine.reload = true), set engine.dtype, or use engine.kind = "hf"'
         )
     return SelfCheck(name, dtype, gap, band)
+
+
+def _memory_needed(folder: Path) -> int:
+    """Bytes that the plain pass needs: twice the weights' files, since float32 takes two of bfloat16."""
+    files = {file for part in {folder, weights_folder(folder)} for file in part.glob("*.safetensors")}
+    return 2 * sum(file.stat().st_size for file in files)
 
 
 def _affordable(parameters: int) -> int:

@@ -169,6 +169,11 @@ def _check_log_probs(run: Run, engine: Engine, part: Part) -> None:
         prompts = [np.array(run.prompt_ids(prompt), np.int32) for prompt in part.prompts]
         passed = check_engine(engine, folder, prompts, dtype=dtype, longest=longest)
         record_self_check(run.store, stage.name, "sampler", passed)
+        if passed.gap is None:
+            run.progress.say(
+                f"{stage.name:<16} rollout  the engine's log-probs were not compared with a plain pass: {folder.name} "
+                "does not fit into the memory that is free; the trainer compares them before its first step"
+            )
 
 
 def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:

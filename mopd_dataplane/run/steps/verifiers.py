@@ -48,10 +48,10 @@ class Verifiers:
             ask = self._timed.setdefault(name, TimedReward(function, domain.reward_timeout_s))
         if function.whole:
             return ask(prompt, _conversation(self._run, prompt.domain, response, loss_mask))
-        said = _last_turn(self._run, prompt.domain, response, loss_mask)
-        outcome = ask(prompt, said)
+        text = _last_turn(self._run, prompt.domain, response, loss_mask)
+        outcome = ask(prompt, text)
         if domain.right == "reference" and isinstance(outcome, Outcome) and outcome.correct is not None:
-            return outcome._replace(correct=outcome.correct and is_reference(prompt, said))
+            return outcome._replace(correct=outcome.correct and is_reference(prompt, text))
         return outcome
 
 

@@ -56,8 +56,8 @@ class Point:
     def samples_after(self) -> str:
         """Condition of the samples that come after the point."""
         sampled = NOTHING if self.stage in self.imported else f"iteration >= {self.version}"
-        kept = f" AND stage NOT IN ({_listed(self.imported)})" if self.imported else ""
-        return f"{self.after(sampled)}{kept}"
+        not_imported = f" AND stage NOT IN ({_listed(self.imported)})" if self.imported else ""
+        return f"{self.after(sampled)}{not_imported}"
 
     @property
     def events_after(self) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mopd_dataplane.base.memory import available_memory
 from mopd_dataplane.errors import DamagedError, ResourceError
-from mopd_dataplane.load.ring import POISON, Ring, available_memory, make_slot
+from mopd_dataplane.load.ring import POISON, Ring, make_slot
 from mopd_dataplane.load.slot_layout import (
     FIELD,
     FORMAT,

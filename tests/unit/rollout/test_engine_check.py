@@ -12,6 +12,7 @@ from decoding import TINY
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines import engine_check
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.engine_check import LONGEST_TEXT, NEW_TOKENS, _affordable, _texts, check_engine
 from mopd_dataplane.rollout.engines.hf import HfEngine
@@ -63,6 +64,17 @@ class Missing(HfEngine):
 def test_wrong_log_probs_are_found(models: tuple[Path, Path], engine: type[HfEngine]) -> None:
     with pytest.raises(MismatchError, match="Nothing was sampled"):
         check_engine(engine(models[0], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
+
+
+def test_a_model_that_does_not_fit_into_memory_is_not_compared(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = (models[0] / "model.safetensors").stat().st_size
+    monkeypatch.setattr(engine_check, "available_memory", lambda: 2 * weights - 1)
+    assert check_engine(HfEngine(models[1], slots=2), models[0], PROMPTS, dtype="float32", longest=64).gap is None
+    monkeypatch.setattr(engine_check, "available_memory", lambda: 2 * weights)
+    with pytest.raises(MismatchError, match="Nothing was sampled"):
+        check_engine(HfEngine(models[1], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
 
 
 def test_the_longest_text_is_as_long_as_the_job_allows_and_no_longer_than_its_bounds() -> None:
