@@ -66,6 +66,13 @@ def test_every_operation_and_fault_comes_up_in_the_seeds() -> None:
     assert kinds == {"killed", "suspended", "disk full", "failed sync", "lost reply"}
 
 
+def test_a_clearing_that_does_nothing_is_found(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [Step(0, "put", 0), Step(0, "put", 50), Step(0, "put", 90), Step(1, "clear", 0)]
+    assert run_steps(steps, template).violation == ""
+    monkeypatch.setattr("mopd_dataplane.store.queue.committed.CommittedQueue.clear", lambda queue, keys: None)
+    assert run_steps(steps, template).violation.startswith("I10: queue")
+
+
 def test_a_broken_rule_is_found(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that stalls across a deletion, and does not look at the deletions a second time."""
     commit = Step(0, "commit", 463, Fault("suspended", 0))
