@@ -27,6 +27,8 @@ CANDIDATE_TOKENS = 24
 """Tokens of a sample, the most surprising first, whose candidates travel along."""
 REDPEN_BYTES = 2_900_000
 """Largest file of the first page."""
+FRAME_BYTES = 512
+"""Room for what stands around data and code in one file: names, hashes of the policy, tags."""
 REDPEN_ITERATIONS = 24
 LINE_SAMPLES = 3
 """Samples of each line of the first page's lists that an export names."""
@@ -143,14 +145,13 @@ def export_redpen(shown: Shown, file: Path) -> Exported:
         "columns": list(index.columns), "rows": [[row[name] for name in index.columns] for row in rows.values()],
     }  # fmt: skip
     data["excerpts"] = excerpts(shown.store, list(rows.values()), index.snapshot, shown.decoder)
-    left = REDPEN_BYTES - len((bundle.script() + bundle.style() + _script_json(data)).encode())
+    room = REDPEN_BYTES - len((bundle.script() + bundle.style() + PAGE).encode()) - FRAME_BYTES
     samples = 0
     for uids in answered:
-        own = _of_samples(shown, index, uids)
-        left -= len(_script_json(own).encode())
-        if left < 0:
+        more = data | _of_samples(shown, index, uids)  # iterations share the pages of their prompts
+        if len(_script_json(more).encode()) > room:
             break
-        data |= own
+        data = more
         samples += len(uids)
     return _one_file(file, "#/home", data, samples=samples)
 

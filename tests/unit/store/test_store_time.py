@@ -150,10 +150,10 @@ def test_a_version_that_lost_a_synced_file_is_not_acknowledged(store: Store, mon
     acknowledged = samples.acknowledged()
     real = samples.barrier.sync_version
 
-    def lose_a_file(dataset: Any) -> None:
+    def lose_a_file(dataset: Any, **settings: Any) -> None:
         [file] = (Path(store.uri) / "samples" / "data").iterdir()
         file.unlink()
-        real(dataset)
+        real(dataset, **settings)
 
     monkeypatch.setattr(samples.barrier, "sync_version", lose_a_file)
     with pytest.raises(ResourceError, match=r"is not acknowledged, because .* was deleted meanwhile"):
