@@ -97,7 +97,7 @@ mutations: $(INSTALLED)  ## break one rule at a time and show which test notices
 	$(BIN)/python tests/faults/mutations.py
 
 lint: $(INSTALLED)  ## ruff, mypy --strict (also of the scripts in jobs and evidence), and the form of the container files
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy $$(find jobs evidence -name "*.py")
+	$(BIN)/ruff check --no-cache . && $(BIN)/ruff format --no-cache --check . && $(BIN)/mypy && $(BIN)/mypy $$(find jobs evidence -name "*.py")
 	$(BIN)/hadolint containers/Containerfile.*
 
 format: $(INSTALLED)  ## let ruff rewrite what it can

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import lance
+from simulator import values
+from simulator.invariants import about
+from simulator.model import Attempt, Key, Model, Value, Violation
+from simulator.operations import Operation, Writer
+from simulator.reading import Reader
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.run.upgrade import upgrade_store
 from mopd_dataplane.run.whole_copy import copy_whole
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.copy_samples import copy_samples
-from simulator import values
-from simulator.invariants import about
-from simulator.model import Attempt, Key, Model, Value, Violation
-from simulator.operations import Operation, Writer
-from simulator.reading import Reader
 
 TARGETS = 2
 WHERE = "domain = 'math'"

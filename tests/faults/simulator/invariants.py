@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mopd_dataplane.records import Snapshot
-from mopd_dataplane.store.maintain.deletion_records import prompt_hash
-from mopd_dataplane.store.read import snapshot as snapshots
 from simulator import values
 from simulator.model import Deletion, Key, Model, Value, Violation
 from simulator.reading import Reader
+
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.maintain.deletion_records import prompt_hash
+from mopd_dataplane.store.read import snapshot as snapshots
 
 _HASHES = {prompt_hash(values.prompt_of(number)): values.prompt_of(number) for number in range(values.SAMPLES)}
 _PROMPTS = {values.sample(number).uid: values.prompt_of(number) for number in range(values.SAMPLES)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 
-from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, MopdError, ResourceError, UnknownNameError
 from simulator.model import Attempt, Model
 from simulator.values import SAMPLES, prompt_of, sample
 from simulator.world import LostReplyError
+
+from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, MopdError, ResourceError, UnknownNameError
 
 _PROMPTS = {sample(number).uid: prompt_of(number) for number in range(SAMPLES)}
 

@@ -14,9 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from deaths import Died
-
-from mopd_dataplane.run import delete as deleting
-from mopd_dataplane.store.dataset import Store
 from simulator import copies, invariants, values
 from simulator.actors import Actor
 from simulator.model import Model, Violation
@@ -25,6 +22,9 @@ from simulator.reading import Reader
 from simulator.refusals import is_expected
 from simulator.sequences import Step
 from simulator.world import World, simulated
+
+from mopd_dataplane.run import delete as deleting
+from mopd_dataplane.store.dataset import Store
 
 LEAPS_DAYS = (20 * 365, 30, 8, 1, -1, -8, -30)
 FRESH_READER_EVERY = 3
