@@ -144,7 +144,7 @@ def test_wheel_and_sdist_hold_every_recipe_and_nothing_a_run_left(source: Path, 
     for names in (in_wheel, in_sdist):
         inside = {name.removeprefix("mopd_dataplane/recipes/") for name in names}
         assert inside >= RECIPES
-        assert [name for name in names if "/runs" in name or "__pycache__" in name] == []
+        assert [name for name in names if "/runs/" in name or "__pycache__" in name] == []
     assert {f"jobs/{name}" for name in RECIPES} <= set(in_sdist)
 
 
