@@ -70,4 +70,4 @@ def test_the_effect_of_rounding_is_recorded_once_and_before_any_signal(
     file.write_text(file.read_text().replace('"int8"', '"fp8"'))
     refused = mopd("score", file, "--stage", "student", check=False)
     assert refused.returncode == 2
-    assert "give the new teacher another name" in refused.stderr
+    assert "add another one under a new name" in refused.stderr

@@ -45,6 +45,7 @@ READ_BACK = {
     "models/self_check.py:require_same_logits": "of the self-check, once for each model",
     "score/signal_kinds.py:split": "what is stored",
     "score/signal_kinds.py:check_finite": "a flag a sample",
+    "score/signal_kinds.py:_first_choices": "a flag a token, of samples that keep statistics",
     "codecs.py:encode": "a flag a batch",
     "models/hf.py:hidden_states": "transformers looks whether position ids are packed",
 }
@@ -298,7 +299,11 @@ PLACED = {"HfEngine", "TeacherPool", "StudentTopk", "Discriminator", "load_model
 """What computes where its `device` says."""
 DECIDES = {"rollout", "score", "run", "integrations"}
 """Packages in which that is never a device by name, nor left out."""
-HOST = {"score/discriminator.py": "moves the critic as a whole", "run/policies.py": "merges weights to write them"}
+HOST = {
+    "score/discriminator.py": "moves the critic as a whole",
+    "run/policies.py": "merges weights to write them",
+    "rollout/engines/engine_check.py": "compares on the host, since the engine's process has the device",
+}
 
 
 def test_whoever_opens_a_model_hands_on_the_device_of_the_job() -> None:
