@@ -101,7 +101,7 @@ lint: $(INSTALLED)  ## ruff, mypy --strict (also of the scripts in jobs and evid
 	$(BIN)/hadolint containers/Containerfile.*
 
 format: $(INSTALLED)  ## let ruff rewrite what it can
-	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
+	$(BIN)/ruff check --no-cache --fix-only -q . && $(BIN)/ruff format --no-cache -q .
 
 schemas: $(INSTALLED)  ## write schemas/*/v2.json from tables.py
 	$(BIN)/python -m mopd_dataplane.store.format.schemas schemas

@@ -5,6 +5,7 @@ No request leaves the page: data are scripts beside it, and a content-security p
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,8 +28,6 @@ CANDIDATE_TOKENS = 24
 """Tokens of a sample, the most surprising first, whose candidates travel along."""
 REDPEN_BYTES = 2_900_000
 """Largest file of the first page."""
-FRAME_BYTES = 512
-"""Room for what stands around data and code in one file: names, hashes of the policy, tags."""
 REDPEN_ITERATIONS = 24
 LINE_SAMPLES = 3
 """Samples of each line of the first page's lists that an export names."""
@@ -106,7 +105,7 @@ def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
     row = index.row(uid)
     listed = {"columns": list(index.columns), "rows": [[row[name] for name in index.columns]]}
     data = {**_of_samples(shown, index, [uid]), "stores": [shown.describe() | {"follow": False}], "samples": listed}
-    return _one_file(file, f"#/sample/{uid}", data, samples=1)
+    return _publish(file, _page(f"#/sample/{uid}", data), samples=1)
 
 
 def export_redpen(shown: Shown, file: Path) -> Exported:
@@ -145,19 +144,20 @@ def export_redpen(shown: Shown, file: Path) -> Exported:
         "columns": list(index.columns), "rows": [[row[name] for name in index.columns] for row in rows.values()],
     }  # fmt: skip
     data["excerpts"] = excerpts(shown.store, list(rows.values()), index.snapshot, shown.decoder)
-    room = REDPEN_BYTES - len((bundle.script() + bundle.style() + PAGE).encode()) - FRAME_BYTES
-    samples = 0
+    page = _page("#/home", data)
+    chosen: list[str] = []
     for uids in answered:
-        more = data | _of_samples(shown, index, uids)  # iterations share the pages of their prompts
-        if len(_script_json(more).encode()) > room:
+        data |= _of_samples(shown, index, uids, siblings=chosen)
+        larger = _page("#/home", data)
+        if len(larger) > REDPEN_BYTES:
             break
-        data = more
-        samples += len(uids)
-    return _one_file(file, "#/home", data, samples=samples)
+        page = larger
+        chosen += uids
+    return _publish(file, page, samples=len(chosen))
 
 
-def _one_file(file: Path, start: str, data: dict[str, Any], *, samples: int) -> Exported:
-    """Write the page with its data as one HTML file. start: address of the view that it opens with."""
+def _page(start: str, data: dict[str, Any]) -> bytes:
+    """The page with its data as one HTML file. start: address of the view that it opens with."""
     code = (
         f"window.mopdFiles = {{keys: {{}}, start: {_script_json(start)}, data: {_script_json(data)}}};\n"
         + bundle.script()
@@ -167,8 +167,12 @@ def _one_file(file: Path, start: str, data: dict[str, Any], *, samples: int) -> 
         policy=f"script-src '{_hash(code)}'; style-src '{_hash(sheet)}'",
         style=f"<style>{sheet}</style>", script=f"<script>{code}</script>",
     )  # fmt: skip
-    publish_file(file, page.encode())
-    return Exported(str(file), samples, 1, len(page.encode()))
+    return page.encode()
+
+
+def _publish(file: Path, page: bytes, *, samples: int) -> Exported:
+    publish_file(file, page)
+    return Exported(str(file), samples, 1, len(page))
 
 
 def _shared(shown: Shown, index: Index, page: dict[str, Any]) -> dict[str, Any]:
@@ -183,8 +187,11 @@ def _shared(shown: Shown, index: Index, page: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
-    """sample/…, life/…, candidates/… of each, and prompt/… of each prompt with the chosen answers only."""
+def _of_samples(shown: Shown, index: Index, uids: list[str], *, siblings: Sequence[str] = ()) -> dict[str, Any]:
+    """sample/…, life/…, candidates/… of each, and prompt/… of each prompt with the chosen answers only.
+
+    siblings: uids exported before, which the pages of the prompts list too.
+    """
     data: dict[str, Any] = {}
     rows = index.rows_of(uids)
     data |= {
@@ -197,7 +204,7 @@ def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
         data[f"candidates/{uid}"] = _candidates(shown, index, row)
     for prompt_id in dict.fromkeys(row["prompt_id"] for row in rows.values()):
         data[f"prompt/{prompt_id}"] = prompt.answers(
-            shown.store, index, shown.decoder, prompt_id=prompt_id, only=frozenset(uids)
+            shown.store, index, shown.decoder, prompt_id=prompt_id, only=frozenset([*uids, *siblings])
         )
     return data
 

@@ -97,6 +97,15 @@ def test_the_export_is_one_file_with_every_version(scored: Scored, tmp_path: Pat
     assert shown | listed == {row[data["samples"]["columns"].index("uid")] for row in data["samples"]["rows"]}
 
 
+def test_the_page_of_a_prompt_lists_the_answers_of_every_version(scored: Scored, tmp_path: Path) -> None:
+    export_redpen(Shown(scored.store), tmp_path / "red-pen.html")
+    data = exported((tmp_path / "red-pen.html").read_text())
+    chosen = {answer["uid"] for at in range(ITERATIONS) for answer in data[f"corrections/{at}"]}
+    prompts = [page["answers"] for key, page in data.items() if key.startswith("prompt/")]
+    assert {answer["row"]["uid"] for answers in prompts for answer in answers} == chosen
+    assert max(len({answer["row"]["iteration"] for answer in answers}) for answers in prompts) == ITERATIONS
+
+
 def test_the_export_keeps_below_its_size(scored: Scored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = export_redpen(Shown(scored.store), tmp_path / "whole.html")
     monkeypatch.setattr(export, "REDPEN_BYTES", whole.bytes - 3000)
