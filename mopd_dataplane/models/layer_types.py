@@ -27,13 +27,14 @@ class LayerTypes:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         text = config.get_text_config(decoder=True)
-        self.names, self._arguments = get_layer_types_and_kwargs(text)
+        self.names, arguments = get_layer_types_and_kwargs(text)
+        self._arguments: list[dict[str, Any]] = _of_layers(self.names, arguments)
         self._model_type = text.model_type
         self.windows: dict[str, int] = {}
         """Layer type → number of tokens that its attention sees, the token itself included; 0 means all."""
-        for name, arguments in zip(self.names, self._arguments, strict=True):
+        for name, own in zip(self.names, self._arguments, strict=True):
             if name not in RECURRENT:
-                window = int(arguments.get("sliding_window") or 0)
+                window = int(own.get("sliding_window") or 0)
                 self.windows[name] = max(window, self.windows.get(name, 0))
 
     def require_decodable(self) -> None:
@@ -98,3 +99,12 @@ class LayerTypes:
             if name not in self.windows or name in BOTH:
                 masks["linear_attention" if name in BOTH else name] = None
         return masks
+
+
+def _of_layers(names: list[str], arguments: list[dict[str, Any]] | dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the arguments of each layer's cache. Up to 5.18 transformers gives one set for all layers."""
+    if isinstance(arguments, list):
+        return arguments
+    windowed = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
+    shared = {name: value for name, value in arguments.items() if name != "sliding_window"}
+    return [arguments if name in windowed else shared for name in names]

@@ -1,24 +1,35 @@
 """Causal attention over sequences packed into one row: each sequence by itself, without a mask or padding.
 
 The mask of a packed row grows with the square of the row, while the pairs that attend to each other grow only with the
-squares of its sequences. One call of torch's own kernel per sequence computes just those pairs.
+squares of its sequences. On CUDA one launch of torch's kernel for variable lengths computes just those pairs; where it
+cannot run, one call of torch's own attention per sequence does.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from mopd_dataplane.train.context import heads_for_tokens, tokens_for_heads
+from mopd_dataplane.train.microbatch import starts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 NAME = "mopd_packed"
+_WIDEST_HEAD = 256
+"""Flash Attention's limit on a head's width."""
+_SHORT = 1024
+"""Mean length in tokens up to which one launch is faster than one a sequence: on an H200 0.06 of its time at 64 tokens,
+0.9 at 1,024 and 1.2 at 2,048 (docs/benchmarks/gpu.md)."""
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11 shares key and value heads without being told."""
 
 
 def packed_attention(
@@ -32,31 +43,81 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     sequence_lengths: list[int] | None = None,
+    sequence_starts: Tensor | None = None,
     context_group: ProcessGroup | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention with the interface of transformers' models.
 
     query [1, H, T, d], key and value [1, H_kv, T, d]. sequence_lengths: tokens of each sequence, summing to T; without
-    it, every row is one sequence. sliding_window: number of tokens that a token sees, itself included. context_group:
-    the ranks that share the T tokens; tensors then have T / n tokens.
+    it, every row is one sequence. sequence_starts: [S + 1] int32, their starts and the last end, made here if left out.
+    sliding_window: number of tokens that a token sees, itself included. context_group: the ranks that share the T
+    tokens; tensors then have T / n tokens.
     Returns [1, T, H, d].
     """
     if context_group is not None:
         query, key, value = heads_for_tokens(query, key, value, context_group)
     lengths = sequence_lengths or [query.shape[2]]
+    if is_faster_in_one_launch(lengths, sliding_window) and takes_variable_lengths(query, dropout):
+        if sequence_starts is None:
+            sequence_starts = starts_of(lengths).to(query.device)
+        output = in_one_launch(query, key, value, sequence_starts, max(lengths), scaling, sliding_window)
+    else:
+        output = each_sequence(query, key, value, lengths, scaling, sliding_window, dropout)
+    if context_group is not None:
+        output = tokens_for_heads(output, context_group)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def is_faster_in_one_launch(lengths: list[int], window: int | None) -> bool:
+    """Whether one launch for a row of sequences takes less time than one a sequence; a window that cuts some needs a
+    mask there, and none in one launch."""
+    return len(lengths) > 1 and (sum(lengths) <= _SHORT * len(lengths) or 0 < (window or 0) < max(lengths))
+
+
+def takes_variable_lengths(query: Tensor, dropout: float) -> bool:
+    """Whether torch's kernel for variable lengths computes these queries: it is NVIDIA's from Ampere on, in half
+    precision and without dropout."""
+    return (
+        query.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[3] <= _WIDEST_HEAD
+        and not dropout
+    )
+
+
+def in_one_launch(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    """Compute attention of all sequences of a row together; [1, H, T, d]."""
+    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    back = window - 1 if window else -1
+    output = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=(back, 0), **_GROUPED)
+    assert isinstance(output, Tensor)  # a pair only if more than the output is asked for
+    return output.transpose(0, 1)[None]
+
+
+def each_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scaling: float | None,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    """Compute attention of the sequences of a row one after the other; [1, H, T, d]."""
     parts = []
     for q, k, v in zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True):
-        band = _band(q, sliding_window)
+        band = _band(q, window)
         parts.append(
             scaled_dot_product_attention(
                 q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, dropout_p=dropout, enable_gqa=True
             )
         )
-    output = torch.cat(parts, dim=2)
-    if context_group is not None:
-        output = tokens_for_heads(output, context_group)
-    return output.transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2)
 
 
 def _band(query: Tensor, window: int | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.fields import FIELDS, arguments, in_record, value
-from mopd_dataplane.train.microbatch import MicroBatch
+from mopd_dataplane.train.microbatch import MicroBatch, starts_of
 
 MADE = ("targets", "sequence", "position", "policy_versions", "sampling_mask")
 """Fields of a MicroBatch with one row per trained token that no pack carries as they are, besides `predictors`."""
@@ -29,8 +29,8 @@ BODY_FIELDS = tuple(field for field in FIELDS if field.batch == "body")
 def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
     """Cut out the share of one member: its columns of the row [1, W / members], and the tokens that they predict.
 
-    The row is padded to a multiple of `members` with a sequence of its own; `sequence_lengths` still cover the whole
-    row. Fields of sequences ([S]) stay whole.
+    The row is padded to a multiple of `members` with a sequence of its own; `sequence_lengths` and their starts cover
+    the whole row. Fields of sequences ([S]) stay whole.
     """
     if members == 1:
         return batch
@@ -51,6 +51,7 @@ def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
         input_ids=torch.nn.functional.pad(batch.input_ids, (0, padding))[:, first : first + share],
         position_ids=torch.nn.functional.pad(batch.position_ids, (0, padding))[:, first : first + share],
         sequence_lengths=lengths,
+        sequence_starts=starts_of(lengths),
         predictors=batch.predictors[mine] - first,
         **arguments(MicroBatch, cut),
     )

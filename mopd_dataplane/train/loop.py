@@ -284,7 +284,7 @@ def _no_tokens() -> MicroBatch:
     empty = torch.zeros(0)
     return MicroBatch(
         teacher="", input_ids=torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[0, 1]]),
-        sequence_lengths=[2],
+        sequence_lengths=[2], sequence_starts=torch.tensor([0, 2], dtype=torch.int32),
         predictors=none, targets=none, sequence=none, position=none, sampler_logprobs=empty, policy_versions=none,
         loss_counts=none, advantages=empty, rewards=empty, sample_rows=none, tokens=0,
     )  # fmt: skip

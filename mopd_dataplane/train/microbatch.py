@@ -34,6 +34,8 @@ class MicroBatch:
     """[B, W] int64, restarting at 0 in every sequence; padding is 0"""
     sequence_lengths: list[int]
     """Tokens of each sequence, in order; in the packed layout they fill the row."""
+    sequence_starts: Tensor
+    """[S + 1] int32 start of each sequence in their sum, and its end"""
     predictors: Tensor
     """[M] int64 index into the flattened [B * W] hidden states"""
     targets: Tensor
@@ -130,6 +132,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         input_ids=input_ids,
         position_ids=position_ids,
         sequence_lengths=lengths.tolist(),
+        sequence_starts=starts_of(lengths.tolist()),
         predictors=(row * width + column)[mask] - 1,
         targets=tokens[mask],
         sequence=trained_sequence,
@@ -141,6 +144,11 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         hidden_codec=packs[0].hidden_codec,
         **arguments(MicroBatch, carried),
     )
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    """Return where each sequence of a row starts and the last one ends, [S + 1] int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:

@@ -100,7 +100,11 @@ class Student(nn.Module):
         lower = torch.autocast(device, self.dtype) if self._mixed else nullcontext()
         packed: dict[str, object] = {}
         if self.layout == "packed":
-            packed = {"sequence_lengths": batch.sequence_lengths, "context_group": self._context_group}
+            packed = {
+                "sequence_lengths": batch.sequence_lengths,
+                "sequence_starts": batch.sequence_starts,
+                "context_group": self._context_group,
+            }
         with lower:
             states = hidden_states(self.model, batch.input_ids, position_ids=batch.position_ids, **packed)
         rows = states.flatten(0, 1)[batch.predictors].to(self.dtype)

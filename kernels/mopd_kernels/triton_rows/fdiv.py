@@ -240,10 +240,11 @@ def _normalisers(state: RowState) -> Tensor:
     return torch.stack((state.student_max, state.student_sum.log(), state.teacher_max, state.teacher_sum.log()))
 
 
-def _block(columns: int, form: Form) -> int:
-    """Return the columns of a program: at 4096 and two programs an SM, the mixtures' longer formulas spill
-    registers."""
-    return block_of(columns, 2048 if form.needs_mean else 4096)
+def _tile(columns: int, form: Form, *, writes_gradient: bool) -> tuple[int, int]:
+    """Return the columns that a program holds at once, and its warps: the fastest of twelve on an H200
+    (kernels/benches/results/tiles_h200_2026-11-27.md)."""
+    block, warps = (4096, 16) if form.needs_mean and not writes_gradient else (2048, WARPS)
+    return block_of(columns, block), warps
 
 
 def fdiv_rows(
@@ -253,7 +254,7 @@ def fdiv_rows(
     gradient: Tensor | None,
     *,
     block: int | None = None,
-    warps: int = WARPS,
+    warps: int | None = None,
 ) -> tuple[Tensor, RowStats]:
     """Compute :func:`mopd_kernels.torch_rows.fdiv.fdiv_rows`; zs, zt [C, V] float32 with unit column stride.
 
@@ -264,10 +265,11 @@ def fdiv_rows(
     losses = torch.zeros(rows, device=zs.device)
     stats = torch.zeros(STATS_FIELDS, rows, device=zs.device)
     g = zs if gradient is None else gradient
+    fastest = _tile(columns, form, writes_gradient=gradient is not None)
     _row_kernel[(rows,)](
         zs, zt, g, coefficient, losses, stats, rows, columns, zs.stride(0), zt.stride(0), g.stride(0),
         *_form_arguments(form), *_epilogues(z),
-        KIND=form.code, GRADIENT=gradient is not None, B=block or _block(columns, form), num_warps=warps,
+        KIND=form.code, GRADIENT=gradient is not None, B=block or fastest[0], num_warps=warps or fastest[1],
     )  # fmt: skip
     return losses, RowStats(*stats)
 
@@ -291,9 +293,10 @@ def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
     zs, zt, *_ = z
     rows, columns = zs.shape
     means = torch.empty(rows, device=zs.device)
+    block, warps = _tile(columns, form, writes_gradient=False)
     _mean_kernel[(rows,)](
         zs, zt, _normalisers(state), means, rows, columns, zs.stride(0), zt.stride(0), form.mu, form.log_mu,
-        *_epilogues(z), KIND=form.code, B=_block(columns, form), num_warps=WARPS,
+        *_epilogues(z), KIND=form.code, B=block, num_warps=warps,
     )  # fmt: skip
     return means
 
@@ -306,9 +309,10 @@ def scan_gradient(
     rows, columns = zs.shape
     losses = torch.empty(rows, device=zs.device)
     g = zs if gradient is None else gradient
+    block, warps = _tile(columns, form, writes_gradient=gradient is not None)
     _gradient_kernel[(rows,)](
         zs, zt, g, _normalisers(state), mean, coefficient, losses, rows, columns,
         zs.stride(0), zt.stride(0), g.stride(0), *_form_arguments(form), *_epilogues(z),
-        KIND=form.code, GRADIENT=gradient is not None, B=_block(columns, form), num_warps=WARPS,
+        KIND=form.code, GRADIENT=gradient is not None, B=block, num_warps=warps,
     )  # fmt: skip
     return losses

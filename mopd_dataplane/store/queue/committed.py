@@ -56,7 +56,7 @@ class CommittedQueue:
             self.sweep()
 
     def keys(self) -> list[Key]:
-        """Every key that has a value, in the order of its last put."""
+        """Return every key that has a value, once, in any order: a sweep moves values to the end."""
         return [*self._queue.present(self._queue.open(), ["kind"])]
 
     def pin(self, name: str) -> None:

@@ -77,15 +77,15 @@ class LoggedQueue:
         raise ResourceError(f"{self._queue.uri}: values were folded during each of {ATTEMPTS} reads; read again")
 
     def keys(self) -> list[Key]:
-        """Every key that has a value, in the order of its last put."""
+        """Return every key that has a value, once, in any order: a sweep moves values to the end."""
         with self._reading:
             dataset = self._look()
             stored = dict.fromkeys(self._queue.present(dataset, ["kind"]) if dataset is not None else ())
-            decisive = self._decisive(dataset, [*self._unfolded.entries]).items()
-            entries = sorted(((entry, key) for key, entry in decisive if entry is not None), key=lambda x: x[0].order())
-        for entry, key in entries:
-            stored.pop(key, None)
-            if not entry.is_clearing:
+            decisive = self._decisive(dataset, [*self._unfolded.entries])
+        for key, entry in decisive.items():
+            if entry is not None and entry.is_clearing:
+                stored.pop(key, None)
+            elif entry is not None:
                 stored[key] = None
         return [*stored]
 

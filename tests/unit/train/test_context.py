@@ -23,7 +23,17 @@ from mopd_dataplane.train.ranks import Ranks
 
 WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards", "sample_rows"}
 ROWS = {field.pack for field in FIELDS if field.batch == "rows" and field.axis != "sample"}
-CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", "extra", *MADE, *ROWS}
+CUT = {
+    "input_ids",
+    "position_ids",
+    "sequence_lengths",
+    "sequence_starts",
+    "predictors",
+    "experts",
+    "extra",
+    *MADE,
+    *ROWS,
+}
 
 
 def test_every_field_is_known_to_be_shared_or_whole() -> None:
