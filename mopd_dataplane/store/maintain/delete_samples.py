@@ -78,8 +78,9 @@ def choose(store: OpenStore, where: str) -> Chosen:
 
     where: over the table of rollouts; for prompts without samples, over `prompts`. Raises QueryError for no condition.
     """
-    samples = store.dataset("samples")
-    sample_rows = Conditions(store, None, job_questions(store)).rows(where)
+    snapshot = store.snapshot()  # columns read one after another must have the same rows beside other deletions
+    samples = store.dataset("samples", snapshot)
+    sample_rows = Conditions(store, snapshot, job_questions(store)).rows(where)
     rows = take_rows(samples, sample_rows, ["uid", "prompt_id"])
     every = samples.to_table(columns=["prompt_id"])["prompt_id"]
     if rows.num_rows:
@@ -89,7 +90,7 @@ def choose(store: OpenStore, where: str) -> Chosen:
         prompts = [name for name, some in pairs if count[name] == some]
         return Chosen(rows["uid"].to_pylist(), sample_rows, sorted(prompts))
     try:
-        prompt_ids = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
+        prompt_ids = fitting_rows(store.dataset("prompts", snapshot), "prompts", where, ["prompt_id"])["prompt_id"]
     except InputError:  # the condition uses columns that only samples have
         return Chosen([], np.empty(0, np.int64), [])
     unanswered = prompt_ids.filter(pc.invert(pc.is_in(prompt_ids, value_set=every.unique())))

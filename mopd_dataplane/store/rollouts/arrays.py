@@ -41,7 +41,7 @@ class Rollouts:
     """Columns of the rollouts of one snapshot. Thread-safe."""
 
     def __init__(
-        self, store: OpenStore, snapshot: Snapshot | None, vocabularies: Mapping[str, int], has: Collection[str],
+        self, store: OpenStore, snapshot: Snapshot, vocabularies: Mapping[str, int], has: Collection[str],
         going: Callable[[], None],
     ) -> None:  # fmt: skip
         """Prepare the columns; reads none. vocabularies, has: as for derived.parts.
@@ -158,7 +158,7 @@ def _copied(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays([*pieces, pieces[0].slice(0, 0)]) if pieces else column.combine_chunks()
 
 
-def _whole(store: OpenStore, name: str, columns: Sequence[str], snapshot: Snapshot | None) -> pa.Table:
+def _whole(store: OpenStore, name: str, columns: Sequence[str], snapshot: Snapshot) -> pa.Table:
     """Read those of some columns that a table has."""
     dataset = store.dataset(name, snapshot)
     with reading(dataset.uri):

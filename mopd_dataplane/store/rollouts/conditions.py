@@ -37,8 +37,8 @@ class Conditions:
     Example: Conditions(store, snapshot, {"hard": "kl > 1"}).rows("hard and reward > 0").
     """
 
-    def __init__(self, store: OpenStore, snapshot: Snapshot | None, names: Mapping[str, str] | None = None) -> None:
-        """Open the table. snapshot: None reads the newest versions. names: conditions that a job has named."""
+    def __init__(self, store: OpenStore, snapshot: Snapshot, names: Mapping[str, str] | None = None) -> None:
+        """Open the table. names: conditions that a job has named."""
         teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
         vocabularies = dict(zip(*(teachers[name].to_pylist() for name in ("name", "vocab_size")), strict=True))
         has = frozenset(optional_sources(store, snapshot))

@@ -186,6 +186,22 @@ def test_a_record_of_an_earlier_version_is_read_and_finished_by_repair(store: St
     check_nothing_is_left(store)
 
 
+def test_a_condition_reads_the_same_rows_while_others_are_deleted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, scan = Store.open(store.uri), Store.scan_samples
+
+    def deletes_first(self: Store, *args: Any, **options: Any) -> Any:
+        if self is store and other.dataset("samples").count_rows() == len(SAMPLES):
+            delete(other, f"uid = '{SAMPLES[4].uid}'")
+        return scan(self, *args, **options)
+
+    monkeypatch.setattr(Store, "scan_samples", deletes_first)
+    delete(store, f"uid = '{GONE.uid}'")
+    assert store.deletions.uids() == {GONE.uid, SAMPLES[4].uid}
+    check_nothing_is_left(Store.open(store.uri), GONE.uid, SAMPLES[4].uid)
+
+
 def test_a_prompt_that_was_deleted_takes_no_new_sample(store: Store) -> None:
     delete(store, f"prompt_id = '{GONE.prompt_id}'")
     receipt = store.commit_samples([NEW, build.sample(9)], keep_first=True)
