@@ -100,6 +100,8 @@ EXAMPLES: dict[str, str] = {
     "train.eps": "1e-6",
     "train.weight_decay": "0.1",
     "train.grad_clip": "0.5",
+    "train.on_spike": '"skip"',
+    "train.spike_factor": "20",
     "train.epochs": "2",
     "train.micro_batch_packs": "4",
     "train.micro_batch_tokens": "16384",

@@ -441,6 +441,11 @@ class Train(Section):
     """AdamW: decoupled decay of the weights, per step and learning rate."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient; a larger one is scaled down."""
+    on_spike: Literal["stop", "skip"] = "stop"
+    """At a step whose loss or gradient is not finite, or a spike: stop with the samples and the command that goes on,
+    or leave the update out, with a warning. After eight in a row the run stops."""
+    spike_factor: float = Field(default=0.0, ge=0)
+    """A gradient norm beyond this many times the median of the last 64 applied steps is a spike; 0 compares nothing."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each window."""
     micro_batch_packs: Free[int] = Field(default=1, ge=1)

@@ -51,7 +51,8 @@ def step_curves(points: int) -> str:
     with placed as (
       select *, row_number() over (partition by stage order by step) - 1 as place,
              count(*) over (partition by stage) as total from steps)
-    select stage, max(step)::int as step, avg(loss) as loss, avg(grad_norm) as grad_norm,
+    select stage, max(step)::int as step, avg(loss) filter (isfinite(loss)) as loss,
+           avg(grad_norm) filter (isfinite(grad_norm)) as grad_norm,
            avg(learning_rate) as learning_rate, avg(reverse_kl) filter (not isnan(reverse_kl)) as reverse_kl,
            avg(staleness_mean)::double as staleness_mean, max(staleness_max) as staleness_max,
            avg(step_time_s)::double as step_time_s, avg(data_wait_s)::double as data_wait_s,

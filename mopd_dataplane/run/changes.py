@@ -40,8 +40,8 @@ ALWAYS_FIXED = ("seed", "student", "domains")
 """Tables whose fixed keys are fixed from the first write of the store on; others from a stage's first training on."""
 READ_BY_TRAINING = ("train", "plan", "iterations", "objectives")
 """Keys of a stage, and tables of the job, that a window reads only when it is planned and trained."""
-NOT_FINITE = "not_finite"
-"""Kind of the event of a window whose training met a loss or gradient that is not finite."""
+SPIKE = "spike"
+"""Kind of the event of a window whose training stopped at a spike."""
 FROM_HERE_OPTION = "--from-here"
 """Option of `mopd run` that accepts changes."""
 LONGEST_VALUE = 80
@@ -249,7 +249,7 @@ def _is_recorded(change: Change, recorded: Sequence[Change]) -> bool:
 def _boundary(run: OpenedRun, stage: Stage, difference: Difference) -> int:
     """The first iteration of a stage that has not begun to read a key.
 
-    A window whose training met a number that is not finite counts as not planned: it is planned and trained again.
+    A window whose training stopped at a spike counts as not planned: it is planned and trained again.
     """
     window = run.policies.latest(stage)
     is_planned = run.store.plan(stage.name, window) is not None
@@ -260,7 +260,7 @@ def _boundary(run: OpenedRun, stage: Stage, difference: Difference) -> int:
 
 
 def _has_failed(run: OpenedRun, stage: Stage, window: int) -> bool:
-    filter_text = f"kind = '{NOT_FINITE}' AND stage = '{stage.name}' AND iteration = {window}"
+    filter_text = f"kind = '{SPIKE}' AND stage = '{stage.name}' AND iteration = {window}"
     return len(run.store.table("events", ["event_id"], filter=filter_text)) > 0
 
 

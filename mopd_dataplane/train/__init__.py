@@ -17,7 +17,8 @@ sampler_gap.py       compares the trainer's log-probs of its own samples with th
 token_stats.py       per-token statistics of a step, in files for the job
 optimizer.py         AdamW, also on float32 copies on the device or on the host, and the clipping of gradients
 checkpoint.py        atomic checkpoints of policy, optimizer and position
-failed_step.py       the step whose loss or gradient was not finite
+spikes.py            steps whose update is not applied: not finite, or a gradient far above those before
+failed_step.py       the spike at which a trainer stopped, for the job
 newest.py            finds the newest checkpoint; needs no torch
 ranks.py             the processes of one training run
 node_agent.py        the trainer processes of one node

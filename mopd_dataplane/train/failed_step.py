@@ -1,25 +1,12 @@
-"""The step whose loss or gradient was not finite, as a file beside the checkpoints from the trainer to the job."""
+"""The spike at which a trainer stopped, as a file beside the checkpoints from the trainer to the job."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.errors import EngineError
 
-_FILE = "not-finite.json"
-
-
-class NotFiniteError(EngineError):
-    """Loss or gradient of a step is not finite; the update was not applied."""
-
-    def __init__(self, stage: str, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(
-            f"stage {stage!r} step {step}: loss {loss}, gradient norm {grad_norm}; the update was not applied and the "
-            "last checkpoint is intact: lower learning_rate, or look at the samples of this step"
-        )
-        self.loss = str(loss)
-        self.grad_norm = str(grad_norm)
+_FILE = "failed-step.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +19,8 @@ class FailedStep:
     window_step: int
     loss: str
     grad_norm: str
+    reason: str
+    """Why the update was not applied."""
 
 
 def write_failed_step(folder: Path, failed: FailedStep) -> None:

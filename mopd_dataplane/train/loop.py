@@ -17,7 +17,6 @@ from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
-from mopd_dataplane.train.failed_step import NotFiniteError
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import DeviceCopies, MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
@@ -26,6 +25,7 @@ from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.sampler_gap import STOPS_AT, SamplerGap, allowed_gap, gap_problem
 from mopd_dataplane.train.spec import Sampling, Window
+from mopd_dataplane.train.spikes import MOST_IN_A_ROW, SKIPPED, SpikeError, Spikes
 from mopd_dataplane.train.student import Student
 from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
@@ -63,6 +63,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.student, self.settings)
         self.copies = DeviceCopies(self.ranks.device)
+        self.spikes = Spikes(self.settings)
 
     def step(
         self, batch: Batch, window: Window, step: int, *, waited_s: float = 0.0, is_first: bool = False
@@ -71,7 +72,7 @@ class Trainer:
 
         step: ordinal inside the stage. waited_s: seconds already spent waiting for the batch. is_first: the student
         still is the policy from which the window starts.
-        Raises NotFiniteError, with the update not applied, when loss or gradient is not finite; MismatchError when the
+        Raises SpikeError, with the update not applied, for a spike that is not to be left out; MismatchError when the
         log-probs of a first step are far from the sampler's.
         """
         started = time.perf_counter()
@@ -87,11 +88,11 @@ class Trainer:
         compared = self._compared(gap, batch, window)
         norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
-        if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
-            raise NotFiniteError(batch.stage, step, totals["loss"], norm)
-        self.optimizer.step()
+        is_skipped = self._leaves_out(batch.stage, step, totals["loss"], norm)
+        if not is_skipped:
+            self.optimizer.step()
         if self.stats is not None:
-            self.stats.end_step(step, window.policy_version)
+            self.stats.end_step(step, window.policy_version, is_skipped=is_skipped)
         weighed = self.objective.objective.teacher_weights  # empty if all have the same weight
         weights = {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
         return StepMetrics(
@@ -111,8 +112,19 @@ class Trainer:
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
             data_wait_s=sums.waited_s + waited_s,
-            extra=sums.extra(totals) | weights | compared,
+            extra=sums.extra(totals) | weights | compared | ({SKIPPED: 1.0} if is_skipped else {}),
         )
+
+    def _leaves_out(self, stage: str, step: int, loss: float, norm: float) -> bool:
+        """Whether this step is a spike whose update is left out. Raises SpikeError for one at which to stop."""
+        # All ranks have these sums, but only the leading one is sure to have the figures of the steps before.
+        reason = self.spikes.reason(loss, norm)
+        is_spike = bool(self.ranks.max(int(self.ranks.leads and bool(reason))))
+        if is_spike and (not self.spikes.skips or self.spikes.are_too_many):
+            many = f"after {MOST_IN_A_ROW} steps in a row that were left out: " if self.spikes.are_too_many else ""
+            raise SpikeError(stage, step, loss, norm, many + reason)
+        self.spikes.count(norm, is_skipped=is_spike)
+        return is_spike
 
     @property
     def _dtype(self) -> str:

@@ -22,14 +22,15 @@ from mopd_dataplane.models.adapters import save_adapter, trained_tensors
 from mopd_dataplane.models.hf import save_policy, weights_digest
 from mopd_dataplane.records import Batch
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity, latest_checkpoint
-from mopd_dataplane.train.failed_step import FailedStep, NotFiniteError, write_failed_step
+from mopd_dataplane.train.failed_step import FailedStep, write_failed_step
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, Trainer
-from mopd_dataplane.train.metrics import MetricsLog, Tracker, open_tracker
+from mopd_dataplane.train.metrics import MetricsLog, MetricsReader, Tracker, open_tracker
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.sampler_gap import write_self_check
 from mopd_dataplane.train.spec import TrainSpec, Window
+from mopd_dataplane.train.spikes import SpikeError, Spikes
 from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
 from mopd_dataplane.train.token_stats import StatsOfSteps
@@ -58,6 +59,9 @@ class Run:
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
         self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, every=spec.checkpoints_every)
         self._position = self._resume()
+        done = self._position.step
+        earlier_steps = [step for step in MetricsReader(Path(spec.checkpoint_dir)).steps() if step.step < done]
+        self._trainer.spikes = Spikes(spec.train, earlier_steps)
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
         """metrics.jsonl and the trackers that mirror it; on the leading rank only."""
@@ -65,7 +69,7 @@ class Run:
         if ranks.leads and passed is not None:
             write_self_check(Path(spec.checkpoint_dir), passed)
         if ranks.leads:
-            folder, done = Path(spec.checkpoint_dir), self._position.step
+            folder = Path(spec.checkpoint_dir)
             self._log = MetricsLog(folder, steps_done=done)
             tracker = open_tracker(spec.train.track, folder, name=spec.stage, steps_done=done)
             self._trackers = [self._log, *([] if tracker is None else [tracker])]
@@ -131,11 +135,11 @@ class Run:
         at = self._position
         try:
             metrics = self._trainer.step(batch, window, at.step, waited_s=waited, is_first=at.window_step == 0)
-        except NotFiniteError as error:
+        except SpikeError as error:
             if self._ranks.leads:
                 failed = FailedStep(
                     step=at.step, window=window.window, window_step=at.window_step,
-                    loss=error.loss, grad_norm=error.grad_norm,
+                    loss=error.loss, grad_norm=error.grad_norm, reason=error.reason,
                 )  # fmt: skip
                 write_failed_step(Path(self.spec.checkpoint_dir), failed)
             raise

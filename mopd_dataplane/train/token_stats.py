@@ -113,9 +113,11 @@ class StatsOfSteps:
         halves = torch.stack([values[name] for name in names_present]).clamp_(-LARGEST, LARGEST).half()
         self._passes.append(_Part(names_present, halves, picked.sample_rows, picked.positions, batch.teacher))
 
-    def end_step(self, step: int, policy_version: int) -> None:
-        """Assign the passes since the last call to this step. Every STEPS steps are written."""
+    def end_step(self, step: int, policy_version: int, *, is_skipped: bool = False) -> None:
+        """Assign the passes since the last call to this step, or drop them. Every STEPS steps are written."""
         self._since = step if self._since is None else self._since
+        if is_skipped:
+            self._passes = []
         if self._passes:
             self._steps.append((step, policy_version, self._passes))
             self._passes = []

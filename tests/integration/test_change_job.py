@@ -131,6 +131,29 @@ def test_after_a_step_that_is_not_finite_the_printed_command_goes_on(
     assert opened.verify().findings == []
 
 
+@pytest.mark.slow
+def test_after_a_spike_the_printed_command_leaves_its_update_out(one_iteration: Path, tmp_path: Path) -> None:
+    """A factor that every gradient is beyond, as soon as there are eight steps to compare with."""
+    job, store = job_in(tmp_path), tmp_path / "store"
+    shutil.copytree(one_iteration, store, symlinks=True)
+    changes = {"stages.student.iterations": 2, "plan.batch_samples": 1, "stages.student.train.spike_factor": 1e-6}
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    stopped = run_mopd("run", job, *words, "--from-here", check=False)
+    assert stopped.returncode == 6, stopped.stderr
+    message = " ".join(stopped.stderr.split("error: ")[-1].split())
+    assert "step 8: gradient norm" in message
+    assert "that is the median of the last 8 steps; the update was not applied" in message
+    command = message.partition("To leave such updates out: mopd ")[2].partition(". To train iteration")[0]
+    done = run_mopd(*shlex.split(command))
+    assert "2 of 8 updates of window 1 were left out as spikes (train.on_spike), the first at step 8" in " ".join(
+        (done.stdout + done.stderr).split()
+    )
+    opened = open_store(str(store))
+    steps = opened.sql("select step, extra->>'$.skipped' = '1.0' as skipped from steps where stage = 'student'")
+    assert [row["step"] for row in steps.to_pylist() if row["skipped"]] == [8, 9]
+    assert opened.verify().findings == []
+
+
 def test_the_script_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None:
     (script,) = (block for block in blocks(ROOT / "docs" / "change.md") if block.language == "console")
     (tmp_path / "job.toml").write_text(JOB)

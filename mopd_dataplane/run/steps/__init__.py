@@ -15,8 +15,8 @@ checkpoints.py       the checkpoints of a stage: to an object store and back, an
 train.py             planned windows -> a new policy version
 train_spec.py        what the trainer of a window is told
 trainer_process.py   trainer and loader as processes
+spikes.py            steps whose update was not applied: their samples, and how to go on
 train_records.py     steps, statistics and warnings of training, in the store
-not_finite.py        a step whose loss or gradient is not finite, and how to go on
 endings.py           the tokens that end an answer, and the share of answers that end
 evaluate.py          held-out prompts
 discriminate.py      the discriminator of a stage

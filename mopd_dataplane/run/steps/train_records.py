@@ -14,6 +14,7 @@ from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import record_sampler_gap, record_trainers_self_check
+from mopd_dataplane.run.steps.spikes import skipped_warning
 from mopd_dataplane.run.steps.train_spec import sampling_at
 from mopd_dataplane.run.steps.zero_gradient import learning_rate_warning, zero_gradient_warning
 from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
@@ -65,6 +66,8 @@ class TrainRecords:
         run, stage = self._run.at(self._stage, plan.window)
         if plan.window == 0:
             self._warn(f"kl_warning/{stage.name}", plan.window, kl_warning([step.reverse_kl for step in steps]))
+        skipped = skipped_warning(run, stage, plan, steps)
+        self._warn(f"skipped/{stage.name}/{plan.window}", plan.window, skipped)
         nothing = learning_rate_warning(stage.train.schedule, steps) or zero_gradient_warning(run, stage, plan, steps)
         self._warn(f"zero_gradient/{stage.name}/{plan.window}", plan.window, nothing)
         record_trainers_self_check(run.store, stage.name, self._folder)

@@ -23,7 +23,7 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.run.changes import last_change, next_change
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
-from mopd_dataplane.run.steps.not_finite import not_finite_error
+from mopd_dataplane.run.steps.spikes import spike_error
 from mopd_dataplane.run.steps.train_spec import train_spec
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.checkpoint import latest_checkpoint
@@ -123,7 +123,7 @@ class TrainerProcess:
     def _raise_error(self, code: int) -> NoReturn:
         failed = take_failed_step(self._checkpoints.folder)
         if failed is not None:
-            raise not_finite_error(*self._run.at(self._stage, failed.window), failed)
+            raise spike_error(*self._run.at(self._stage, failed.window), failed)
         raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
 
 
