@@ -1,9 +1,12 @@
-"""Memory of this process: how much it may still take, and what becomes of memory that large work frees."""
+"""Memory of this process: how much it may still take, what becomes of memory that large work frees, and the error when
+there is none left."""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from mopd_dataplane.errors import MopdError, ResourceError
 
 _LIBC = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
@@ -12,6 +15,28 @@ RETURNED_BYTES = 1 << 20
 """Size in bytes from which a freed array, or free memory at the end of a heap, is returned."""
 USUAL_MAPPINGS = 65_536
 KEPT_BYTES = 64 << 20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Check if an error reports that memory of the host or of a device ran out, as Python, Arrow and torch do."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def out_of_memory_named(what: str, advice: str) -> Iterator[None]:
+    """Turn exhausted memory into a ResourceError that says what to set; every other error passes.
+
+    what: what ran out of memory. advice: a clause of job/less_memory.py.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MopdError) or not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ResourceError(f"{what} ran out of memory ({reason:.300}); what is stored stays. {advice}") from error
 
 
 @contextmanager

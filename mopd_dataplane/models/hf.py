@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
 from mopd_dataplane.base.files import file_digest, make_folder
+from mopd_dataplane.base.memory import is_out_of_memory
 from mopd_dataplane.base.tensor_header import check_tensor_files
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.models.adapter_files import (
@@ -142,9 +143,9 @@ def _opening(folder: str | Path, part: str) -> Iterator[None]:
     """Turn anything that transformers raises over unreadable files into an InputError that names the folder."""
     try:
         yield
-    except MopdError:
-        raise
     except Exception as error:
+        if isinstance(error, MopdError) or is_out_of_memory(error):
+            raise
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"the {part} in {folder} needs code that lies in the folder, which is never run (trust_remote_code is "

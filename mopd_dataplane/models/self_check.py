@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mopd_dataplane.base.memory import is_out_of_memory
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.hf import embedding_weight, hidden_states, lm_head
 
@@ -113,6 +114,8 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
         logits = _logits(model, ids, head)
         beside = _logits(model, torch.cat([ids[:-1], ids[:1]]), head)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
         raise MismatchError(
             f"{part}: {type(model).__name__} ({model.config.model_type}) cannot read a short text: "
             f"{type(error).__name__}: {error!s:.300}; use another model"

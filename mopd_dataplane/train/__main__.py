@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mopd_dataplane.base.files import full_disk_named
+from mopd_dataplane.base.memory import out_of_memory_named
 from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.train.spec import TrainSpec, load_spec
@@ -28,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     stop.listen()
     try:
         with full_disk_named():
-            return _train(load_spec(parser.parse_args(arguments).spec), stop)
+            spec = load_spec(parser.parse_args(arguments).spec)
+            with out_of_memory_named(f"stage {spec.stage!r}: training", spec.less_memory):
+                return _train(spec, stop)
     except Interrupted:
         return EXIT_CODE
     except MopdError as error:

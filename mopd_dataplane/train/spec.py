@@ -81,6 +81,8 @@ class TrainSpec(Section):
     """Sampling temperature, at which log-probs of the policy-gradient term are computed."""
     max_new_tokens: int = Field(default=1, ge=1)
     """Longest response in tokens, by which the `constant` normaliser divides."""
+    less_memory: str = ""
+    """What to set when memory runs out, as a clause of a message."""
     window_deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for a window that is still being planned, while the loader reports that it waits."""
     deadline_s: float = Field(default=60.0, gt=0)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mopd_dataplane.base.memory import is_out_of_memory
 from mopd_dataplane.errors import MismatchError, MopdError
 from mopd_dataplane.models.adapter_files import base_folder, is_adapter
 from mopd_dataplane.models.architecture import context_length, text_decoder
@@ -185,9 +186,9 @@ class Decoder:
         """Turn any error of a model's own code into a MismatchError that names the model."""
         try:
             yield
-        except (MopdError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
+            if isinstance(error, MopdError) or is_out_of_memory(error):
+                raise
             raise MismatchError(
                 f"{type(self.model).__name__} ({self.model.config.model_type}) cannot be decoded by the built-in "
                 f'sampler: {type(error).__name__}: {error!s:.300}; set engine.kind = "vllm", or use another model'

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mopd_dataplane.base.memory import out_of_memory_named
+from mopd_dataplane.job import less_memory
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine, HasSelfCheck
@@ -126,29 +128,31 @@ def roll_out(
 
     environment = environments_of(run.job, run.job.domains_of(stage), run.tokenizer, run.decode)
     sandbox = run.root / "sandbox" / stage.name / writer
-    report = run_rollout(
-        engine,
-        part.prompts,
-        RolloutTask(
-            stage=stage.name,
-            iteration=part.iteration,
-            seed=run.job.seed,
-            rollout=stage.rollout.model_copy(update={"policy": sampler}),
-            wal=run.job.wal,
-            wal_dir=run.root / "wal",
-            render=run.prompt_ids,
-            share=share,
-            writer=writer,
-            copy=StoredLog(run.work.files, f"wal/{stage.name}/{writer}") if run.work.files is not None else None,
-        ),
-        commit=commit,
-        already=already,
-        progress=show,
-        policies=lambda version: sampling_policy(run, stage, sampler, version),
-        published=newest if follow and sampler == "self" else None,
-        environment=environment,
-        sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
+    task = RolloutTask(
+        stage=stage.name,
+        iteration=part.iteration,
+        seed=run.job.seed,
+        rollout=stage.rollout.model_copy(update={"policy": sampler}),
+        wal=run.job.wal,
+        wal_dir=run.root / "wal",
+        render=run.prompt_ids,
+        share=share,
+        writer=writer,
+        copy=StoredLog(run.work.files, f"wal/{stage.name}/{writer}") if run.work.files is not None else None,
     )
+    with out_of_memory_named(f"stage {stage.name!r}: sampling", less_memory.for_rollout(run.job.engine)):
+        report = run_rollout(
+            engine,
+            part.prompts,
+            task,
+            commit=commit,
+            already=already,
+            progress=show,
+            policies=lambda version: sampling_policy(run, stage, sampler, version),
+            published=newest if follow and sampler == "self" else None,
+            environment=environment,
+            sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
+        )
     report.dropped = dropped
     if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)

@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.memory import out_of_memory_named
 from mopd_dataplane.base.stats_choice import keeps_stats
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.fields import PAYLOAD, column_names, of_signal, value
+from mopd_dataplane.job import less_memory
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.records import Signal
@@ -197,8 +199,9 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
     reads = prompt_renderer(run, task.teacher, samples)
     by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
     produced = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
-    for signal in produced:
-        by_kind[signal.kind].append(signal)
+    with out_of_memory_named(f"stage {stage.name!r}: scoring by {task.teacher!r}", less_memory.for_scoring(stage)):
+        for signal in produced:
+            by_kind[signal.kind].append(signal)
     new = positions = 0
     for kind, signals in by_kind.items():
         # Before their signals: a run killed in between scores these samples again, and finds the statistics there.

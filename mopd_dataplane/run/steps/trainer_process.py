@@ -6,6 +6,7 @@ One trainer process reads the loader's socket; several ([scale] ranks) are start
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from typing import NoReturn
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
-from mopd_dataplane.errors import InputError, MismatchError
+from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.job import less_memory
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.load.launch import start_server
@@ -124,7 +126,13 @@ class TrainerProcess:
         failed = take_failed_step(self._checkpoints.folder)
         if failed is not None:
             raise spike_error(*self._run.at(self._stage, failed.window), failed)
-        raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
+        what = f"stage {self._stage.name!r}: the trainer"
+        if code == -signal.SIGKILL:
+            raise EngineError(
+                f"{what} was killed by SIGKILL, as the system does when memory runs out; run the same command again to "
+                f"continue; if it was memory, {less_memory.for_training(self._stage)}"
+            )
+        raise exit_error(what, code)
 
 
 def _load_spec(run: Run, stage: Stage) -> LoadSpec:
