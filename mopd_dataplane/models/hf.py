@@ -30,6 +30,7 @@ from mopd_dataplane.models.adapter_files import (
 )
 from mopd_dataplane.models.architecture import attention_implementation, text_decoder
 from mopd_dataplane.models.chat_template import terminators
+from mopd_dataplane.models.checkpoint_quantisation import check_readable, quantisation_method, read_as_plain
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,7 @@ def model_shape(folder: str | Path) -> dict[str, Any]:
 
 def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """Load a causal LM from a local folder, safetensors only, in evaluation mode. An adapter is added to its base,
-    unmerged."""
+    unmerged. Quantised weights are read as plain ones, or refused; see checkpoint_quantisation.py."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -199,15 +200,20 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
         attach(adapted, folder, "policy")
         return adapted
     check_tensor_files(Path(folder))
+    check_readable(folder)
     with _opening(folder, "model"):
         config = AutoConfig.from_pretrained(str(folder), **LOCAL)
+        read_as_plain(config)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder),
+            config=config,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
             attn_implementation=attention_implementation(config),
             **LOCAL,
         )
+    if dtype == "float32" and quantisation_method(folder):
+        model.float()  # MXFP4 is read as bfloat16, exactly
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     return model

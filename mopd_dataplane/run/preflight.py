@@ -21,9 +21,10 @@ from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
 from mopd_dataplane.fields import SIGNAL_KINDS
 from mopd_dataplane.job.check import sampling_teachers
-from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.models.architecture import context_length, has_length_dependent_rope
+from mopd_dataplane.models.checkpoint_quantisation import check_readable, check_trainable
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import check_model_folder, load_tokenizer, model_shape
 from mopd_dataplane.models.hub import model_folder
@@ -182,7 +183,7 @@ def _student(look: _Look, store: Store | None) -> None:
     if init_folder is not None and init_folder.is_dir():
         look.tokenizer = look.at("student", lambda: load_tokenizer(init_folder))
     elif student.path:
-        folder = look.at("student.path", lambda: _checked_folder(student.path, student.revision))
+        folder = look.at("student.path", lambda: _checked_student(student.path, student.revision))
         if folder is not None:
             look.tokenizer = look.at("student.path", lambda: load_tokenizer(folder))
     elif student.config:
@@ -254,8 +255,16 @@ def _checked_folder(source: str, revision: str) -> Path:
     return folder
 
 
+def _checked_student(source: str, revision: str) -> Path:
+    folder = _checked_folder(source, revision)
+    check_trainable(folder)
+    return folder
+
+
 def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
     folder = _checked_folder(source, revision)
+    if any(_reads_weights(look.job, stage, name) for stage in look.job.stages):
+        check_readable(folder)
     _check_context(look, name, folder)
     tokenizer = load_tokenizer(folder)
     if look.tokenizer is None:
@@ -264,6 +273,12 @@ def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
     for difference in compare_vocabularies(look.tokenizer, tokenizer, name=name, ends_mapped=ends_mapped):
         look.findings.append(Finding(f"teachers.{name}.source", difference, certain=False))
     _compare_prompts(look, name, tokenizer)
+
+
+def _reads_weights(job: Job, stage: Stage, teacher: str) -> bool:
+    """Whether a stage reads a teacher's weights in this process: all of them, or the LM head."""
+    scored = teacher in job.scorers_of(stage) and (stage.score.engine == "hf" or stage.score.reads != "prompt_logprobs")
+    return scored or (teacher in sampling_teachers(job, stage) and job.engine.kind == "hf")
 
 
 def _compare_prompts(look: _Look, name: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers_apart import exchanged_letters, rebuilt
 
+from mopd_dataplane.base.file_checksums import CHECKSUMS
 from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models import tiny
@@ -90,3 +91,26 @@ def test_a_teacher_whose_context_is_short_is_named(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 20}))
     problems = [finding.problem for finding in preflight(load_job(file)).findings]
     assert any("reads 20 tokens, and a sample may have 24" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "key", "refusal"),
+    [
+        ("teacher", "gptq", "teachers.big.source", "quantised by gptq, which is read with its own package"),
+        ("student", "fp8", "student.path", "quantised by fp8; a student is trained in float32 or bfloat16"),
+    ],
+)
+def test_quantised_weights_that_a_job_cannot_use_are_refused(
+    tmp_path: Path, name: str, method: str, key: str, refusal: str
+) -> None:
+    file = write_job(tmp_path, "models/Qwen3-32B")
+    settings = json.loads((tmp_path / name / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": method}
+    (tmp_path / name / CHECKSUMS).unlink(missing_ok=True)
+    (tmp_path / name / "config.json").write_text(json.dumps(settings))
+    job = load_job(file)
+    findings = preflight(job).findings
+    assert any(finding.key == key and refusal in finding.problem for finding in findings)
+    with pytest.raises(JobFileError, match=f"quantised by {method}"):
+        refuse(job, findings)
+    assert not (tmp_path / "store").exists()
