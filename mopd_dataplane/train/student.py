@@ -18,7 +18,12 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
 from mopd_dataplane.models.adapters import continued_adapter, new_adapter
-from mopd_dataplane.models.architecture import context_length, has_length_dependent_rope, text_decoder
+from mopd_dataplane.models.architecture import (
+    attention_implementation,
+    context_length,
+    has_length_dependent_rope,
+    text_decoder,
+)
 from mopd_dataplane.models.hf import (
     embedding_weight,
     head_weight,
@@ -181,10 +186,11 @@ def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrained
 
 @torch.no_grad()
 def packs_apart(model: PreTrainedModel) -> bool:
-    """Replace `sdpa` in a model by packed attention, and test that sequences in one row then do not affect each other.
+    """Replace `sdpa`, or plain attention with sinks, in a model by packed attention, and test that sequences in one row
+    then do not affect each other.
 
-    Recurrent models and models with an attention of their own fail the test: they keep their attention and get one row
-    per sequence. Small weights make a leak small, so rounding must not hide it: the test compares two passes of the
+    Recurrent models and models with another attention of their own fail the test: they keep their attention and get one
+    row per sequence. Small weights make a leak small, so rounding must not hide it: the test compares two passes of the
     same shape, of which only the first sequence differs. The second sequence is longer than the window of layers that
     have a short one. Packed attention knows no chunks, so models with chunks get one row per sequence.
     Returns True if sequences can be packed.
@@ -193,8 +199,6 @@ def packs_apart(model: PreTrainedModel) -> bool:
     if "chunked_attention" in types.windows:
         return False
     training, before = model.training, model.config._attn_implementation
-    if before == "sdpa":
-        model.set_attn_implementation(attention.NAME)
     model.train(False)
     device = model.device
     first, second = 5, 7 + (types.longest_window if types.longest_window <= _SHORT_WINDOW else 0)
@@ -202,6 +206,8 @@ def packs_apart(model: PreTrainedModel) -> bool:
     positions = torch.cat([torch.arange(first), torch.arange(second)]).to(device)
     other = torch.cat([ids[:first].flip(0), ids[first:]])
     apart = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:first], ids[first:])])
+    if before == "sdpa" or _has_sinks(model):
+        model.set_attn_implementation(attention.NAME)
     try:
         packed, beside = (
             hidden_states(model, row[None], position_ids=positions[None], sequence_lengths=[first, second])[0].float()
@@ -216,6 +222,12 @@ def packs_apart(model: PreTrainedModel) -> bool:
         model.set_attn_implementation(before)
     model.train(training)
     return good
+
+
+def _has_sinks(model: PreTrainedModel) -> bool:
+    """Whether attention has sinks and nothing else that only plain attention computes."""
+    sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
+    return sinks and attention_implementation(model.config) is None
 
 
 def _check_shares(model: PreTrainedModel, layout: Layout, members: int) -> None:

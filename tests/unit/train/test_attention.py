@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mopd_dataplane.job.sections import Student, Train
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train import attention
 from mopd_dataplane.train.attention import is_faster_in_one_launch, packed_attention
@@ -106,3 +110,84 @@ def test_long_sequences_are_left_to_torch(lengths: list[int], window: int | None
 
 def test_the_kernel_takes_nothing_on_a_cpu() -> None:
     assert not attention.takes_variable_lengths(torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16), 0.0)
+
+
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: int | None) -> Tensor:
+    """A float64 softmax over the scores of a sequence and its head's sink, as gpt-oss's model card writes it:
+    [1, H, L, d]."""
+    q, k, v = (states[0].double() for states in (query, key, value))
+    k, v = (states.repeat_interleave(len(q) // len(k), dim=0) for states in (k, v))
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])[None]
+    seen = (back >= 0) & (back < (window or len(back)))
+    scores = (q @ k.transpose(1, 2) * q.shape[2] ** -0.5).masked_fill(~seen, -torch.inf)
+    weights = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(back), 1)], -1).softmax(-1)[..., :-1]
+    return (weights @ v)[None]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("value_width", [8, 6])
+def test_sinks_take_their_share_of_every_softmax(window: int | None, value_width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads, shared, width = [1, 9, 3], 4, 2, 8
+    shapes = [(1, heads, sum(lengths), width), (1, shared, sum(lengths), width), (1, shared, sum(lengths), value_width)]
+    states = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    inputs = [*states, torch.randn(heads, generator=generator, dtype=torch.float64)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    *qkv, sinks = inputs
+    packed, _ = packed_attention(
+        torch.nn.Module(), *qkv, None, sequence_lengths=lengths, sliding_window=window, s_aux=sinks
+    )
+    split = zip(*(torch.split(part, lengths, dim=2) for part in qkv), strict=True)
+    apart = torch.cat([with_sinks(q, k, v, sinks, window) for q, k, v in split], dim=2).transpose(1, 2)
+    weights = torch.randn(apart.shape, generator=generator, dtype=torch.float64)
+    gradients = [torch.autograd.grad((result * weights).sum(), inputs) for result in (packed, apart)]
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-12)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+LENGTHS = [5, 7]
+
+
+def sink_inputs() -> list[Tensor]:
+    """Queries, keys, values and sinks of two sequences in one row, that ask for gradients."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 4, sum(LENGTHS), 8), (1, 2, sum(LENGTHS), 8), (1, 2, sum(LENGTHS), 8), (4,)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def shared_with_sinks(rank: int, rendezvous: str, folder: str) -> None:
+    """A process that has half of the tokens: stores its output and the gradient of the sinks."""
+    store = dist.FileStore(rendezvous, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    *states, sinks = sink_inputs()
+    own = [part.chunk(2, dim=2)[rank] for part in states]
+    output, _ = packed_attention(
+        torch.nn.Module(), *own, None, sequence_lengths=LENGTHS, s_aux=sinks, context_group=dist.group.WORLD
+    )
+    [gradient] = torch.autograd.grad(output.sum(), [sinks])
+    save_file({"output": output.detach(), "sinks": gradient}, Path(folder) / f"{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+def test_ranks_that_share_a_row_have_the_sinks_of_their_heads(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(shared_with_sinks, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    parts = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    *states, sinks = sink_inputs()
+    whole, _ = packed_attention(torch.nn.Module(), *states, None, sequence_lengths=LENGTHS, s_aux=sinks)
+    [gradient] = torch.autograd.grad(whole.sum(), [sinks])
+    torch.testing.assert_close(torch.cat([part["output"] for part in parts], dim=1), whole.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(sum(part["sinks"] for part in parts), gradient, rtol=0, atol=1e-12)
+
+
+def test_a_model_with_sinks_is_packed_without_a_mask_of_the_pack(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    make_student(Student(config=config), tmp_path / "m", seed=0)
+    student = load_student(tmp_path / "m", Ranks(0, 1, torch.device("cpu")), Train())
+    assert student.layout == "packed"
+    assert student.model.config._attn_implementation == attention.NAME
