@@ -24,6 +24,8 @@ from mopd_dataplane.models.initial_weights import make_student
 START, END = "<!-- families -->", "<!-- end of families -->"
 WITHIN = 1e-4
 """Largest difference of a model that is right, in nat."""
+VLLM_VERSION, *VLLM = (Path(__file__).parent / "data" / "vllm_classes.txt").read_text().split()
+"""vLLM's version, and the classes that it lists; `make test-vllm` compares them with the installed one."""
 ALL, END_OF_ALL = "<!-- classes -->", "<!-- end of classes -->"
 
 
@@ -31,16 +33,17 @@ def row(name: str) -> str:
     """The table's row of a family."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_student(Student(config=FAMILIES[name]), Path(scratch) / "model", seed=3)
-        adapter = _adapter(load_model(folder))
+        model = load_model(folder)
+        beside = f"{_adapter(model)} | {'yes' if type(model).__name__ in VLLM else 'no'}"
         try:
             found = measure(folder)
         except MopdError as error:
             reason = in_a_cell(str(error))
-            return f"| {name} | refused | – | – | – | {adapter} | {reason} |"
+            return f"| {name} | refused | – | – | – | {beside} | {reason} |"
         layout = "packed" if found.layout == "packed" else "a row a sequence"
         cells = (found.sampler, found.resumed, found.teacher, found.trainer)
         figures = " | ".join(f"{cell:.0e}" for cell in cells)
-        return f"| {name} | {figures} | {adapter} | {layout} |"
+        return f"| {name} | {figures} | {beside} | {layout} |"
 
 
 def in_a_cell(message: str) -> str:
@@ -91,10 +94,19 @@ def main() -> None:
     page = Path(sys.argv[1])
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, peft {peft.__version__}"
     head = (
-        "| family | sampler | resumed | teacher | trainer | `all-linear` adapter | trainer's layout, or why refused |"
+        "| family | sampler | resumed | teacher | trainer | `all-linear` adapter | vLLM | trainer's layout, or why "
+        "refused |"
     )
     rows = [row(name) for name in FAMILIES]
-    table = "\n".join([f"{versions}; float32.", "", head, "|---|---|---|---|---|---|---|", *rows])
+    table = "\n".join(
+        [
+            f"{versions}; float32. *vLLM*: whether vLLM {VLLM_VERSION} lists the class.",
+            "",
+            head,
+            "|---|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
     text = page.read_text()
     for start, end, part in ((START, END, table), (ALL, END_OF_ALL, classes())):
         before, _, rest = text.partition(start)
