@@ -18,6 +18,7 @@ from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.heads import TeacherHeads
+from mopd_dataplane.train.metrics import PADDING
 from mopd_dataplane.train.microbatch import DeviceCopies, MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
 from mopd_dataplane.train.optimizer import clip_gradients, make_optimizer
@@ -93,6 +94,9 @@ class Trainer:
             self.optimizer.step()
         if self.stats is not None:
             self.stats.end_step(step, window.policy_version, is_skipped=is_skipped)
+        more = {SKIPPED: 1.0} if is_skipped else {}
+        if self.student.layout == "rows" and totals["positions"]:
+            more[PADDING] = 1 - totals["tokens"] / totals["positions"]
         weighed = self.objective.objective.teacher_weights  # empty if all have the same weight
         weights = {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
         return StepMetrics(
@@ -112,7 +116,7 @@ class Trainer:
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
             data_wait_s=sums.waited_s + waited_s,
-            extra=sums.extra(totals) | weights | compared | ({SKIPPED: 1.0} if is_skipped else {}),
+            extra=sums.extra(totals) | weights | compared | more,
         )
 
     def _leaves_out(self, stage: str, step: int, loss: float, norm: float) -> bool:
@@ -234,7 +238,17 @@ class _StepSums:
     def __init__(self, names: Sequence[str], teachers: Sequence[str], device: torch.device) -> None:
         self._terms = list(names)
         self._teachers = list(teachers) if "reverse_kl" in names else []
-        counts = ("loss", "samples", "tokens", "loss_tokens", "stale_tokens", "staleness", "rewarded", "reward")
+        counts = (
+            "loss",
+            "samples",
+            "tokens",
+            "positions",
+            "loss_tokens",
+            "stale_tokens",
+            "staleness",
+            "rewarded",
+            "reward",
+        )
         teacher_names = [f"teacher/{t}/{what}" for t in self._teachers for what in ("reverse_kl", "tokens")]
         self._index = {name: i for i, name in enumerate([*counts, *self._terms, *teacher_names])}
         self._sums = torch.zeros(len(self._index), dtype=torch.float64, device=device)
@@ -253,6 +267,7 @@ class _StepSums:
     def count(self, micro: MicroBatch, policy_version: int) -> None:
         self._add("samples", len(micro.loss_counts))
         self._add("tokens", micro.tokens)
+        self._add("positions", micro.input_ids.numel())
         self._add("loss_tokens", len(micro.targets))
         sampled = micro.policy_versions[micro.policy_versions >= 0]
         age = policy_version - sampled

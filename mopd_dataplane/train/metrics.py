@@ -19,6 +19,8 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.records import StepMetrics
 
 FILE = "metrics.jsonl"
+PADDING = "padding"
+"""Name in a step's `extra` metrics: share of the positions that are padding, where every sequence has a row."""
 
 
 class MetricsLog:

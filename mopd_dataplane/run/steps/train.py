@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import fmean
 
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.job.job import Stage
@@ -15,6 +16,7 @@ from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
 from mopd_dataplane.run.steps.retain import free_served
 from mopd_dataplane.run.steps.train_records import TrainRecords
 from mopd_dataplane.run.steps.trainer_process import TrainerProcess
+from mopd_dataplane.train.metrics import PADDING
 from mopd_dataplane.train.node_agent import node_rank
 
 STATS_S = 30.0
@@ -121,4 +123,7 @@ def _summary(steps: Sequence[StepMetrics]) -> dict[str, str]:
     if steps[-1].reverse_kl == steps[-1].reverse_kl:
         facts["reverse_kl"] = f"{sum(m.reverse_kl for m in steps) / len(steps):.4f}"
     wait = sum(m.data_wait_s for m in steps) / max(sum(m.step_time_s for m in steps), 1e-9)
+    if PADDING in steps[-1].extra:
+        share = fmean(metrics.extra[PADDING] for metrics in steps if PADDING in metrics.extra)
+        facts["padding"] = f"{share:.0%} (a row a sequence)"
     return {**facts, "data_wait": f"{100 * wait:.1f} %", "staleness": f"{max(m.staleness_max for m in steps)}"}

@@ -25,6 +25,7 @@ from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train import heads as heads_module
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
+from mopd_dataplane.train.metrics import PADDING
 from mopd_dataplane.train.microbatch import DeviceCopies
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.optimizer import make_optimizer
@@ -103,6 +104,8 @@ def test_micro_batches_and_layout_never_change_loss_or_gradient(
     for settings in ({"micro_batch_packs": 2}, {"micro_batch_packs": 5}, {"micro_batch_packs": 3, "layout": "rows"}):
         metrics, found, _ = take_step(policy, batch(packs), OBJECTIVES[name], heads, **settings)
         assert metrics.loss == pytest.approx(whole.loss, rel=1e-5)
+        padding = metrics.extra.pop(PADDING, None)  # two passes: six rows as wide as 14 tokens, three of 16
+        assert padding == (pytest.approx(1 - 81 / (6 * 14 + 3 * 16)) if "layout" in settings else None)
         assert metrics.extra == pytest.approx(whole.extra, rel=1e-4, abs=1e-6, nan_ok=True)
         for parameter, gradient in gradients.items():
             torch.testing.assert_close(found[parameter], gradient, atol=2e-6, rtol=1e-4)
