@@ -7,14 +7,16 @@ same numbers; a model that fails is refused before anything is sampled or scored
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mopd_dataplane.base.memory import is_out_of_memory
+from mopd_dataplane.base.memory import available_memory, is_out_of_memory
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.devices import free_memory
 from mopd_dataplane.models.hf import embedding_weight, hidden_states, lm_head
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ LARGEST_BAND = max(BANDS.values())
 _LIKELIEST = 32
 """Number of tokens compared at each position, the likeliest ones; log-probs of improbable tokens are mostly
 rounding."""
+_FEWEST = 512
+"""Tokens that every model reads if it has a window to pass."""
+_FLOPS, _FLOPS_ON_DEVICE = 1e12, 1e15
+"""Arithmetic of a check, in FLOP: some fifteen seconds of two cores, and a few of an accelerator."""
 _SHORT = 24
 """Length of the text that checks a scorer or trainer, in tokens."""
 
@@ -57,6 +63,20 @@ def check_text(model: PreTrainedModel, length: int) -> Tensor:
     """Return token ids [length] without an obvious pattern, the same ones every time."""
     vocabulary = len(embedding_weight(model))
     return (torch.arange(length, device=model.device) * 7919 + 11) % vocabulary
+
+
+def affordable_tokens(model: PreTrainedModel) -> int:
+    """Return the length of the longest text, in tokens, that a self-check reads beside one half as long: twice, within
+    seconds, and with plain attention and its logits in an eighth of the free memory."""
+    device = model.device.type
+    flops = _FLOPS if device == "cpu" else _FLOPS_ON_DEVICE
+    free = available_memory() if device == "cpu" else free_memory(str(model.device))
+    config = model.config.get_text_config()
+    scores = 3 * 4 * int(getattr(config, "num_attention_heads", None) or 1)  # and masked, and their softmax; float32
+    logits = 2 * 4 * len(embedding_weight(model))
+    # Bytes of n tokens: scores * n^2 + logits * n.
+    by_memory = (math.sqrt(logits**2 + scores * free / 2) - logits) / (2 * scores)
+    return max(_FEWEST, int(min(flops / (6 * model.num_parameters()), by_memory)))
 
 
 @torch.no_grad()

@@ -23,13 +23,13 @@ from mopd_dataplane.models.architecture import context_length, text_decoder
 from mopd_dataplane.models.hf import lm_head, load_model, weights_digest
 from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.models.router_replay import Routing
-from mopd_dataplane.models.self_check import SelfCheck, check_text, plain_logits, require_same_logits
+from mopd_dataplane.models.self_check import SelfCheck, affordable_tokens, check_text, plain_logits, require_same_logits
 from mopd_dataplane.rollout.engines.slot_cache import SlotCache
 
 _CACHE = "past_key_values"
 """Name of the cache in a model's forward pass; Mamba's models call it cache_params."""
-_CHECK_TOKENS = 512
-"""Longest text of the self-check, in tokens; it does not test the border of wider windows."""
+_CHECK_TOKENS = 32
+"""Length in tokens of the self-check's longer text for a model without windows."""
 _CHECK_STEPS = 4
 """Number of tokens of the self-check's texts that are decoded step by step."""
 
@@ -146,20 +146,22 @@ class Decoder:
     def check(self) -> SelfCheck:
         """Decode two texts side by side and compare with the plain pass of each alone. Clears the cache.
 
-        One text is longer than every window, unless that takes too long.
+        One text is longer than every window, unless that takes too long or too much memory.
         Raises MismatchError above the band of the dtype (self_check.py).
         """
-        window = self.layer_types.longest_window
-        length = min(self.context_length, _CHECK_TOKENS, max(32, window + 8 if window + 8 <= _CHECK_TOKENS else 32))
+        past = self.layer_types.longest_window + 2 * _CHECK_STEPS
+        length = max(_CHECK_TOKENS, past if past <= affordable_tokens(self.model) else 0)
+        length = min(self.context_length, length)
         lengths = [length, max(_CHECK_STEPS + 1, length // 2)]
         ids = check_text(self.model, length)
-        rows = range(min(len(lengths), self.cache.rows))
-        texts = [ids[: lengths[row]] for row in rows]
+        texts = [ids[:count] for count in lengths]
         read = [len(text) - _CHECK_STEPS for text in texts]
         block = np.zeros((len(texts), max(read)), np.int64)
         for row, text in zip(block, texts, strict=True):
             row[: len(text) - _CHECK_STEPS] = text[:-_CHECK_STEPS].cpu().numpy()
-        self.prefill(list(rows), block, read)
+        slots = self.cache.rows
+        self.clear(len(texts))  # columns of every slot would take memory for texts that only two of them read
+        self.prefill(range(len(texts)), block, read)
         steps = []
         for step in range(_CHECK_STEPS):
             last = np.array([int(text[count + step]) for text, count in zip(texts, read, strict=True)])
@@ -168,7 +170,7 @@ class Decoder:
             plain = [plain_logits(self.model, text)[-_CHECK_STEPS:] for text in texts]
         ours = torch.stack(steps, 1).flatten(0, 1)
         passed = require_same_logits(ours, torch.cat(plain), part="The built-in sampler", model=self.model)
-        self.clear(self.cache.rows)
+        self.clear(slots)
         return passed
 
     def _as_attention_takes_it(self, mask: Any) -> Any:

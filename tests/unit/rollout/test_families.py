@@ -77,6 +77,12 @@ class TestSelfCheckFinds:
         monkeypatch.setattr(LayerTypes, "masks", without_window)
         self._refused(folder)
 
+    def test_a_lost_window_of_a_thousand_tokens(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = FAMILIES["mistral, window"] | {"sliding_window": 1024, "max_position_embeddings": 2048}
+        folder = make_student(sections.Student(config=config), tmp_path / "m", seed=3)
+        HfEngine(folder, slots=1).close()
+        self.test_a_lost_window(folder, monkeypatch)
+
     @pytest.mark.parametrize("folder", ["gemma2, softcap"], indirect=True)
     def test_a_dropped_softcap(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mopd_dataplane.models.hf.attention_implementation", lambda config: "sdpa")
