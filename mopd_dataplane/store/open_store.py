@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import lance
@@ -59,6 +60,6 @@ class OpenStore(Protocol):
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]: ...
 
-    def snapshot(self, tag: str | None = None) -> Snapshot: ...
+    def newest(self) -> AbstractContextManager[Snapshot]: ...
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader: ...

@@ -39,7 +39,8 @@ def compare_teachers(
     run = open_run(job, Progress(console), make=False)
     every, table = stage_samples(run.store, stage, 0, ["domain"])
     if where:
-        chosen_rows = Conditions(run.store, run.store.snapshot(), job.questions).rows(where)
+        with run.store.newest() as snapshot:
+            chosen_rows = Conditions(run.store, snapshot, job.questions).rows(where)
         inside = np.isin(every, chosen_rows)
         every, table = every[inside], table.filter(pa.array(inside))
     by_domain = {name: every[pc.equal(table["domain"], name).to_numpy()] for name in job.domains_of(stage)}

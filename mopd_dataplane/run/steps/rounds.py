@@ -55,6 +55,7 @@ def rollout_until(run: Run, stage: Stage, until: Until, iteration: int) -> list[
 def _count(run: Run, stage: Stage, iteration: int) -> tuple[int, int, int]:
     """(groups of an iteration whose rewards differ, all of its groups, its samples)."""
     rows, samples = stage_samples(run.store, stage, iteration, ["group_id"])
-    differs = np.isin(rows, Conditions(run.store, run.store.snapshot()).rows(SPREAD, "rollout.until"))
+    with run.store.newest() as snapshot:
+        differs = np.isin(rows, Conditions(run.store, snapshot).rows(SPREAD, "rollout.until"))
     groups = samples["group_id"]
     return pc.count_distinct(groups.filter(differs)).as_py(), pc.count_distinct(groups).as_py(), len(rows)

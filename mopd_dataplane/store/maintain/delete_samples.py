@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.records import PlanWindow, Prompt
+from mopd_dataplane.records import PlanWindow, Prompt, Snapshot
 from mopd_dataplane.store.commit.signals import blob_column
 from mopd_dataplane.store.format.dataset_format import FREED, blob_columns
 from mopd_dataplane.store.format.lance_errors import reading
@@ -78,7 +78,11 @@ def choose(store: OpenStore, where: str) -> Chosen:
 
     where: over the table of rollouts; for prompts without samples, over `prompts`. Raises QueryError for no condition.
     """
-    snapshot = store.snapshot()  # columns read one after another must have the same rows beside other deletions
+    with store.newest() as snapshot:  # columns read one after another must have the same rows beside other deletions
+        return _choose_at(store, where, snapshot)
+
+
+def _choose_at(store: OpenStore, where: str, snapshot: Snapshot) -> Chosen:
     samples = store.dataset("samples", snapshot)
     sample_rows = Conditions(store, snapshot, job_questions(store)).rows(where)
     rows = take_rows(samples, sample_rows, ["uid", "prompt_id"])
