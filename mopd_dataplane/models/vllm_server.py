@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ from mopd_dataplane.models.vllm_replies import (
 )
 
 KEY_VARIABLE = "VLLM_API_KEY"
+_GLANCE_S = 5.0
+"""How long a check before a run waits for a server."""
 _AT_ONCE = 8
 """Number of requests sent to one server at a time."""
 _ENTRY_BYTES = 1024
@@ -46,6 +49,22 @@ Form = TypeVar("Form", bound=BaseModel)
 Value = TypeVar("Value")
 
 
+def served_context(url: str) -> int:
+    """Return the context in tokens of the model at a server; 0 where it does not say. Raises as VllmServer, at once."""
+    root = check_root(url)
+    with closing(HttpClient(headers=_headers(), most=1, patience_s=0)) as client:
+        served = _served_models(client, root, deadline_s=_GLANCE_S).data
+    return (served[0].max_model_len or 0) if served else 0
+
+
+def _headers() -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
+
+
+def _served_models(client: HttpClient, root: str, *, deadline_s: float) -> ServedModels:
+    return client.request(Call(method="GET", url=f"{root}/models", deadline_s=deadline_s)).read(ServedModels)
+
+
 class VllmServer:
     """One vLLM server, by the URL of its API root, as http://127.0.0.1:8000/v1.
 
@@ -56,7 +75,7 @@ class VllmServer:
         self.url = check_root(url)
         self.root = self.url.removesuffix("/v1")
         """URL of the endpoints beside the API root."""
-        self.headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
+        self.headers = _headers()
         self._client = HttpClient(headers=self.headers, most=_AT_ONCE)
         try:
             served = self._served().data
@@ -161,9 +180,7 @@ class VllmServer:
         self._client.request(Call(url=f"{self.url}/unload_lora_adapter", body={"lora_name": name}, deadline_s=STATUS_S))
 
     def _served(self) -> ServedModels:
-        return self._client.request(Call(method="GET", url=f"{self.url}/models", deadline_s=STATUS_S)).read(
-            ServedModels
-        )
+        return _served_models(self._client, self.url, deadline_s=STATUS_S)
 
     def _has(self, name: str) -> bool:
         """Check if the server has a model or an adapter of this name."""

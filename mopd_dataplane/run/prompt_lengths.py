@@ -7,6 +7,7 @@ takes bounded time: of many prompts the longest texts are looked at, and the fin
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from mopd_dataplane.models.architecture import UNLIMITED, context_length
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import student_config
+from mopd_dataplane.models.vllm_server import served_context
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import ENGINES
@@ -247,6 +249,9 @@ class _Contexts:
             return UNLIMITED
         if "max_model_len" in engine.options:
             return int(engine.options["max_model_len"])
+        if engine.url and reader == "self":
+            with contextlib.suppress(MopdError):  # the run names a server that does not answer
+                return served_context(engine.url) or UNLIMITED
         try:
             return context_length(self._config(reader))
         except (MopdError, OSError, ValueError, KeyError):  # a model that cannot be read has a finding of its own

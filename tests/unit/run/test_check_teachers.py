@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tokenizers_apart import exchanged_letters, rebuilt
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
 from mopd_dataplane.errors import JobFileError
+from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models import tiny
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
@@ -114,3 +117,45 @@ def test_quantised_weights_that_a_job_cannot_use_are_refused(
     with pytest.raises(JobFileError, match=f"quantised by {method}"):
         refuse(job, findings)
     assert not (tmp_path / "store").exists()
+
+
+def problem_of(job: Job, key: str) -> str:
+    return next((f.problem for f in preflight(job).findings if f.key == key and "reads" in f.problem), "")
+
+
+def test_a_prompt_in_the_teachers_own_template_counts_against_its_context(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path, "models/Qwen3-32B", prompt_template="Solve it. " * 40 + "{prompt}"))
+    shape = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    assert problem_of(job, "teachers.big.source") == ""
+    (tmp_path / "teacher" / CHECKSUMS).unlink(missing_ok=True)
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 60}))
+    assert "reads 60 tokens" in (problem := problem_of(job, "teachers.big.source"))
+    assert "a prompt in its own template, " in problem
+    own = load_job(write_job(tmp_path, "models/Qwen3-32B"))
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 60}))
+    assert problem_of(own, "teachers.big.source") == "", "16 + 8 tokens fit"
+
+
+class Models(BaseHTTPRequestHandler):
+    """A server that says of its model how much it reads."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 20}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_what_a_server_reads_counts_too(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Models) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        job = load_job(write_job(tmp_path, "models/Qwen3-32B", url=url))
+        assert "reads 20 tokens, and a sample may have 24" in problem_of(job, "teachers.big.source")
+        server.shutdown()
+    assert problem_of(job, "teachers.big.source") == "", "a server that is not there yet is no finding of the check"
