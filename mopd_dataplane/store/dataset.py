@@ -427,13 +427,6 @@ class Store:
         self._taken.append((taken := snapshots.take_snapshot(self.location, tables))[1])
         return taken[0]
 
-    @contextmanager
-    def newest(self) -> Iterator[Snapshot]:
-        """Hold the newest version of every table for as long as the block, for reads that must agree."""
-        snapshot, handles = snapshots.take_snapshot(self.location, self._all_tables())
-        yield snapshot
-        del handles
-
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; does nothing when the tag exists.
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import lance
@@ -59,7 +58,5 @@ class OpenStore(Protocol):
     def write_json(self, name: str, value: dict[str, Any]) -> None: ...
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]: ...
-
-    def newest(self) -> AbstractContextManager[Snapshot]: ...
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader: ...

@@ -22,6 +22,7 @@ from mopd_dataplane.run.steps.teacher_prompts import prompt_renderer
 from mopd_dataplane.score.readers import HfReader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import model_input
 from mopd_dataplane.score.teacher_comparison import Answer, compare
+from mopd_dataplane.store.read.snapshot import newest
 from mopd_dataplane.store.rollouts.conditions import Conditions
 
 
@@ -39,7 +40,7 @@ def compare_teachers(
     run = open_run(job, Progress(console), make=False)
     every, table = stage_samples(run.store, stage, 0, ["domain"])
     if where:
-        with run.store.newest() as snapshot:
+        with newest(run.store) as snapshot:
             chosen_rows = Conditions(run.store, snapshot, job.questions).rows(where)
         inside = np.isin(every, chosen_rows)
         every, table = every[inside], table.filter(pa.array(inside))

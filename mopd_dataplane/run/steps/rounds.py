@@ -18,6 +18,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout
+from mopd_dataplane.store.read.snapshot import newest
 from mopd_dataplane.store.rollouts.conditions import Conditions
 
 
@@ -55,7 +56,7 @@ def rollout_until(run: Run, stage: Stage, until: Until, iteration: int) -> list[
 def _count(run: Run, stage: Stage, iteration: int) -> tuple[int, int, int]:
     """(groups of an iteration whose rewards differ, all of its groups, its samples)."""
     rows, samples = stage_samples(run.store, stage, iteration, ["group_id"])
-    with run.store.newest() as snapshot:
+    with newest(run.store) as snapshot:
         differs = np.isin(rows, Conditions(run.store, snapshot).rows(SPREAD, "rollout.until"))
     groups = samples["group_id"]
     return pc.count_distinct(groups.filter(differs)).as_py(), pc.count_distinct(groups).as_py(), len(rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import lance
@@ -30,6 +31,15 @@ def take_snapshot(location: StoreLocation, tables: Mapping[str, Table]) -> tuple
     opened = {name: tables[name].open() for name in order}
     versions = {name: dataset.version for name, dataset in opened.items()}
     return Snapshot(uri=location.uri, versions=versions), list(opened.values())
+
+
+@contextmanager
+def newest(store: OpenStore) -> Iterator[Snapshot]:
+    """Hold the newest version of every table for as long as the block, for reads that must agree."""
+    tables = {name: store.table_handle(name) for name in store.names()}
+    snapshot, handles = take_snapshot(store.location, tables)
+    yield snapshot
+    del handles
 
 
 def pin(location: StoreLocation, tables: Mapping[str, Table], tag: str, target: Snapshot | None = None) -> Snapshot:
