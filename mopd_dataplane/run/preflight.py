@@ -351,10 +351,9 @@ def _longest_prompt(look: _Look, name: str, stage: Stage) -> int:
     template, budget = look.job.teachers[name].prompt_template, stage.rollout.max_prompt_tokens
     if not template or look.tokenizer is None:
         return budget
-    domains = [domain for domain in look.job.domains_of(stage) if name in look.job.scorers_of(stage)]
-    prompts = [prompt for domain in domains for prompt in look.prompts.get(domain, [])]
+    prompts = [prompt for domain in look.job.domains_of(stage) for prompt in look.prompts.get(domain, [])]
     prompts.sort(key=lambda prompt: len(prompt.text) + len(prompt.teacher_context), reverse=True)
-    with contextlib.suppress(InputError):  # a template that fails has a finding of its own
+    with contextlib.suppress(Exception):  # a template is a program and may raise anything; that is another finding
         return max(
             (
                 len(render(prompt.asked, look.tokenizer, template=template, context=prompt.teacher_context))
