@@ -18,10 +18,11 @@ from typer.exceptions import TyperException
 from mopd_dataplane import __version__
 from mopd_dataplane.base.extras import missing_package
 from mopd_dataplane.base.files import full_disk_named, out_of_descriptors
+from mopd_dataplane.base.memory import is_out_of_memory
 from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.cli import answers, bench, evaluate, forks, interchange, jobs, load, recipes, stores, sweep, view
 from mopd_dataplane.cli.output import note, print_error
-from mopd_dataplane.errors import InputError, MopdError
+from mopd_dataplane.errors import InputError, MopdError, ResourceError
 from mopd_dataplane.store.remote.network import answering
 
 INTERRUPTED = 130
@@ -107,6 +108,11 @@ def _known(error: BaseException) -> MopdError:
         return InputError(missing)
     if failure := out_of_descriptors("mopd", error):
         return failure
+    if is_out_of_memory(error):
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return ResourceError(
+            f"out of memory ({reason:.300}); what is stored stays: use a smaller model, or a device with more memory"
+        )
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename:
         return InputError(f"{str(error.filename)[:200]}: {error.strerror}; give another place, or the right to use it")
     trace = traceback.extract_tb(error.__traceback__)

@@ -318,11 +318,8 @@ def _check_context(look: _Look, name: str, folder: Path | None) -> None:
     """
     job, teacher = look.job, look.job.teachers[name]
     stages = [stage for stage in job.stages if stage.data == "rollout" and name in job.scorers_of(stage)]
-    prompt, stage = max(
-        ((_longest_prompt(look, name, stage), stage) for stage in stages), default=(0, None), key=_total
-    )
-    if stage is None:
-        return
+    lengths = [(_longest_prompt(look, name, stage), stage.rollout.max_new_tokens) for stage in stages]
+    prompt, new = max(lengths, key=sum, default=(0, 0))
     limits = [UNLIMITED]
     if folder is not None:
         shape = model_shape(folder)
@@ -331,7 +328,7 @@ def _check_context(look: _Look, name: str, folder: Path | None) -> None:
     if teacher.url:
         with contextlib.suppress(MopdError):  # whoever meets a server that does not answer says so
             limits.append(served_context(teacher.url) or UNLIMITED)
-    longest, context = prompt + stage.rollout.max_new_tokens, min(limits)
+    longest, context = prompt + new, min(limits)
     if longest > context:
         source = "a prompt in its own template" if teacher.prompt_template else "rollout.max_prompt_tokens"
         problem = (
@@ -339,11 +336,6 @@ def _check_context(look: _Look, name: str, folder: Path | None) -> None:
             "longer ones are refused when they are scored: lower these, or use a teacher with a longer context"
         )
         look.findings.append(Finding(f"teachers.{name}.{'source' if folder else 'url'}", problem, certain=False))
-
-
-def _total(of_stage: tuple[int, Stage | None]) -> int:
-    prompt, stage = of_stage
-    return prompt + (stage.rollout.max_new_tokens if stage else 0)
 
 
 def _longest_prompt(look: _Look, name: str, stage: Stage) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,16 @@ def test_only_exhausted_memory_is_renamed() -> None:
     for other in (RuntimeError("shapes differ"), InputError("no such key")):
         with pytest.raises(type(other)), out_of_memory_named("scoring", "Halve it"):
             raise other
+
+
+def test_a_command_without_advice_of_its_own_names_it_too(tmp_path: Path) -> None:
+    code = (
+        "from mopd_dataplane.store.dataset import Store\n"
+        "from mopd_dataplane.cli import main\n"
+        "Store.open = classmethod(lambda *_, **__: bytearray(1 << 62))\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", code, "store", "verify", str(tmp_path)]
+    stopped = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert stopped.returncode == ResourceError.exit_code, stopped.stderr
+    assert "error: out of memory (MemoryError)" in stopped.stderr

@@ -192,6 +192,11 @@ def student_topk(run: Run, stage: Stage) -> StudentTopk:
 
 def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
+    with out_of_memory_named(f"stage {stage.name!r}: scoring by {task.teacher!r}", less_memory.for_scoring(stage)):
+        return _score_task(run, stage, pool, student, task)
+
+
+def _score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     probe_teacher(run, stage, pool, task.teacher)
     samples = list(stored_samples(run, task.rows))
     if run.job.teachers[task.teacher].unknown_tokens == "mask":
@@ -199,9 +204,8 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
     reads = prompt_renderer(run, task.teacher, samples)
     by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
     produced = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
-    with out_of_memory_named(f"stage {stage.name!r}: scoring by {task.teacher!r}", less_memory.for_scoring(stage)):
-        for signal in produced:
-            by_kind[signal.kind].append(signal)
+    for signal in produced:
+        by_kind[signal.kind].append(signal)
     new = positions = 0
     for kind, signals in by_kind.items():
         # Before their signals: a run killed in between scores these samples again, and finds the statistics there.

@@ -126,13 +126,11 @@ class TrainerProcess:
         failed = take_failed_step(self._checkpoints.folder)
         if failed is not None:
             raise spike_error(*self._run.at(self._stage, failed.window), failed)
-        what = f"stage {self._stage.name!r}: the trainer"
+        error = exit_error(f"stage {self._stage.name!r}: the trainer", code)
         if code == -signal.SIGKILL:
-            raise EngineError(
-                f"{what} was killed by SIGKILL, as the system does when memory runs out; run the same command again to "
-                f"continue; if it was memory, {less_memory.for_training(self._stage)}"
-            )
-        raise exit_error(what, code)
+            advice = less_memory.for_training(self._stage)
+            raise EngineError(f"{error}; the system kills so when memory runs out, and if it did: {advice}")
+        raise error
 
 
 def _load_spec(run: Run, stage: Stage) -> LoadSpec:

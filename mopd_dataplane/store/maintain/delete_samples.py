@@ -78,9 +78,8 @@ def choose(store: OpenStore, where: str) -> Chosen:
 
     where: over the table of rollouts; for prompts without samples, over `prompts`. Raises QueryError for no condition.
     """
-    with snapshots.newest(
-        store
-    ) as snapshot:  # columns read one after another must have the same rows beside other deletions
+    # Columns are read one after another, and must have the same rows beside other deletions.
+    with snapshots.newest(store) as snapshot:
         return _choose_at(store, where, snapshot)
 
 

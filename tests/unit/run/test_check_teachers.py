@@ -119,6 +119,20 @@ def test_quantised_weights_that_a_job_cannot_use_are_refused(
     assert not (tmp_path / "store").exists()
 
 
+def test_a_quantised_teacher_that_vllm_reads_is_left_to_it(tmp_path: Path) -> None:
+    file = write_job(tmp_path, "models/Qwen3-32B")
+    settings = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / CHECKSUMS).unlink(missing_ok=True)
+    (tmp_path / "teacher" / "config.json").write_text(
+        json.dumps(settings | {"quantization_config": {"quant_method": "gptq"}})
+    )
+    for reads, is_refused in (("prompt_logprobs", False), ("states", True)):
+        job = load_job(
+            file, overrides=["score.engine=vllm", f"score.reads={reads}", "objectives.exact.divergence.signal=topk"]
+        )
+        assert any("quantised by" in finding.problem for finding in preflight(job).findings) == is_refused
+
+
 def problem_of(job: Job, key: str) -> str:
     return next((f.problem for f in preflight(job).findings if f.key == key and "reads" in f.problem), "")
 
