@@ -284,7 +284,7 @@ def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
 def _reads_weights(job: Job, stage: Stage, teacher: str) -> bool:
     """Whether a stage reads a teacher's weights in this process: all of them, or the LM head."""
     scored = teacher in job.scorers_of(stage) and (stage.score.engine == "hf" or stage.score.reads != "prompt_logprobs")
-    return scored or (teacher in sampling_teachers(job, stage) and job.engine.kind == "hf")
+    return scored or (teacher in sampling_teachers(job, stage) and engine_kind(job.engine.kind).here)
 
 
 def _compare_prompts(look: _Look, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
