@@ -8,6 +8,7 @@ model_sizes.py        sizes of a job's models, from configs and headers
 preflight.py          checks of everything that a job names, before anything is made
 conditions.py         the conditions of [plan]: checked before a run, applied to the samples of a window
 prompt_lengths.py     checks of prompts in tokens: their budget, and the context of the model that answers
+teacher_contexts.py   checks of the longest sample against the context of each teacher that scores it
 rehearsal.py          a small version of a job with tiny models, to run before the real one
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate
 context.py            what every step needs: job, store, policies, tokenizer, progress

@@ -23,13 +23,11 @@ from mopd_dataplane.fields import SIGNAL_KINDS
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.adapter_files import is_adapter
-from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
 from mopd_dataplane.models.checkpoint_quantisation import check_readable, check_trainable
 from mopd_dataplane.models.devices import resolve_device
-from mopd_dataplane.models.hf import check_model_folder, load_tokenizer, model_shape
+from mopd_dataplane.models.hf import check_model_folder, load_tokenizer
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
-from mopd_dataplane.models.vllm_server import served_context
 from mopd_dataplane.models.vocabulary import compare_vocabularies
 from mopd_dataplane.prompts import load_prompts, render
 from mopd_dataplane.records import Prompt
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-MEASURED = 256
-"""Prompts that are read through a teacher's own template, the longest texts."""
 EXCERPT = 60
 """Characters of a prompt that a finding shows of either end."""
 
@@ -244,10 +240,7 @@ def _teacher(look: _Look, name: str) -> None:
     teacher, key = look.job.teachers[name], f"teachers.{name}"
     if teacher.prompt_template:
         _template(look, f"{key}.prompt_template", teacher.prompt_template)
-    if teacher.blend or teacher.of_this_job:
-        return
-    if teacher.is_remote:
-        _check_context(look, name, None)
+    if teacher.blend or teacher.of_this_job or teacher.is_remote:
         return
     look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source, teacher.revision))
 
@@ -271,7 +264,6 @@ def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
     folder = _checked_folder(source, revision)
     if any(_reads_weights(look.job, stage, name) for stage in look.job.stages):
         check_readable(folder)
-    _check_context(look, name, folder)
     tokenizer = load_tokenizer(folder)
     if look.tokenizer is None:
         return
@@ -309,51 +301,6 @@ def _compare_prompts(look: _Look, name: str, tokenizer: PreTrainedTokenizerBase)
 def _excerpt(text: str) -> str:
     """Beginning and end of a text, for a message."""
     return repr(text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} … {text[-EXCERPT:]}")
-
-
-def _check_context(look: _Look, name: str, folder: Path | None) -> None:
-    """Report a teacher that may meet samples longer than its context, or its server's, which scoring refuses.
-
-    folder: of its weights; None for a teacher that only a server has.
-    """
-    job, teacher = look.job, look.job.teachers[name]
-    stages = [stage for stage in job.stages if stage.data == "rollout" and name in job.scorers_of(stage)]
-    lengths = [(_longest_prompt(look, name, stage), stage.rollout.max_new_tokens) for stage in stages]
-    prompt, new = max(lengths, key=sum, default=(0, 0))
-    limits = [UNLIMITED]
-    if folder is not None:
-        shape = model_shape(folder)
-        if not teacher.beyond_context or has_length_dependent_rope(shape):
-            limits.append(context_length(shape))
-    if teacher.url:
-        with contextlib.suppress(MopdError):  # whoever meets a server that does not answer says so
-            limits.append(served_context(teacher.url) or UNLIMITED)
-    longest, context = prompt + new, min(limits)
-    if longest > context:
-        source = "a prompt in its own template" if teacher.prompt_template else "rollout.max_prompt_tokens"
-        problem = (
-            f"reads {context} tokens, and a sample may have {longest} ({source}, {prompt}, + max_new_tokens); "
-            "longer ones are refused when they are scored: lower these, or use a teacher with a longer context"
-        )
-        look.findings.append(Finding(f"teachers.{name}.{'source' if folder else 'url'}", problem, certain=False))
-
-
-def _longest_prompt(look: _Look, name: str, stage: Stage) -> int:
-    """Most tokens of a prompt of a stage as a teacher reads it: measured where it has a template of its own."""
-    template, budget = look.job.teachers[name].prompt_template, stage.rollout.max_prompt_tokens
-    if not template or look.tokenizer is None:
-        return budget
-    prompts = [prompt for domain in look.job.domains_of(stage) for prompt in look.prompts.get(domain, [])]
-    prompts.sort(key=lambda prompt: len(prompt.text) + len(prompt.teacher_context), reverse=True)
-    with contextlib.suppress(Exception):  # a template is a program and may raise anything; that is another finding
-        return max(
-            (
-                len(render(prompt.asked, look.tokenizer, template=template, context=prompt.teacher_context))
-                for prompt in prompts[:MEASURED]
-            ),
-            default=budget,
-        )
-    return budget
 
 
 def _other_signal(kind: str, named: Mapping[str, str]) -> None:

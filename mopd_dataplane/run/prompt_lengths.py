@@ -1,5 +1,5 @@
 """Checks of prompts in tokens before anything is trained: against `rollout.max_prompt_tokens` and `plan.pack_tokens`,
-and together with the longest answer against the context of the model that answers.
+and together with the longest answer against the context of the model that answers and of the teachers that score.
 
 A rollout refuses such a prompt when it meets it, which may be hours after the job's other stages began. Tokenising
 takes bounded time: of many prompts the longest texts are looked at, and the finding names their number.
@@ -25,6 +25,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import ENGINES
 from mopd_dataplane.run.iteration import Sampler, iteration_prompts, sampler_of
 from mopd_dataplane.run.stage_rows import is_done
+from mopd_dataplane.run.teacher_contexts import Context, teacher_context_problems
 from mopd_dataplane.store.dataset import Store
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def prompt_problems(
         yield "student.prompt_template", str(error), True
         return
     contexts = _Contexts(job, store)
+    teacher_contexts: dict[str, Context] = {}
     stages_of_problem: dict[Problem, list[str]] = {}
     for stage in to_run:
         own = uses.get(stage.name, [])
@@ -75,6 +77,10 @@ def prompt_problems(
             *_beyond_pack(job, stage, own, measured),
         ):
             stages_of_problem.setdefault(problem, []).append(stage.name)
+        prompts_of_stage = list({use.prompt.prompt_id: use.prompt for use in own}.values())
+        lengths = {uid: length for domain in measured.values() for uid, length in domain.lengths.items()}
+        for key, text in teacher_context_problems(job, stage, prompts_of_stage, lengths, tokenizer, teacher_contexts):
+            yield key, text, _is_certain(stage)
     for (key, text, is_certain), (first, *others) in stages_of_problem.items():
         same = f"; the same in stage {', '.join(others)}" if others else ""
         yield f"stages.{first}.{key}", f"{text}{same}", is_certain

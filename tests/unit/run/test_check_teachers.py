@@ -88,12 +88,37 @@ def test_a_teacher_that_splits_text_in_another_way_is_named(tmp_path: Path, part
     assert "splits text in another way than the student" in finding.problem
 
 
-def test_a_teacher_whose_context_is_short_is_named(tmp_path: Path) -> None:
-    file = write_job(tmp_path, "models/Qwen3-32B", end="map")
-    config = tmp_path / "teacher" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 20}))
-    problems = [finding.problem for finding in preflight(load_job(file)).findings]
-    assert any("reads 20 tokens, and a sample may have 24" in problem for problem in problems)
+def with_context(folder: Path, tokens: int) -> None:
+    """Let the teacher's config name that context."""
+    config = folder / "teacher" / "config.json"
+    (folder / "teacher" / CHECKSUMS).unlink(missing_ok=True)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": tokens}))
+
+
+def test_a_teacher_whose_context_is_short_is_refused_unless_the_job_takes_it(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path, "models/Qwen3-32B", end="map"))
+    with_context(tmp_path, 12)
+    problem = problem_of(job, "teachers.big.source")
+    assert "reads 12 tokens, and a sample of stage 's' may have 15 (the longest prompt has 7, an answer 8)" in problem
+    assert "lower max_new_tokens of stage 's' to 5 or less, set teachers.big.beyond_context = true" in problem
+    with pytest.raises(JobFileError, match="reads 12 tokens"):
+        refuse(job, preflight(job).findings)
+    for advice in ("teachers.big.beyond_context=true", "stages.s.rollout.max_new_tokens=5"):
+        lowered = load_job(tmp_path / "job.json", overrides=[advice])
+        assert problem_of(lowered, "teachers.big.source") == ""
+        refuse(lowered, preflight(lowered).findings)
+
+
+def test_the_context_of_a_blends_members_counts(tmp_path: Path) -> None:
+    file = write_job(tmp_path, "models/Qwen3-32B")
+    settings = json.loads(file.read_text())
+    settings["teachers"]["both"] = {"blend": {"big": 0.5, "small": 0.5}}
+    settings["teachers"]["small"] = settings["teachers"]["big"]
+    settings["routing"] = {"sums": "both"}
+    file.write_text(json.dumps(settings))
+    with_context(tmp_path, 12)
+    for name in ("big", "small"):
+        assert "reads 12 tokens" in problem_of(load_job(file), f"teachers.{name}.source")
 
 
 @pytest.mark.parametrize(
@@ -134,27 +159,26 @@ def test_a_quantised_teacher_that_vllm_reads_is_left_to_it(tmp_path: Path) -> No
 
 
 def problem_of(job: Job, key: str) -> str:
-    return next((f.problem for f in preflight(job).findings if f.key == key and "reads" in f.problem), "")
+    """What the check says of a sample that is too long."""
+    return next((f.problem for f in preflight(job).findings if f.key == key and "a sample of stage" in f.problem), "")
 
 
 def test_a_prompt_in_the_teachers_own_template_counts_against_its_context(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path, "models/Qwen3-32B", prompt_template="Solve it. " * 40 + "{prompt}"))
-    shape = json.loads((tmp_path / "teacher" / "config.json").read_text())
     assert problem_of(job, "teachers.big.source") == ""
-    (tmp_path / "teacher" / CHECKSUMS).unlink(missing_ok=True)
-    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 60}))
+    with_context(tmp_path, 60)
     assert "reads 60 tokens" in (problem := problem_of(job, "teachers.big.source"))
-    assert "a prompt in its own template, " in problem
+    assert "a prompt in its own template has " in problem
     own = load_job(write_job(tmp_path, "models/Qwen3-32B"))
-    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 60}))
-    assert problem_of(own, "teachers.big.source") == "", "16 + 8 tokens fit"
+    with_context(tmp_path, 60)
+    assert problem_of(own, "teachers.big.source") == "", "7 + 8 tokens fit"
 
 
 class Models(BaseHTTPRequestHandler):
     """A server that says of its model how much it reads."""
 
     def do_GET(self) -> None:
-        body = json.dumps({"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 20}]}).encode()
+        body = json.dumps({"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 12}]}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -170,6 +194,8 @@ def test_what_a_server_reads_counts_too(tmp_path: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         job = load_job(write_job(tmp_path, "models/Qwen3-32B", url=url))
-        assert "reads 20 tokens, and a sample may have 24" in problem_of(job, "teachers.big.source")
+        problem = problem_of(job, "teachers.big.source")
+        assert "reads 12 tokens, and a sample of stage 's' may have 15" in problem
+        assert "beyond_context" not in problem, "that lifts no server's limit"
         server.shutdown()
     assert problem_of(job, "teachers.big.source") == "", "a server that is not there yet is no finding of the check"
