@@ -38,7 +38,7 @@ from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.models.self_check import SelfCheck, check_forward
 from mopd_dataplane.train import attention
 from mopd_dataplane.train.context import check_heads
-from mopd_dataplane.train.microbatch import Layout, MicroBatch
+from mopd_dataplane.train.microbatch import Layout, MicroBatch, starts_of
 from mopd_dataplane.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Student(nn.Module):
         """Length in tokens beyond which the states of a sequence would depend on its neighbours."""
         self._mixed = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
         self._routing = Routing.of(model)
+        self._keeps_states = LayerTypes(model.config).has_states
         self.self_check: SelfCheck | None = None
         """Comparison of the loaded weights with the plain pass."""
         if context_group is not None:
@@ -110,6 +111,8 @@ class Student(nn.Module):
                 "sequence_starts": batch.sequence_starts,
                 "context_group": self._context_group,
             }
+            if self._keeps_states:
+                packed |= _starts_of_states(batch.sequence_lengths, batch.sequence_starts)
         with lower:
             states = hidden_states(self.model, batch.input_ids, position_ids=batch.position_ids, **packed)
         rows = states.flatten(0, 1)[batch.predictors].to(self.dtype)
@@ -189,10 +192,11 @@ def packs_apart(model: PreTrainedModel) -> bool:
     """Replace `sdpa`, or plain attention with sinks, in a model by packed attention, and test that sequences in one row
     then do not affect each other.
 
-    Recurrent models and models with another attention of their own fail the test: they keep their attention and get one
-    row per sequence. Small weights make a leak small, so rounding must not hide it: the test compares two passes of the
-    same shape, of which only the first sequence differs. The second sequence is longer than the window of layers that
-    have a short one. Packed attention knows no chunks, so models with chunks get one row per sequence.
+    Models with another attention of their own fail the test, and recurrent ones do unless their kernels start anew with
+    each sequence: they keep their attention and get one row per sequence. Small weights make a leak small, so rounding
+    must not hide it: the test compares two passes of the same shape, of which only the first sequence differs. The
+    second sequence is longer than the window of layers that have a short one. Packed attention knows no chunks, so
+    models with chunks get one row per sequence.
     Returns True if sequences can be packed.
     """
     types = LayerTypes(model.config)
@@ -208,9 +212,11 @@ def packs_apart(model: PreTrainedModel) -> bool:
     apart = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:first], ids[first:])])
     if before == "sdpa" or _has_sinks(model):
         model.set_attn_implementation(attention.NAME)
+    lengths = [first, second]
+    states = _starts_of_states(lengths, starts_of(lengths).to(device)) if types.has_states else {}
     try:
         packed, beside = (
-            hidden_states(model, row[None], position_ids=positions[None], sequence_lengths=[first, second])[0].float()
+            hidden_states(model, row[None], position_ids=positions[None], sequence_lengths=lengths, **states)[0].float()
             for row in (ids, other)
         )
         same = (packed - apart).norm() < PACKED_ALIKE * apart.norm()
@@ -224,6 +230,18 @@ def packs_apart(model: PreTrainedModel) -> bool:
     return good
 
 
+def _starts_of_states(lengths: list[int], starts: Tensor) -> dict[str, object]:
+    """Where the sequences of a row begin, by the names that transformers gives it for recurrent layers: cu_seq_lens for
+    linear attention, seq_idx [1, T] for Mamba and short convolutions. starts: as MicroBatch.sequence_starts."""
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=starts.device)
+    sequence = torch.repeat_interleave(numbers, starts.diff(), output_size=sum(lengths))
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest,
+        "seq_idx": sequence[None],
+    }  # fmt: skip
+
+
 def _has_sinks(model: PreTrainedModel) -> bool:
     """Whether attention has sinks and nothing else that only plain attention computes."""
     sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
@@ -232,6 +250,11 @@ def _has_sinks(model: PreTrainedModel) -> bool:
 
 def _check_shares(model: PreTrainedModel, layout: Layout, members: int) -> None:
     name = type(model).__name__
+    if layout == "packed" and LayerTypes(model.config).has_states:
+        raise MismatchError(
+            f"scale.context_parallel = {members}: {name} keeps a state from token to token, which ranks cannot share; "
+            "set 1"
+        )
     if layout != "packed":
         raise MismatchError(
             f"scale.context_parallel = {members}: {name} brings attention of its own, which cannot share a pack; set 1"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +77,7 @@ def test_a_model_that_ignores_position_ids_gets_one_row_a_sequence(policy: Path,
     torch.testing.assert_close(rows_of(student, packs), expected_rows(student, packs), atol=2e-5, rtol=1e-4)
 
 
-HYBRID = {
+HYBRID: dict[str, dict[str, Any]] = {
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "falcon_h1": {
         "model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
@@ -102,6 +105,86 @@ def test_a_model_is_packed_only_where_sequences_ignore_each_other(
         for weight in model.parameters():
             weight.mul_(times if weight.ndim > 1 else 1)
     assert packs_apart(model) == apart
+
+
+def each_sequence_anew(function: Callable[..., Any], axis: int, starts: Callable[..., list[int] | None]) -> Any:
+    """A function of recurrent layers that runs once for each sequence of a row, as kernels with their starts do.
+
+    axis: of the tokens. starts: reads the first token of each sequence, and the end, from the arguments.
+    """
+
+    def kernel(*states: Tensor, **how: Any) -> Any:
+        begins = starts(**how)
+        if begins is None:
+            return function(*states, **how)
+        length = begins[-1]
+        parts = []
+        for begin, end in pairwise(begins):
+            cut = dict(zip(how, _cut(how.values(), axis, length, begin, end), strict=True))
+            parts.append(function(*_cut(states, axis, length, begin, end), **cut))
+        if isinstance(parts[0], tuple):
+            return torch.cat([part[0] for part in parts], axis), parts[-1][1]
+        return torch.cat(parts, axis)
+
+    return kernel
+
+
+def _cut(values: Iterable[Any], axis: int, length: int, begin: int, end: int) -> list[Any]:
+    """Values with the tokens begin:end of those that have all tokens of the row along the axis."""
+    whole = [torch.is_tensor(one) and one.ndim > 2 and one.shape[axis] == length for one in values]
+    return [one.narrow(axis, begin, end - begin) if cut else one for one, cut in zip(values, whole, strict=True)]
+
+
+def by_numbers(*, seq_idx: Tensor | None = None, **_: Any) -> list[int] | None:
+    """Starts in a row from the number of each token's sequence, as causal_conv1d takes them."""
+    if seq_idx is None:
+        return None
+    assert seq_idx.dtype == torch.int32
+    return [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), seq_idx.shape[1]]
+
+
+def by_starts(*, cu_seqlens: Tensor | None = None, **_: Any) -> list[int] | None:
+    """Starts in a row as flash-linear-attention takes them."""
+    if cu_seqlens is None:
+        return None
+    assert cu_seqlens.dtype == torch.int32
+    return cu_seqlens.tolist()
+
+
+def two_ranks() -> Any:
+    """Stands in for a process group of two ranks, where only their number is asked for."""
+    return SimpleNamespace(size=lambda: 2)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_recurrent_layers_are_packed_where_their_kernels_start_anew(
+    name: str, make_policy: Callable[..., Path], pack: Callable[..., Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such kernels need a GPU; theirs are stood in for here by transformers' own functions, once for each sequence."""
+    folder = make_policy(**HYBRID[name])
+    packs = [pack([9, 7, 12], seed=1), pack([8], seed=2), pack([20, 6], seed=3)]
+    expected = expected_rows(Student(hf.load_model(folder)), packs)
+    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    for function, axis, starts in (("causal_conv1d_fn", 2, by_numbers), ("torch_chunk_gated_delta_rule", 1, by_starts)):
+        if hasattr(module, function):
+            monkeypatch.setattr(module, function, each_sequence_anew(getattr(module, function), axis, starts))
+    student = load_student(folder, ALONE)
+    assert student.layout == "packed"
+    torch.testing.assert_close(rows_of(student, packs), expected, atol=2e-5, rtol=1e-4)
+    with pytest.raises(MismatchError, match="keeps a state from token to token, which ranks cannot share"):
+        Student(student.model, context_group=two_ranks())
+    loss = student(build(packs, student.layout), lambda hidden, head: hidden.square().sum())
+    loss.backward()
+    packed = {name: weight.grad.clone() for name, weight in student.named_parameters() if weight.grad is not None}
+    monkeypatch.undo()
+    alone = load_student(folder, ALONE)
+    assert alone.layout == "rows"
+    with pytest.raises(MismatchError, match="brings attention of its own, which cannot share a pack"):
+        Student(alone.model, context_group=two_ranks())
+    alone(build(packs, alone.layout), lambda hidden, head: hidden.square().sum()).backward()
+    for name, weight in alone.named_parameters():
+        if weight.grad is not None:
+            torch.testing.assert_close(packed[name], weight.grad, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
