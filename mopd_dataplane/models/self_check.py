@@ -8,14 +8,18 @@ same numbers; a model that fails is refused before anything is sampled or scored
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.base.memory import available_memory, is_out_of_memory
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.architecture import context_length
 from mopd_dataplane.models.devices import free_memory
 from mopd_dataplane.models.hf import embedding_weight, hidden_states, lm_head
 
@@ -52,6 +56,8 @@ class SelfCheck:
     into memory."""
     band: float
     """Largest mean difference that is allowed in the dtype, in nat."""
+    tokens: int = 0
+    """Length of the longest text that was read, in tokens; 0 where that was not recorded."""
 
 
 def band_of(dtype: torch.dtype | str) -> float:
@@ -59,10 +65,33 @@ def band_of(dtype: torch.dtype | str) -> float:
     return BANDS.get(getattr(torch, dtype) if isinstance(dtype, str) else dtype, LARGEST_BAND)
 
 
+def texts_to_check(prompts: Sequence[NDArray[Any]], longest: int) -> list[NDArray[np.int64]]:
+    """Choose the texts [tokens] that the self-checks of a job read: its first prompt, and the longest one with made-up
+    tokens behind it, up to `longest` tokens. prompts: [P] token ids of each; none gives no text."""
+    if not prompts:
+        return []
+    long = max((prompt for prompt in prompts if len(prompt) <= longest), key=len, default=prompts[0])
+    return [np.asarray(prompts[0], np.int64), np.concatenate([long, _made_up(max(0, longest - len(long)))])]
+
+
 def check_text(model: PreTrainedModel, length: int) -> Tensor:
     """Return token ids [length] without an obvious pattern, the same ones every time."""
-    vocabulary = len(embedding_weight(model))
-    return (torch.arange(length, device=model.device) * 7919 + 11) % vocabulary
+    return _readable(model, _made_up(length))
+
+
+def affordable_texts(model: PreTrainedModel, texts: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+    """Put texts of a job on the model's device, each up to what the model reads and a self-check affords."""
+    longest = min(affordable_tokens(model), context_length(model.config))
+    return [_readable(model, text[:longest]) for text in texts]
+
+
+def _made_up(length: int) -> NDArray[np.int64]:
+    return np.arange(length, dtype=np.int64) * 7919 + 11
+
+
+def _readable(model: PreTrainedModel, ids: NDArray[np.int64]) -> Tensor:
+    """Token ids on the model's device, those beyond its vocabulary replaced by others."""
+    return torch.from_numpy(ids % len(embedding_weight(model))).to(model.device)
 
 
 def affordable_tokens(model: PreTrainedModel) -> int:
@@ -104,7 +133,7 @@ def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTra
     name, dtype = f"{type(model).__name__} ({model.config.model_type})", str(model.dtype).removeprefix("torch.")
     band = band_of(model.dtype)
     if not bool(plain.isfinite().all()):
-        return SelfCheck(name, dtype, None, band)
+        return SelfCheck(name, dtype, None, band, len(plain))
     likeliest = plain.topk(min(_LIKELIEST, plain.shape[1])).indices
     gaps = (ours.float().log_softmax(-1) - plain.log_softmax(-1)).gather(1, likeliest).abs().mean(1)
     gap = float(gaps.mean())
@@ -116,13 +145,14 @@ def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTra
             f"{band:g} is allowed in {dtype}. Nothing was written; use another "
             'model, or engine.kind = "vllm" and score.engine = "vllm"'
         )
-    return SelfCheck(name, dtype, gap, band)
+    return SelfCheck(name, dtype, gap, band, len(plain))
 
 
 @torch.no_grad()
-def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
+def check_forward(model: PreTrainedModel, part: str, texts: Sequence[NDArray[np.int64]] = ()) -> SelfCheck:
     """Check that states and LM head, as scorer and trainer use them, are right, and that no token sees a later one.
 
+    texts: read besides a short one that is made up here, each as far as is affordable (see texts_to_check).
     Raises MismatchError, see require_same_logits; also when the model's own code fails.
     """
     ids = check_text(model, _SHORT)
@@ -133,6 +163,10 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
         head = lm_head(model)
         logits = _logits(model, ids, head)
         beside = _logits(model, torch.cat([ids[:-1], ids[:1]]), head)
+        passed = [require_same_logits(logits, plain, part=part, model=model)]
+        for text in affordable_texts(model, texts):
+            ours = _logits(model, text, head)
+            passed.append(require_same_logits(ours, plain_logits(model, text), part=part, model=model))
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         if is_out_of_memory(error):
             raise
@@ -142,10 +176,16 @@ def check_forward(model: PreTrainedModel, part: str) -> SelfCheck:
         ) from error
     finally:
         model.train(training)
-    passed = require_same_logits(logits, plain, part=part, model=model)
-    if passed.gap is not None:
-        _require_causal(logits[:-1], beside[:-1], passed, part=part)
-    return passed
+    if passed[0].gap is not None:
+        _require_causal(logits[:-1], beside[:-1], passed[0], part=part)
+    return worst_of(passed)
+
+
+def worst_of(passed: Sequence[SelfCheck]) -> SelfCheck:
+    """Combine the self-checks of one model on several texts: the largest gap, and the longest text."""
+    gaps = [one.gap for one in passed if one.gap is not None]
+    gap = max(gaps) if len(gaps) == len(passed) else None
+    return replace(passed[0], gap=gap, tokens=max(one.tokens for one in passed))
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, head: Head) -> Tensor:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 SELF_CHECKS = """
     select stage, detail->>'$.part' as part, detail->>'$.teacher' as teacher, detail->>'$.model' as model,
-           detail->>'$.dtype' as dtype, value as gap, (detail->>'$.band')::double as band
+           detail->>'$.dtype' as dtype, value as gap, (detail->>'$.band')::double as band,
+           (detail->>'$.tokens')::int as tokens
     from events where kind = 'self_check' order by created_at, stage, part, teacher"""
 """Mean difference of sampler, teachers and trainer from the model's plain pass, in nat."""
 SAMPLER_GAPS = """
@@ -85,7 +86,7 @@ def exactness_facts(store: Store, snapshot: Snapshot | None = None) -> dict[str,
     """The figures of a store in words, by stage and part: for a terminal."""
     facts = {
         f"{row['stage']}.{part_name(row)}": f"{nat(row['gap'])} nat from the plain pass of {row['model']} in "
-        f"{row['dtype']}, {row['band']:g} is allowed"
+        f"{row['dtype']}{_up_to(row['tokens'])}, {row['band']:g} is allowed"
         for row in store.sql(SELF_CHECKS, snapshot=snapshot).to_pylist()
     }
     gaps = store.sql(SAMPLER_GAPS, snapshot=snapshot).to_pylist()
@@ -94,6 +95,11 @@ def exactness_facts(store: Store, snapshot: Snapshot | None = None) -> dict[str,
             f"{nat(row['mean'])} nat, {nat(row['p99'])} at the 99th percentile, {row['band']:g} is allowed"
         )
     return facts
+
+
+def _up_to(tokens: int | None) -> str:
+    """Length of the longest text that was compared; empty where it was not recorded."""
+    return f" on up to {count(tokens)} tokens" if tokens else ""
 
 
 def worst_gaps(gaps: list[dict[str, Any]]) -> list[dict[str, Any]]:

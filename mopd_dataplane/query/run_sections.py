@@ -71,13 +71,19 @@ def exactness(measures: Measures) -> Section:
     checks, gaps = measures.self_checks, measures.sampler_gaps
     grids = []
     if checks:
-        rows = [[row["stage"], part_name(row), row["model"], row["dtype"], *_bounded(row, "gap")] for row in checks]
+        rows = [
+            [row["stage"], part_name(row), row["model"], row["dtype"], count(row["tokens"]) if row["tokens"] else "–",
+             *_bounded(row, "gap")]
+            for row in checks
+        ]  # fmt: skip
         grids.append(
             Grid(
-                head=["stage", "part", "model", "dtype", "difference", "allowed"],
+                head=["stage", "part", "model", "dtype", "tokens", "difference", "allowed"],
                 rows=_cells(rows),
                 words=4,
-                caption="Mean difference of log-probs from the model's own plain pass of the same text, in nat.",
+                caption="Mean difference of log-probs from the model's own plain pass of the same texts, in nat: a "
+                "made-up one, and the job's prompts up to the longest sample, as far as takes seconds. Tokens: of the "
+                "longest text.",
             )
         )
     if gaps:

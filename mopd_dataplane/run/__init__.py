@@ -18,9 +18,11 @@ follow.py             a concurrent stage: its rollout, scoring and training; the
 ray/                  rollout and scoring on a Ray cluster
 tasks.py              units of work that a step hands to this process, or to a fleet of workers
 iteration.py          prompts of an iteration, and who answers each: student, teacher, both, or the stored answer
+check_texts.py        the texts that self-checks of a stage read
 exactness.py          records how exact sampler, teachers and trainer are
 environments.py       what answers the policy at the end of its turn
 open_engine.py        the engine that a job samples with
+stage_prompts.py      the prompts of one stage, and of an iteration
 stage_rows.py         the samples of one stage
 policies.py           which folder holds which policy version
 work_folder.py        the local folder, and its copy on an object store

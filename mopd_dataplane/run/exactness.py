@@ -17,15 +17,15 @@ from mopd_dataplane.train.spec import Sampling
 def record_self_check(store: Store, stage: str, part: str, passed: SelfCheck, *, teacher: str = "") -> None:
     """Record the self-check of a stage's sampler, trainer or a teacher, once for each dtype."""
     name = "/".join(filter(None, ("self_check", stage, part, teacher, passed.dtype)))
-    detail = {"part": part, "teacher": teacher, "model": passed.model, "dtype": passed.dtype, "band": passed.band}
+    detail = {"part": part, "teacher": teacher, **{key: value for key, value in asdict(passed).items() if key != "gap"}}
     store.add_event(name, stage, "self_check", -1, passed.gap, detail)
 
 
-def has_self_check(store: Store, stage: str, part: str) -> bool:
-    """Whether a stage's sampler or trainer has passed a self-check."""
+def has_self_check(store: Store, stage: str, part: str, *, teacher: str = "") -> bool:
+    """Whether a stage's sampler, trainer or one of its teachers has passed a self-check."""
     rule = f"kind = 'self_check' AND stage = '{stage}'"
-    details = store.table("events", ["detail"], filter=rule)["detail"].to_pylist()
-    return any(json.loads(detail)["part"] == part for detail in details)
+    details = [json.loads(text) for text in store.table("events", ["detail"], filter=rule)["detail"].to_pylist()]
+    return any((detail["part"], detail["teacher"]) == (part, teacher) for detail in details)
 
 
 def record_trainers_self_check(store: Store, stage: str, folder: Path) -> None:

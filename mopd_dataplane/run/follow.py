@@ -29,6 +29,7 @@ from mopd_dataplane.run.changes import UnrecordedChange
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.stage_prompts import prompt_slots_of, prompts_of
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import (
     lost_windows,
@@ -40,7 +41,7 @@ from mopd_dataplane.run.steps.plan import (
     window_tag,
 )
 from mopd_dataplane.run.steps.reward import reward
-from mopd_dataplane.run.steps.rollout import prompt_slots_of, prompts_of, rollout, uids_of
+from mopd_dataplane.run.steps.rollout import rollout, uids_of
 from mopd_dataplane.run.steps.score import register_teachers, score
 from mopd_dataplane.run.steps.train import Training
 

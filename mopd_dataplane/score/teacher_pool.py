@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from mopd_kernels import Head
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from mopd_dataplane.base.files import file_digest, fsync
@@ -52,7 +54,9 @@ class TeacherPool:
 
     Adapters on one base count as one: the base is loaded once, and the active adapter is switched. student_tokenizer:
     its ids must mean the same to every teacher (models/vocabulary.py). engine: the engine that runs the teachers.
-    reads: the output requested from vLLM. options: EngineArgs for vLLM started here. close() ends running engines.
+    reads: the output requested from vLLM. options: EngineArgs for vLLM started here. check_texts: gives the texts
+    [tokens] that the self-check of a teacher reads besides one that is made up, by the teacher's name. close() ends
+    running engines.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class TeacherPool:
         engine: Literal["hf", "vllm"] = "hf",
         reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states",
         options: Mapping[str, Any] | None = None,
+        check_texts: Callable[[str], Sequence[NDArray[np.int64]]] = lambda name: (),
     ) -> None:
         self._specs = dict(specs)
+        self._check_texts = check_texts
         self._student_tokenizer = student_tokenizer
         self._max_resident = max_resident
         self._device = device
@@ -211,7 +217,7 @@ class TeacherPool:
             elif key == name:
                 self._resident[key] = self._open(name, folder, spec.settings)
             else:
-                self._resident[key] = self._open_base(key, base_folder(folder), spec.settings.dtype)
+                self._resident[key] = self._open_base(key, base_folder(folder), name, spec.settings.dtype)
             self.loads[key] = self.loads.get(key, 0) + 1
         self._resident.move_to_end(key)
         reader = self._resident[key]
@@ -231,11 +237,12 @@ class TeacherPool:
         check_base(spec.folder, base)
         return f"{base} in {spec.settings.dtype}"
 
-    def _open_base(self, source: str, base: Path, dtype: str) -> AdaptedBase | VllmAdaptedBase:
-        """Load a base for all its adapters in the pool."""
+    def _open_base(self, source: str, base: Path, name: str, dtype: str) -> AdaptedBase | VllmAdaptedBase:
+        """Load a base for all its adapters in the pool. name: of the adapter that is asked for."""
         if self._engine.here:
             model = hf.load_model(base, dtype=dtype, device=self._device)
-            self._self_checks[source] = check_forward(model, f"Scoring with adapters on {base.name}")
+            part = f"Scoring with adapters on {base.name}"
+            self._self_checks[source] = check_forward(model, part, self._check_texts(name))
             return AdaptedBase(model)
         require_vllm()
         adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._pool_key(name) == source]
@@ -282,7 +289,7 @@ class TeacherPool:
 
     def _hf_reader(self, name: str, folder: Path, settings: sections.Teacher) -> HfReader:
         model = hf.load_model(folder, dtype=settings.dtype, device=self._device)
-        self._self_checks[name] = check_forward(model, f"Scoring with {folder.name}")
+        self._self_checks[name] = check_forward(model, f"Scoring with {folder.name}", self._check_texts(name))
         exchange_rows(model, *self._exchanged(folder, settings))
         return HfReader(model)
 

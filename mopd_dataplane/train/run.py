@@ -7,12 +7,13 @@ window's steps once more.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from mopd_dataplane.base.fault_points import fault_point
@@ -51,8 +52,9 @@ class Run:
         if spec.train.stats != "off":
             folder = Path(spec.checkpoint_dir)
             stats = StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
+        student = self._load(Path(spec.start), check_texts=spec.check_texts)
         self._trainer = Trainer(
-            self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,
+            student, objective, spec.train, ranks, self._heads, spec.teachers,
             total_steps=spec.total_steps, seed=spec.seed, sampling=spec.sampling, stats=stats,
         )  # fmt: skip
         adapted = bool(spec.train.lora.r)
@@ -221,9 +223,10 @@ class Run:
     def _version_folder(self, version: int) -> Path:
         return Path(self.spec.start) if version == 0 else Path(self.spec.policy_dir) / f"v{version}"
 
-    def _load(self, folder: Path) -> Student:
-        dtype = getattr(torch, self.spec.dtype)
-        return load_student(folder, self._ranks, self.spec.train, dtype=dtype, seed=self.spec.seed)
+    def _load(self, folder: Path, *, check_texts: Sequence[Sequence[int]] = ()) -> Student:
+        texts = [np.array(text, np.int64) for text in check_texts]
+        dtype, seed = getattr(torch, self.spec.dtype), self.spec.seed
+        return load_student(folder, self._ranks, self.spec.train, dtype=dtype, seed=seed, check_texts=texts)
 
 
 def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:

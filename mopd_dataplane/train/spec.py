@@ -70,6 +70,8 @@ class TrainSpec(Section):
     """Teachers of the stage; metrics are reported for each."""
     sampling: Sampling | None = None
     """How the samples were drawn; None if the sampler's log-probs are of another distribution, or missing."""
+    check_texts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of texts that the self-check reads besides one that is made up."""
     total_steps: int = Field(default=0, ge=0)
     """Optimizer steps of the whole stage, for the schedule; 0 when unknown (schedule must then be constant)."""
     end_window: int | None = Field(default=None, ge=0)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from mopd_kernels.heads import Head
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -134,13 +136,19 @@ class Student(nn.Module):
 
 
 def load_student(
-    folder: Path, ranks: Ranks, train: Train | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    folder: Path,
+    ranks: Ranks,
+    train: Train | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    check_texts: Sequence[NDArray[np.int64]] = (),
 ) -> Student:
     """Load a policy folder as a trainable module: forward pass in `dtype`, sharded over the ranks.
 
     Trained weights are held in float32, or in `dtype` if the optimizer has a copy in float32. If `train.lora` has a
     rank, an adapter in float32 is trained instead: the folder's own, or a new one that is drawn with `seed`; the base
-    is then frozen, in `dtype`.
+    is then frozen, in `dtype`. check_texts: token ids that the leading rank's self-check reads besides those made up.
     Raises MismatchError when the adapter does not fit.
 
     Without `train.dropout` the model stays in evaluation mode, so that two passes over the same tokens agree: neither
@@ -155,7 +163,7 @@ def load_student(
     else:
         weights_dtype = dtype if train.master_weights or train.offload else torch.float32
         model = load_merged(folder, dtype=_name(weights_dtype), device=device)
-    passed = check_forward(model, "Training")
+    passed = check_forward(model, "Training", check_texts if ranks.leads else ())
     student = Student(model, dtype=dtype, freeze_head=train.freeze_head, context_group=ranks.group)
     student.self_check = passed
     head = head_weight(model)

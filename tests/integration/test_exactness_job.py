@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rich.console import Console
 
 from mopd_dataplane import open_store
@@ -15,7 +17,10 @@ from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.measures import measure
 from mopd_dataplane.rollout.engines.decoder import Decoder
+from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.run.pipeline import run_job
+
+Texts = Sequence[NDArray[np.int64]]
 
 
 def one_stage(write_job: Callable[..., Path], folder: Path, dtype: str = "float32") -> Job:
@@ -40,6 +45,8 @@ def test_a_healthy_job_records_every_part_and_warns_of_nothing(
     teachers = {("teacher", name, "student") for name in ("sums", "words")}
     assert parts == {("sampler", "", "student"), ("trainer", "", "student")} | teachers
     assert all(0 <= row["gap"] <= row["band"] for row in found.self_checks)
+    rollout = job.stage("student").rollout
+    assert {row["tokens"] for row in found.self_checks} == {rollout.max_prompt_tokens + rollout.max_new_tokens}
     assert [(row["window"], row["policy_version"], row["warning"]) for row in found.sampler_gaps] == [
         (0, 0, ""), (1, 1, ""),
     ]  # fmt: skip
@@ -51,14 +58,15 @@ def test_a_sampler_with_shifted_positions_stops_the_stage_before_its_first_step(
     tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = one_stage(write_job, tmp_path)
-    check, forward = Decoder.check, Decoder.forward
+    check, forward = HfEngine.check, Decoder.forward
 
-    def check_then_shift(self: Decoder) -> object:
-        passed = check(self)
-        self.forward = lambda last, columns: 1.5 * forward(self, last, columns + 1)
+    def check_then_shift(self: HfEngine, texts: Texts) -> object:
+        passed = check(self, texts)
+        decoder = self._decoders[0]
+        decoder.forward = lambda last, columns: 1.5 * forward(decoder, last, columns + 1)
         return passed
 
-    monkeypatch.setattr(Decoder, "check", check_then_shift)
+    monkeypatch.setattr(HfEngine, "check", check_then_shift)
     with pytest.raises(MopdError, match="the trainer stopped with the error above"):
         run_job(job, console=Console(quiet=True))
     text = capfd.readouterr().err
@@ -73,14 +81,14 @@ def test_a_slightly_wrong_sampler_is_warned_of_and_shown(
     tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = one_stage(write_job, tmp_path)
-    check = Decoder.check
+    check = HfEngine.check
 
-    def check_then_scale(self: Decoder) -> object:
-        passed = check(self)
-        self._logit_scale *= 1.02
+    def check_then_scale(self: HfEngine, texts: Texts) -> object:
+        passed = check(self, texts)
+        self._decoders[0]._logit_scale *= 1.02
         return passed
 
-    monkeypatch.setattr(Decoder, "check", check_then_scale)
+    monkeypatch.setattr(HfEngine, "check", check_then_scale)
     with Console(file=(tmp_path / "progress.txt").open("w"), width=400) as console:
         run_job(job, console=console)
     shown = (tmp_path / "progress.txt").read_text()
@@ -97,4 +105,4 @@ def test_a_rehearsal_prints_the_self_checks(
     printed = json.loads(mopd("run", tmp_path / "job.toml", "--rehearse", "--json").stdout)["exactness"]
     names = {"sampler", "trainer", "teacher sums", "teacher words", "trainer against sampler"}
     assert set(printed) == {f"student.{name}" for name in names}
-    assert "is allowed" in printed["student.sampler"]
+    assert "tokens, 0.001 is allowed" in printed["student.sampler"]

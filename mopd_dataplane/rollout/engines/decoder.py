@@ -8,6 +8,7 @@ Axes: N rows, T columns of a prefill block, D hidden width, V vocabulary.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from mopd_dataplane.models.architecture import context_length, text_decoder
 from mopd_dataplane.models.hf import lm_head, load_model, weights_digest
 from mopd_dataplane.models.layer_types import LayerTypes
 from mopd_dataplane.models.router_replay import Routing
-from mopd_dataplane.models.self_check import SelfCheck, affordable_tokens, check_text, plain_logits, require_same_logits
+from mopd_dataplane.models.self_check import (
+    SelfCheck,
+    affordable_texts,
+    affordable_tokens,
+    check_text,
+    plain_logits,
+    require_same_logits,
+)
 from mopd_dataplane.rollout.engines.slot_cache import SlotCache
 
 _CACHE = "past_key_values"
@@ -143,18 +151,24 @@ class Decoder:
             return self.logits(states[:, 0])
 
     @torch.inference_mode()
-    def check(self) -> SelfCheck:
-        """Decode two texts side by side and compare with the plain pass of each alone. Clears the cache.
+    def check(self, texts: Sequence[NDArray[np.int64]] = ()) -> SelfCheck:
+        """Decode the last tokens of texts side by side and compare with the plain pass of each alone. Clears the cache.
 
-        One text is longer than every window, unless that takes too long or too much memory.
+        texts: of a job, each read as far as is affordable; without any, two are made up, one of them longer than every
+        window, unless that takes too long or too much memory.
         Raises MismatchError above the band of the dtype (self_check.py).
         """
+        own = [text for text in affordable_texts(self.model, texts) if len(text) > _CHECK_STEPS]
+        return self._check(own or self._made_up_texts())
+
+    def _made_up_texts(self) -> list[Tensor]:
         past = self.layer_types.longest_window + 2 * _CHECK_STEPS
         length = max(_CHECK_TOKENS, past if past <= affordable_tokens(self.model) else 0)
         length = min(self.context_length, length)
-        lengths = [length, max(_CHECK_STEPS + 1, length // 2)]
         ids = check_text(self.model, length)
-        texts = [ids[:count] for count in lengths]
+        return [ids, ids[: max(_CHECK_STEPS + 1, length // 2)]]
+
+    def _check(self, texts: Sequence[Tensor]) -> SelfCheck:
         read = [len(text) - _CHECK_STEPS for text in texts]
         block = np.zeros((len(texts), max(read)), np.int64)
         for row, text in zip(block, texts, strict=True):
@@ -171,7 +185,7 @@ class Decoder:
         ours = torch.stack(steps, 1).flatten(0, 1)
         passed = require_same_logits(ours, torch.cat(plain), part="The built-in sampler", model=self.model)
         self.clear(slots)
-        return passed
+        return replace(passed, tokens=max(len(text) for text in texts))
 
     def _as_attention_takes_it(self, mask: Any) -> Any:
         """Convert boolean masks of visible columns to the form of the model's attention: plain attention adds them to

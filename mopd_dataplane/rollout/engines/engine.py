@@ -107,9 +107,16 @@ class CanSleep(Protocol):
 
 @runtime_checkable
 class HasSelfCheck(Protocol):
-    """An engine that has compared its policy with the model's plain pass."""
+    """An engine that compares its policy with the model's plain pass when it loads one of a new shape."""
 
     self_check: SelfCheck
+    """The newest comparison."""
+
+    def check(self, texts: Sequence[NDArray[np.int64]]) -> SelfCheck:
+        """Compare anew, on these texts [tokens], each read as far as takes seconds. Every slot must be free.
+
+        Raises MismatchError when the log-probs are further apart than the dtype explains.
+        """
 
 
 class Engine(Protocol):

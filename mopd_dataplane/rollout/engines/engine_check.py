@@ -1,7 +1,7 @@
 """Self-check of an engine in another process (vLLM, a server): its log-probs beside the model's plain pass.
 
 Such an engine has code, weights and rounding of its own. Before it samples for the first time it decodes a few tokens
-of the job's prompts; transformers then reads the same tokens on the CPU, one sequence alone and with plain attention,
+of the job's texts; transformers then reads the same tokens on the CPU, one sequence alone and with plain attention,
 from the folder of the policy that the engine is meant to hold.
 """
 
@@ -36,27 +36,26 @@ Answer = tuple[list[int], list[float]]
 def check_engine(
     engine: Engine,
     folder: Path,
-    prompts: Sequence[NDArray[np.int32]],
+    texts: Sequence[NDArray[np.int64]],
     *,
     dtype: str,
-    longest: int,
 ) -> SelfCheck:
     """Compare the engine's log-probs of what it draws with those of the plain pass of `folder`.
 
-    prompts: [P] token ids of each prompt of the job; the first and the longest one are used, the longest followed by
-    made-up tokens up to `longest` tokens where the bounds above allow it. Every slot must be free, and is free
-    afterwards. The gap is None, and nothing was compared, where the weights do not fit into memory beside what is
-    there. Raises MismatchError when the mean difference is above the band of the dtype, and names the first position
-    that is.
+    texts: token ids of the job (see texts_to_check), each read as far as the bounds above allow. Every slot must be
+    free, and is free afterwards. The gap is None, and nothing was compared, where the weights do not fit into memory
+    beside what is there. Raises MismatchError when the mean difference is above the band of the dtype, and names the
+    first position that is.
     """
     if _memory_needed(folder) > available_memory():
         return SelfCheck(folder.name, dtype, None, band_of(dtype))
     model = load_model(folder, dtype=dtype)
-    texts = _texts(prompts, min(longest, _affordable(model.num_parameters()), engine.context_length), engine.vocab_size)
-    answers = [_decode(engine, prompt, prefix, number) for number, (prompt, prefix) in enumerate(texts)]
+    room = min(_affordable(model.num_parameters()), engine.context_length) - NEW_TOKENS
+    prompts = [(text[:room] % engine.vocab_size).astype(np.int32) for text in texts]
+    answers = [_decode(engine, prompt, number) for number, prompt in enumerate(prompts)]
     gaps: list[tuple[float, int]] = []
-    for (prompt, prefix), (ids, logprobs) in zip(texts, answers, strict=True):
-        read = np.concatenate([prompt, prefix, np.array(ids, np.int32)]).astype(np.int64)
+    for prompt, (ids, logprobs) in zip(prompts, answers, strict=True):
+        read = np.concatenate([prompt, np.array(ids, np.int32)]).astype(np.int64)
         start = len(read) - len(ids)
         plain = plain_logits(model, torch.from_numpy(read))[start - 1 : -1].log_softmax(-1)
         expected = plain.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
@@ -71,7 +70,7 @@ def check_engine(
             "Nothing was sampled. Likely causes: weights of another version, another dtype or attention in the engine; "
             'load the policy into the server (engine.reload = true), set engine.dtype, or use engine.kind = "hf"'
         )
-    return SelfCheck(name, dtype, gap, band)
+    return SelfCheck(name, dtype, gap, band, max(len(prompt) for prompt in prompts) + NEW_TOKENS)
 
 
 def _memory_needed(folder: Path) -> int:
@@ -85,22 +84,11 @@ def _affordable(parameters: int) -> int:
     return max(64, min(LONGEST_TEXT, int(MOST_FLOPS / (2 * parameters))))
 
 
-def _texts(
-    prompts: Sequence[NDArray[np.int32]], longest: int, vocabulary: int
-) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """Prompt and response prefix of each text: the first prompt as it is, and the longest one followed by a filler."""
-    room = longest - NEW_TOKENS
-    first = min(prompts, key=len) if len(prompts[0]) > room else prompts[0]
-    long = max((prompt for prompt in prompts if len(prompt) <= room), key=len, default=first)
-    filler = (np.arange(max(0, room - len(long)), dtype=np.int64) * 7919 + 11) % vocabulary
-    return [(first[-room:], np.zeros(0, np.int32)), (long[-room:], filler.astype(np.int32))]
-
-
-def _decode(engine: Engine, prompt: NDArray[np.int32], prefix: NDArray[np.int32], number: int) -> Answer:
-    """Decode up to NEW_TOKENS tokens behind a prompt and a prefix, alone in the engine."""
+def _decode(engine: Engine, prompt: NDArray[np.int32], number: int) -> Answer:
+    """Decode up to NEW_TOKENS tokens behind a prompt, alone in the engine."""
     uid = f"self-check-{number}"
     request = Request(
-        uid=uid, prompt_ids=prompt, prefix_ids=prefix, key=sample_key(uid), max_new_tokens=len(prefix) + NEW_TOKENS,
+        uid=uid, prompt_ids=prompt, key=sample_key(uid), max_new_tokens=NEW_TOKENS,
         sampler=engine.samplers[0] if engine.samplers else SAMPLER,
     )  # fmt: skip
     engine.admit([(0, request)])

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.sampling_masks import SamplingMasks, sampling_masks_of
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
+from mopd_dataplane.models.self_check import SelfCheck
 from mopd_dataplane.models.vocabulary import compare_vocabularies
 from mopd_dataplane.rollout.engines import kv_file
 from mopd_dataplane.rollout.engines.decoder import Decoder
@@ -119,6 +120,14 @@ class HfEngine:
             self.self_check = decoder.check()
             self._checked_shape = shape
         return decoder
+
+    def check(self, texts: Sequence[NDArray[np.int64]]) -> SelfCheck:
+        """See HasSelfCheck.check. The policy and the mixed teacher read the texts."""
+        if self._requests:
+            raise EngineError(f"{len(self._requests)} slots are still live; release them before a self-check")
+        checks = [decoder.check(texts) for decoder in self._decoders]
+        self.self_check = checks[0]
+        return self.self_check
 
     def _open_mixed_teacher(self, folder: Path, policy: Decoder) -> Decoder:
         """Open the mixed teacher's decoder. Raises MismatchError when it does not fit the policy."""

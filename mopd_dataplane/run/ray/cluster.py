@@ -27,8 +27,9 @@ from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.iteration import Sampler, sampler_of
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
+from mopd_dataplane.run.stage_prompts import prompts_of
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.rollout import open_engine, prompts_of, roll_out, uids_of
+from mopd_dataplane.run.steps.rollout import open_engine, roll_out, uids_of
 from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
 from mopd_dataplane.run.tasks import Part, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog

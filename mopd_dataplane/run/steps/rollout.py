@@ -8,7 +8,7 @@ import numpy as np
 
 from mopd_dataplane.base.memory import out_of_memory_named
 from mopd_dataplane.job import less_memory
-from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine, HasSelfCheck
 from mopd_dataplane.rollout.engines.hf import MixedTeacher
@@ -16,19 +16,19 @@ from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
+from mopd_dataplane.run.check_texts import check_texts
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.run.exactness import has_self_check, record_self_check
-from mopd_dataplane.run.iteration import iteration_prompts, sampler_of
+from mopd_dataplane.run.iteration import sampler_of
 from mopd_dataplane.run.open_engine import start_engine
+from mopd_dataplane.run.stage_prompts import prompts_of, training_slots
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.discriminate import answered_by_teacher
 from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
 from mopd_dataplane.run.steps.server_identity import check_policy_server
 from mopd_dataplane.run.tasks import Part
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.maintain.delete_samples import prompt_slots
 
 REFERENCE_BATCH = 4096
 """Reference samples committed together."""
@@ -160,18 +160,19 @@ def roll_out(
 
 
 def _check_log_probs(run: Run, engine: Engine, part: Part) -> None:
-    """Record the self-check of the engine, and make it where the engine has made none. Raises MismatchError."""
+    """Compare the engine's log-probs on texts of the stage with a plain pass, once for the stage, and record the
+    result. Raises MismatchError."""
     stage = part.stage
+    if has_self_check(run.store, stage.name, "sampler"):
+        return
     if isinstance(engine, HasSelfCheck):
-        record_self_check(run.store, stage.name, "sampler", engine.self_check)
-    elif engine_kind(run.job.engine.kind).is_checked and not has_self_check(run.store, stage.name, "sampler"):
+        record_self_check(run.store, stage.name, "sampler", engine.check(check_texts(run, stage)))
+    elif engine_kind(run.job.engine.kind).is_checked:
         from mopd_dataplane.rollout.engines.engine_check import check_engine
 
         folder = sampling_policy(run, stage, part.sampler.policy, part.version)
         dtype = run.job.engine.dtype or run.job.student.dtype
-        longest = stage.rollout.max_prompt_tokens + stage.rollout.max_new_tokens
-        prompts = [np.array(run.prompt_ids(prompt), np.int32) for prompt in part.prompts]
-        passed = check_engine(engine, folder, prompts, dtype=dtype, longest=longest)
+        passed = check_engine(engine, folder, check_texts(run, stage), dtype=dtype)
         record_self_check(run.store, stage.name, "sampler", passed)
         if passed.gap is None:
             run.progress.say(
@@ -184,36 +185,6 @@ def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
     if not part.sampler.mixed_teacher:
         return None
     return MixedTeacher(run.policies.teacher(part.sampler.mixed_teacher, part.stage), part.stage.rollout.teacher_mix)
-
-
-def prompts_of(run: Run, stage: Stage, iteration: int, *, rounds: int = 1) -> list[Prompt]:
-    """Prompts of the first rounds of an iteration, in admission order, without deleted ones."""
-    return [prompt for prompt in prompt_slots_of(run, stage, iteration, rounds=rounds) if prompt is not None]
-
-
-def prompt_slots_of(run: Run, stage: Stage, iteration: int, *, rounds: int = 1) -> list[Prompt | None]:
-    """Prompts of the first rounds of an iteration, in admission order, None in place of each that was deleted."""
-    prompts = training_slots(run, stage)
-    if stage.discriminator:
-        prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
-    count = stage.rollout.prompts_per_iteration
-    return iteration_prompts(
-        prompts, count=count, iteration=iteration, seed=run.job.seed, stage=stage.name, rounds=rounds
-    )
-
-
-def training_slots(run: Run, stage: Stage) -> list[Prompt | None]:
-    """Training prompts of a stage in the order they were added, None in place of each that was deleted; without those
-    that were added to a domain for later iterations."""
-    slots = prompt_slots(run.store, "train", run.job.domains_of(stage))
-    return [prompt for prompt in slots if prompt is None or not _is_later(prompt, run.job)]
-
-
-def _is_later(prompt: Prompt, job: Job) -> bool:
-    """Whether a prompt's ordinal is outside of the training prompts that a job asks of its domain."""
-    domain = job.domains[prompt.domain]
-    ordinal = prompt.prompt_id.removeprefix(f"{prompt.domain}-train-")
-    return domain.source != "store" and ordinal.isdigit() and int(ordinal) >= domain.train
 
 
 def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:

@@ -19,8 +19,9 @@ from mopd_dataplane.job import less_memory
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.records import Signal
+from mopd_dataplane.run.check_texts import check_texts
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.exactness import record_self_check
+from mopd_dataplane.run.exactness import has_self_check, record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
 from mopd_dataplane.run.steps.probe_teachers import probe_start, probe_teacher
 from mopd_dataplane.run.steps.server_identity import check_teacher_server
@@ -178,6 +179,9 @@ def teacher_pool(
         engine=engine or stage.score.engine,
         reads=stage.score.reads,
         options=stage.score.options,
+        check_texts=lambda name: (
+            [] if has_self_check(run.store, stage.name, "teacher", teacher=name) else check_texts(run, stage)
+        ),
     )
 
 

@@ -34,6 +34,7 @@ class Training:
         self._checkpoints = StoredCheckpoints(run.work, stage.name)
         self._records = TrainRecords(run, stage, self._checkpoints.folder)
         self._trainer = TrainerProcess(run, stage, self._checkpoints, samples)
+        self._layout_is_said = False
 
     def __enter__(self) -> Training:
         if node_rank() == 0:  # what a killed run, here or on another node, left undone
@@ -60,6 +61,7 @@ class Training:
                 self._follow(plan.window, advance)
                 run.policies.publish(stage)
                 steps = self._records.steps_of(plan.window)
+                self._say_layout(steps)
                 report.facts = _summary(steps)
             self._records.add_window(plan, steps)
             if not stage.train.keep:
@@ -98,6 +100,7 @@ class Training:
         def each_poll() -> None:
             nonlocal recorded_at
             if steps := self._records.steps_of(window):
+                self._say_layout(steps)
                 advance(len(steps), **_summary(steps[-1:]))
                 if time.monotonic() - recorded_at > STATS_S:
                     # A rank that has reported a step waited for every other rank's step before it.
@@ -106,6 +109,16 @@ class Training:
             self._publish_checkpoint()
 
         self._trainer.wait_until(lambda: self._run.policies.latest(self._stage) > window, each_poll)
+
+    def _say_layout(self, steps: Sequence[StepMetrics]) -> None:
+        """Say once that the model gets a row a sequence, and what it costs, as soon as a step has measured it."""
+        if not self._layout_is_said and steps and PADDING in steps[0].extra:
+            self._layout_is_said = True
+            share = steps[0].extra[PADDING]
+            self._run.progress.say(
+                f"{self._stage.name:<16} train    a row a sequence, because packed ones would see each other in this "
+                f"model: {share:.0%} of the first step's positions are padding"
+            )
 
     def _publish_checkpoint(self) -> None:
         try:

@@ -10,8 +10,9 @@ from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import is_hub_name
 from mopd_dataplane.run.changes import last_change, next_change
+from mopd_dataplane.run.check_texts import check_texts
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.exactness import sampling_of
+from mopd_dataplane.run.exactness import has_self_check, sampling_of
 from mopd_dataplane.train.node_agent import node_count
 from mopd_dataplane.train.spec import HeadFile, Sampling, TrainSpec
 
@@ -41,6 +42,7 @@ def train_spec(run: Run, stage: Stage, window: int, *, checkpoints: Path, scratc
         heads=_head_files(run, stage),
         teachers=run.job.teachers_of(stage),
         sampling=sampling_at(run, stage),
+        check_texts=_check_texts(run, stage),
         total_steps=_steps_expected(run, stage, window, samples),
         end_window=next_change(run.changes, stage.name, window),
         seed=run.job.seed,
@@ -64,6 +66,13 @@ def sampling_at(run: Run, stage: Stage) -> Sampling | None:
     if run.store.deletions.names():  # a window that was planned again gives a policy other weights than sampled
         return None
     return sampling_of(run.job, stage, model_shape(run.policies.start(stage)))
+
+
+def _check_texts(run: Run, stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """Texts for the trainer's self-check; none where one is recorded."""
+    if has_self_check(run.store, stage.name, "trainer"):
+        return ()
+    return tuple(tuple(text.tolist()) for text in check_texts(run, stage))
 
 
 def _head_files(run: Run, stage: Stage) -> dict[str, HeadFile]:

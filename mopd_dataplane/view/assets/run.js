@@ -65,7 +65,7 @@ function exactness(checks, gaps, positions) {
   const stage = { title: "stage", word: true, show: (r) => r.stage }, allowed = { title: "allowed", show: (r) => String(r.band) };
   return [
     checks.length ? table([stage, { title: "part", word: true, show: (r) => `${r.part} ${r.teacher}`.trim() }, { title: "model", word: true, show: (r) => r.model },
-      { title: "dtype", word: true, show: (r) => r.dtype }, { title: "from the plain pass, nat", show: (r) => nat(r.gap), tip: "Mean difference of log-probs from the model's own plain pass of the same text" }, allowed], checks)
+      { title: "dtype", word: true, show: (r) => r.dtype }, { title: "tokens", show: (r) => (r.tokens ? count(r.tokens) : "–"), tip: "Length of the longest text that was read" }, { title: "from the plain pass, nat", show: (r) => nat(r.gap), tip: "Mean difference of log-probs from the model's own plain pass of the same texts" }, allowed], checks)
       : h("p", { class: "empty" }, "No self-check is recorded."),
     gaps.length ? table([stage, { title: "window", show: (r) => count(r.window) }, { title: "sampler", word: true, show: (r) => `${r.engine}, ${r.sampler_dtype}` }, { title: "trainer", word: true, show: (r) => r.dtype },
       { title: "mean, nat", show: (r) => nat(r.mean), tip: "Trainer against sampler on the policy's own samples before it is trained on them" }, { title: "99th percentile", show: (r) => nat(r.p99) },

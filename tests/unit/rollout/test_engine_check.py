@@ -12,12 +12,13 @@ from decoding import TINY
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.models.self_check import texts_to_check
 from mopd_dataplane.rollout.engines import engine_check
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.rollout.engines.engine_check import LONGEST_TEXT, NEW_TOKENS, _affordable, _texts, check_engine
+from mopd_dataplane.rollout.engines.engine_check import LONGEST_TEXT, NEW_TOKENS, _affordable, check_engine
 from mopd_dataplane.rollout.engines.hf import HfEngine
 
-PROMPTS = [np.arange(length, dtype=np.int32) % 40 + 5 for length in (6, 23, 11)]
+TEXTS = texts_to_check([np.arange(length) % 40 + 5 for length in (6, 23, 11)], 64)
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +32,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_healthy_engine_passes(models: tuple[Path, Path], dtype: str) -> None:
     engine = HfEngine(models[0], slots=2, dtype=dtype)
-    passed = check_engine(engine, models[0], PROMPTS, dtype=dtype, longest=64)
+    passed = check_engine(engine, models[0], TEXTS, dtype=dtype)
     assert passed.gap is not None
     assert 0 <= passed.gap <= passed.band
     assert "Qwen3ForCausalLM" in passed.model
-    again = check_engine(engine, models[0], PROMPTS, dtype=dtype, longest=64)
+    assert passed.tokens == 64 + NEW_TOKENS
+    again = check_engine(engine, models[0], TEXTS, dtype=dtype)
     assert again == passed, "every slot is free again"
 
 
 def test_weights_of_another_version_are_found(models: tuple[Path, Path]) -> None:
     with pytest.raises(MismatchError, match=r"first at position \d+, and 0.001 is allowed in float32"):
-        check_engine(HfEngine(models[1], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
+        check_engine(HfEngine(models[1], slots=2), models[0], TEXTS, dtype="float32")
 
 
 class Scaled(HfEngine):
@@ -63,7 +65,7 @@ class Missing(HfEngine):
 @pytest.mark.parametrize("engine", [Scaled, Missing])
 def test_wrong_log_probs_are_found(models: tuple[Path, Path], engine: type[HfEngine]) -> None:
     with pytest.raises(MismatchError, match="Nothing was sampled"):
-        check_engine(engine(models[0], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
+        check_engine(engine(models[0], slots=2), models[0], TEXTS, dtype="float32")
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_compared(
@@ -71,19 +73,24 @@ def test_a_model_that_does_not_fit_into_memory_is_not_compared(
 ) -> None:
     weights = (models[0] / "model.safetensors").stat().st_size
     monkeypatch.setattr(engine_check, "available_memory", lambda: 2 * weights - 1)
-    assert check_engine(HfEngine(models[1], slots=2), models[0], PROMPTS, dtype="float32", longest=64).gap is None
+    assert check_engine(HfEngine(models[1], slots=2), models[0], TEXTS, dtype="float32").gap is None
     monkeypatch.setattr(engine_check, "available_memory", lambda: 2 * weights)
     with pytest.raises(MismatchError, match="Nothing was sampled"):
-        check_engine(HfEngine(models[1], slots=2), models[0], PROMPTS, dtype="float32", longest=64)
+        check_engine(HfEngine(models[1], slots=2), models[0], TEXTS, dtype="float32")
 
 
-def test_the_longest_text_is_as_long_as_the_job_allows_and_no_longer_than_its_bounds() -> None:
-    (first, nothing), (long, filler) = _texts(PROMPTS, 64, 100)
-    assert (len(first), len(nothing), len(long)) == (6, 0, 23)
-    assert len(long) + len(filler) + NEW_TOKENS == 64
-    assert filler.max() < 100
-    (first, _), (long, filler) = _texts([np.zeros(90, np.int32), np.zeros(70, np.int32)], 64, 100)
-    assert len(first) == len(long) + len(filler) == 64 - NEW_TOKENS, "prompts beyond the bounds are cut"
+def test_the_texts_are_the_first_prompt_and_the_longest_with_a_filler() -> None:
+    first, long = TEXTS
+    assert (len(first), len(long)) == (6, 64)
+    assert long[:23].tolist() == (np.arange(23) % 40 + 5).tolist()
+    assert texts_to_check([], 64) == []
+    assert [len(text) for text in texts_to_check([np.zeros(90, np.int64)], 64)] == [90, 90], "cut where they are read"
+
+
+def test_a_text_is_read_as_far_as_the_plain_pass_affords(models: tuple[Path, Path]) -> None:
+    engine = HfEngine(models[0], slots=2)
+    engine.context_length = 40
+    assert check_engine(engine, models[0], TEXTS, dtype="float32").tokens == 40
     assert _affordable(10**6) == LONGEST_TEXT
     assert 64 < _affordable(8 * 10**9) < LONGEST_TEXT
     assert _affordable(10**12) == 64

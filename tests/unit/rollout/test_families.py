@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from causal_classes import tiny_settings
 from families import FAMILIES, measure
 from mopd_kernels import Head
+from transformers import PreTrainedModel
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
@@ -20,6 +22,7 @@ from mopd_dataplane.models import self_check
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.models.layer_types import LayerTypes
+from mopd_dataplane.models.self_check import texts_to_check
 from mopd_dataplane.rollout.engines.decoder import Decoder
 from mopd_dataplane.rollout.engines.hf import HfEngine
 
@@ -103,6 +106,35 @@ class TestSelfCheckFinds:
         forward = Decoder.forward
         monkeypatch.setattr(Decoder, "forward", lambda self, last, columns: forward(self, last, columns + 1))
         self._refused(folder)
+
+    @pytest.mark.parametrize("folder", ["llama"], indirect=True)
+    def test_a_position_that_is_wrong_late_in_a_long_sample(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The made-up texts are too short for it; those of the job, up to its longest sample, are not."""
+        forward = Decoder.forward
+        monkeypatch.setattr(Decoder, "forward", lambda self, last, at: forward(self, last, at + (at > 100)))
+        engine = HfEngine(folder, slots=2)
+        prompts = [np.arange(3, 3 + length) for length in (5, 9)]
+        assert engine.check(texts_to_check(prompts, 60)).tokens == 60
+        with pytest.raises(MismatchError, match="The built-in sampler does not compute what"):
+            engine.check(texts_to_check(prompts, 140))
+
+    @pytest.mark.parametrize("folder", ["llama"], indirect=True)
+    def test_a_teachers_states_that_are_wrong_in_a_long_sample(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        states = self_check.hidden_states
+
+        def forgetful(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+            """States that lose the first tokens of texts above 100."""
+            return torch.cat([states(model, part) for part in ids.split(100, dim=1)], dim=1)
+
+        monkeypatch.setattr(self_check, "hidden_states", forgetful)
+        model, prompts = load_model(folder), [np.arange(3, 12)]
+        assert self_check.check_forward(model, "Scoring", texts_to_check(prompts, 90)).tokens == 90
+        with pytest.raises(MismatchError, match=r"Scoring does not compute .* from token 100 of the compared ones on"):
+            self_check.check_forward(model, "Scoring", texts_to_check(prompts, 140))
 
     @pytest.mark.parametrize("folder", ["llama"], indirect=True)
     def test_a_stale_head(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

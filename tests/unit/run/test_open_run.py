@@ -12,7 +12,7 @@ from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.steps.rollout import training_slots
+from mopd_dataplane.run.stage_prompts import training_slots
 
 TINY = {
     "model_type": "qwen3",
