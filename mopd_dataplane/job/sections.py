@@ -441,9 +441,10 @@ class Train(Section):
     """AdamW: decoupled decay of the weights, per step and learning rate."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient; a larger one is scaled down."""
-    on_spike: Literal["stop", "skip"] = "stop"
-    """At a step whose loss or gradient is not finite, or a spike: stop with the samples and the command that goes on,
-    or leave the update out, with a warning. After eight in a row the run stops."""
+    on_spike: Literal["stop", "skip", "rewind"] = "stop"
+    """At a step whose loss or gradient is not finite, or a spike: stop with the samples and the command that goes on;
+    leave the update out; or undo the updates of its window too and leave out the rest of them. Both warn, and stop
+    after eight steps or three windows in a row."""
     spike_factor: float = Field(default=0.0, ge=0)
     """A gradient norm beyond this many times the median of the last 64 applied steps is a spike; 0 compares nothing."""
     epochs: int = Field(default=1, ge=1)

@@ -107,12 +107,13 @@ class Checkpoints:
             raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
         self._ranks.barrier()
 
-    def restore(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Load the newest checkpoint into module and optimizer. Raises DamagedError, MismatchError."""
+    def restore(self, module: nn.Module, optimizer: Optimizer, name: str = "") -> None:
+        """Load a checkpoint into module and optimizer: the newest, or the one with this name. Raises DamagedError,
+        MismatchError."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        name = newest_checkpoint(self.folder)
+        name = name or newest_checkpoint(self.folder)
         _read_state(self.folder, name)
         folder = self.folder / name
         self._check_files(folder)

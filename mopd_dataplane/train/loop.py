@@ -26,7 +26,7 @@ from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.sampler_gap import STOPS_AT, SamplerGap, allowed_gap, gap_problem
 from mopd_dataplane.train.spec import Sampling, Window
-from mopd_dataplane.train.spikes import MOST_IN_A_ROW, SKIPPED, SpikeError, Spikes
+from mopd_dataplane.train.spikes import REWOUND, SKIPPED, SpikeError, Spikes
 from mopd_dataplane.train.student import Student
 from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
@@ -89,12 +89,13 @@ class Trainer:
         compared = self._compared(gap, batch, window)
         norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
-        is_skipped = self._leaves_out(batch.stage, step, totals["loss"], norm)
+        marks = self._spike_marks(batch, step, totals["loss"], norm)
+        is_skipped = SKIPPED in marks
         if not is_skipped:
             self.optimizer.step()
         if self.stats is not None:
             self.stats.end_step(step, window.policy_version, is_skipped=is_skipped)
-        more = {SKIPPED: 1.0} if is_skipped else {}
+        more = dict(marks)
         if self.student.layout == "rows" and totals["positions"]:
             more[PADDING] = 1 - totals["tokens"] / totals["positions"]
         weighed = self.objective.objective.teacher_weights  # empty if all have the same weight
@@ -119,16 +120,20 @@ class Trainer:
             extra=sums.extra(totals) | weights | compared | more,
         )
 
-    def _leaves_out(self, stage: str, step: int, loss: float, norm: float) -> bool:
-        """Whether this step is a spike whose update is left out. Raises SpikeError for one at which to stop."""
+    def _spike_marks(self, batch: Batch, step: int, loss: float, norm: float) -> dict[str, float]:
+        """Marks of a step whose update is left out; none of another. Raises SpikeError for a spike at which to stop."""
         # All ranks have these sums, but only the leading one is sure to have the figures of the steps before.
+        decides, window = self.ranks.leads, batch.window
+        if self.ranks.max(int(decides and self.spikes.is_over(window))):
+            return {SKIPPED: 1.0}
         reason = self.spikes.reason(loss, norm)
-        is_spike = bool(self.ranks.max(int(self.ranks.leads and bool(reason))))
-        if is_spike and (not self.spikes.skips or self.spikes.are_too_many):
-            many = f"after {MOST_IN_A_ROW} steps in a row that were left out: " if self.spikes.are_too_many else ""
-            raise SpikeError(stage, step, loss, norm, many + reason)
-        self.spikes.count(norm, is_skipped=is_spike)
-        return is_spike
+        is_spike = bool(self.ranks.max(int(decides and bool(reason))))
+        why = self.spikes.why_to_stop(window) if is_spike else None
+        if self.ranks.max(int(decides and why is not None)):
+            raise SpikeError(batch.stage, step, loss, norm, (why or "") + reason)
+        is_rewound = is_spike and self.spikes.rewinds
+        self.spikes.count(norm, window, is_skipped=is_spike, is_rewound=is_rewound)
+        return dict.fromkeys([SKIPPED] * is_spike + [REWOUND] * is_rewound, 1.0)
 
     @property
     def _dtype(self) -> str:

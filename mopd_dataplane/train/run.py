@@ -27,11 +27,12 @@ from mopd_dataplane.train.failed_step import FailedStep, write_failed_step
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, Trainer
 from mopd_dataplane.train.metrics import MetricsLog, MetricsReader, Tracker, open_tracker
+from mopd_dataplane.train.newest import window_ends
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.sampler_gap import write_self_check
 from mopd_dataplane.train.spec import TrainSpec, Window
-from mopd_dataplane.train.spikes import SpikeError, Spikes
+from mopd_dataplane.train.spikes import REWOUND, SpikeError, Spikes
 from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
 from mopd_dataplane.train.token_stats import StatsOfSteps
@@ -104,6 +105,8 @@ class Run:
         """Train the remaining steps of a window. Returns False when stopped."""
         if self._position.window != window.window:
             self._position = Position(step=self._position.step, window=window.window)
+        if self._trainer.spikes.rewinds and window.window not in window_ends(self._checkpoints.folder):
+            self._save(window)  # nothing was trained before, and this is what a spike takes the window back to
         if self._trainer.objective.needs_proximal:
             self._trainer.proximal = self._load(self._version_folder(window.policy_version)).eval()
         batches = self._source.batches(self.spec.stage, window.window, self._position.window_step)
@@ -147,6 +150,9 @@ class Run:
             raise
         fault_point("train.updated")
         batch.release()
+        if REWOUND in metrics.extra:
+            beginning = window_ends(self._checkpoints.folder)[window.window]
+            self._checkpoints.restore(self._trainer.student, self._trainer.optimizer, beginning.name)
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
         if self._position.window_step == window.steps:
             self._write_stats()

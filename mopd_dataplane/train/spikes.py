@@ -16,10 +16,14 @@ from mopd_dataplane.records import StepMetrics
 
 SKIPPED = "skipped"
 """Name in a step's `extra` metrics: 1 where the update was left out."""
+REWOUND = "rewound"
+"""Name in a step's `extra` metrics: 1 at the spike that took its window back to the window's beginning."""
 RECENT, FEWEST = 64, 8
 """Applied steps whose median counts, and how many there must be for a comparison."""
 MOST_IN_A_ROW = 8
 """Steps in a row that may be left out: after as many, the weights are what is wrong."""
+MOST_WINDOWS_IN_A_ROW = 3
+"""Windows in a row that may be taken back."""
 
 
 class SpikeError(EngineError):
@@ -41,12 +45,24 @@ class Spikes:
     def __init__(self, settings: Train, earlier_steps: Sequence[StepMetrics] = ()) -> None:
         """earlier_steps: of the stage, before the next one."""
         self._factor = settings.spike_factor
-        self.skips = settings.on_spike == "skip"
-        """Whether a spike is left out instead of ending the run."""
+        self._on_spike = settings.on_spike
         self._norms: deque[float] = deque(maxlen=RECENT)
         self._in_a_row = 0
+        self._rewound = -1
+        """Newest window that was taken back."""
+        self._windows_in_a_row = 0
         for metrics in earlier_steps:
-            self.count(metrics.grad_norm, is_skipped=SKIPPED in metrics.extra)
+            marks = metrics.extra
+            self.count(metrics.grad_norm, metrics.window, is_skipped=SKIPPED in marks, is_rewound=REWOUND in marks)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a spike takes its window back to the window's beginning."""
+        return self._on_spike == "rewind"
+
+    def is_over(self, window: int) -> bool:
+        """Whether a window was taken back, so that the rest of its updates is left out."""
+        return window == self._rewound
 
     def reason(self, loss: float, grad_norm: float) -> str:
         """Return why a step is a spike; empty if it is none."""
@@ -62,13 +78,23 @@ class Spikes:
             f"that is the median of the last {len(self._norms)} steps"
         )
 
-    def count(self, grad_norm: float, *, is_skipped: bool) -> None:
-        """Count a step."""
+    def count(self, grad_norm: float, window: int, *, is_skipped: bool, is_rewound: bool = False) -> None:
+        """Count a step of a window. is_rewound: it is the spike that takes the window back."""
+        if is_rewound:
+            self._windows_in_a_row = self._windows_in_a_row + 1 if window == self._rewound + 1 else 1
+            self._rewound = window
+        if self.is_over(window):
+            return
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if not is_skipped:
             self._norms.append(grad_norm)
 
-    @property
-    def are_too_many(self) -> bool:
-        """Whether as many steps in a row were left out as may be."""
-        return self._in_a_row >= MOST_IN_A_ROW
+    def why_to_stop(self, window: int) -> str | None:
+        """Return None if a spike in a window is left out; else what made it one too many, empty if the first is."""
+        if self._on_spike == "stop":
+            return ""
+        if self.rewinds:
+            too_many = window == self._rewound + 1 and self._windows_in_a_row >= MOST_WINDOWS_IN_A_ROW
+            return f"after {MOST_WINDOWS_IN_A_ROW} windows in a row that were taken back: " if too_many else None
+        too_many = self._in_a_row >= MOST_IN_A_ROW
+        return f"after {MOST_IN_A_ROW} steps in a row that were left out: " if too_many else None

@@ -132,7 +132,10 @@ def test_after_a_step_that_is_not_finite_the_printed_command_goes_on(
 
 
 @pytest.mark.slow
-def test_after_a_spike_the_printed_command_leaves_its_update_out(one_iteration: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_spike", ["skip", "rewind"])
+def test_after_a_spike_the_printed_command_leaves_its_update_out(
+    on_spike: str, one_iteration: Path, tmp_path: Path
+) -> None:
     """A factor that every gradient is beyond, as soon as there are eight steps to compare with."""
     job, store = job_in(tmp_path), tmp_path / "store"
     shutil.copytree(one_iteration, store, symlinks=True)
@@ -144,13 +147,16 @@ def test_after_a_spike_the_printed_command_leaves_its_update_out(one_iteration: 
     assert "step 8: gradient norm" in message
     assert "that is the median of the last 8 steps; the update was not applied" in message
     command = message.partition("To leave such updates out: mopd ")[2].partition(". To train iteration")[0]
-    done = run_mopd(*shlex.split(command))
-    assert "2 of 8 updates of window 1 were left out as spikes (train.on_spike), the first at step 8" in " ".join(
-        (done.stdout + done.stderr).split()
-    )
+    done = run_mopd(*shlex.split(command.replace("=skip", f"={on_spike}")))
+    warning = {
+        "skip": "2 of 8 updates of window 1 were left out as spikes (train.on_spike), the first at step 8: loss",
+        "rewind": "window 1 was taken back to its beginning (train.on_spike) by a spike at step 8: loss",
+    }
+    assert warning[on_spike] in " ".join((done.stdout + done.stderr).split())
     opened = open_store(str(store))
     steps = opened.sql("select step, extra->>'$.skipped' = '1.0' as skipped from steps where stage = 'student'")
-    assert [row["step"] for row in steps.to_pylist() if row["skipped"]] == [8, 9]
+    left_out = [8, 9] if on_spike == "skip" else list(range(8, steps.num_rows))
+    assert [row["step"] for row in steps.to_pylist() if row["skipped"]] == left_out
     assert opened.verify().findings == []
 
 

@@ -12,7 +12,7 @@ from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.changes import FROM_HERE_OPTION, SPIKE, command_line
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.train.failed_step import FailedStep
-from mopd_dataplane.train.spikes import SKIPPED
+from mopd_dataplane.train.spikes import REWOUND, SKIPPED
 
 MOST_SAMPLES = 8
 """Samples of a step that a message names."""
@@ -43,12 +43,21 @@ def skipped_warning(run: Run, stage: Stage, plan: PlanWindow, steps: Sequence[St
     skipped = [index for index, step in enumerate(steps) if SKIPPED in step.extra]
     if not skipped:
         return ""
-    first = steps[skipped[0]]
-    return (
-        f"{len(skipped)} of {len(steps)} updates of window {plan.window} were left out as spikes (train.on_spike), the "
-        f"first at step {first.step}: loss {first.loss:.4g}, gradient norm {first.grad_norm:.4g}. "
-        f"{_where_to_look(run.store.uri, _samples_of(run, plan, skipped[0]))}"
-    )
+    rewound = next((index for index in skipped if REWOUND in steps[index].extra), None)
+    first = skipped[0] if rewound is None else rewound
+    at = f"step {steps[first].step}: loss {steps[first].loss:.4g}, gradient norm {steps[first].grad_norm:.4g}"
+    if rewound is None:
+        what = (
+            f"{len(skipped)} of {len(steps)} updates of window {plan.window} were left out as spikes (train.on_spike), "
+            f"the first at {at}"
+        )
+    else:
+        what = (
+            f"window {plan.window} was taken back to its beginning (train.on_spike) by a spike at {at}: {rewound} "
+            f"updates were undone, {len(steps) - rewound} left out, and version {plan.window + 1} has the weights of "
+            f"version {plan.window}"
+        )
+    return f"{what}. {_where_to_look(run.store.uri, _samples_of(run, plan, first))}"
 
 
 def _where_to_look(uri: str, uids: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from mopd_dataplane.train.newest import newest_checkpoint
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
 from mopd_dataplane.train.spec import TrainSpec, load_spec
+from mopd_dataplane.train.spikes import SpikeError
 from mopd_dataplane.train.stop import Stop
 from mopd_dataplane.train.token_stats import read_stats, stats_files
 
@@ -194,6 +196,85 @@ def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
     assert kept_statistics(spec) == kept_statistics(whole)
     assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
+
+
+@pytest.fixture
+def spiked(pack: Callable[..., Pack], batch: Callable[..., Any], source: Callable[..., Any]) -> Callable[..., Any]:
+    """Two windows of STEPS batches, of which some have a loss that is no number; a fresh source each time."""
+
+    def broken(one: Pack) -> Pack:
+        one.teacher_logprobs = one.teacher_logprobs.copy()
+        one.teacher_logprobs[one.loss_mask.astype(bool)] = math.nan
+        return one
+
+    def make(*spikes: tuple[int, int], windows: int = 2) -> Any:
+        content = {}
+        for w in range(windows):
+            packs = [pack([9, 6], seed=20 * w + s) for s in range(STEPS)]
+            packs = [broken(one) if (w, s) in spikes else one for s, one in enumerate(packs)]
+            content[w] = [batch([one], step=s, window=w) for s, one in enumerate(packs)]
+        return source(content)
+
+    return make
+
+
+def rewinding(spec: TrainSpec) -> TrainSpec:
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"on_spike": "rewind"})})
+
+
+@pytest.mark.parametrize("spike", [(0, 0), (0, 3), (1, 2)])
+def test_a_spike_takes_its_window_back_to_its_beginning(
+    spike: tuple[int, int], spec: TrainSpec, spiked: Callable[..., Any]
+) -> None:
+    """The window leaves no trace in weights and optimizer state; the other one is trained as if it were alone."""
+    window, step = spike
+    assert run_to_end(rewinding(spec), spiked(spike))
+    folders = [Path(spec.start), *(Path(spec.policy_dir) / f"v{version}" for version in (1, 2))]
+    assert same_weights(folders[window], folders[window + 1])
+    assert not same_weights(folders[1 - window], folders[2 - window])
+    marked = [
+        (m.window, "skipped" in m.extra, "rewound" in m.extra) for m in MetricsReader(Path(spec.checkpoint_dir)).steps()
+    ]
+    assert [is_skipped for of, is_skipped, _ in marked if of == window] == [s >= step for s in range(STEPS)]
+    assert [is_rewound for of, _, is_rewound in marked if of == window] == [s == step for s in range(STEPS)]
+    assert not any(is_skipped for of, is_skipped, _ in marked if of != window)
+
+
+def test_a_window_after_one_that_was_taken_back_starts_from_the_optimizer_before_it(
+    spec: TrainSpec, spiked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Three windows of which the middle one spikes late, beside the same with a spike in its first step."""
+    folders = []
+    for step in (0, 4):
+        own = rewinding(moved(spec, tmp_path / str(step)))
+        assert run_to_end(own, spiked((1, step), windows=3))
+        folders.append(Path(own.policy_dir) / "v3")
+    assert same_weights(*folders)
+
+
+@pytest.mark.parametrize("crash_at", [3, 5, 8])
+def test_a_run_that_crashed_in_a_window_that_was_taken_back_ends_as_one_that_did_not(
+    crash_at: int, spec: TrainSpec, spiked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The spike is step 2 of the first window; checkpoints are written every two steps."""
+    crashed, through = rewinding(moved(spec, tmp_path / "crashed")), rewinding(moved(spec, tmp_path / "through"))
+    assert run_to_end(through, spiked((0, 2)))
+    crash_after(crash_at, crashed, spiked((0, 2)))
+    assert run_to_end(crashed, spiked((0, 2)))
+    assert repr(what_counts(crashed.checkpoint_dir)) == repr(what_counts(through.checkpoint_dir)), "nan equals itself"
+    for version in ("v1", "v2"):
+        assert same_weights(Path(crashed.policy_dir) / version, Path(through.policy_dir) / version)
+
+
+def test_the_run_stops_after_three_windows_in_a_row_that_were_taken_back(
+    spec: TrainSpec, spiked: Callable[..., Any]
+) -> None:
+    spikes = [(0, 1), (1, 1), (2, 1), (3, 1)]
+    with pytest.raises(SpikeError, match="after 3 windows in a row that were taken back: loss nan"):
+        run_to_end(rewinding(spec), spiked(*spikes, windows=4))
+    assert not (Path(spec.policy_dir) / "v4").exists()
+    healthy = moved(spec, Path(spec.policy_dir).parent / "healthy")
+    assert run_to_end(rewinding(healthy), spiked(*spikes[:2], spikes[3], windows=4)), "the third one is whole"
 
 
 def in_less_memory(spec: TrainSpec, dtype: str, option: str) -> TrainSpec:

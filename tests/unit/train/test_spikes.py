@@ -13,7 +13,7 @@ import torch
 from mopd_dataplane.job.objectives import Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Pack
-from mopd_dataplane.train import loop, spikes
+from mopd_dataplane.train import spikes
 from mopd_dataplane.train.loop import Trainer
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks
@@ -28,7 +28,7 @@ WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=1, polic
 def counted(factor: float, norms: list[float]) -> Spikes:
     told = Spikes(Train(spike_factor=factor))
     for norm in norms:
-        told.count(norm, is_skipped=False)
+        told.count(norm, 0, is_skipped=False)
     return told
 
 
@@ -52,14 +52,16 @@ def test_the_first_steps_are_compared_with_nothing() -> None:
 
 
 def test_a_step_that_was_left_out_does_not_move_the_median() -> None:
-    told = counted(2.0, [1.0] * FEWEST)
+    told = Spikes(Train(spike_factor=2.0, on_spike="skip"))
+    for _ in range(FEWEST):
+        told.count(1.0, 0, is_skipped=False)
     for _ in range(MOST_IN_A_ROW):
-        assert not told.are_too_many
-        told.count(math.nan, is_skipped=True)
-    assert told.are_too_many
+        assert told.why_to_stop(0) is None
+        told.count(math.nan, 0, is_skipped=True)
+    assert told.why_to_stop(0) == "after 8 steps in a row that were left out: "
     assert "the 1 that is the median of the last 8 steps" in told.reason(1.0, 3.0)
-    told.count(1.5, is_skipped=False)
-    assert not told.are_too_many
+    told.count(1.5, 0, is_skipped=False)
+    assert told.why_to_stop(0) is None
 
 
 def trainer(policy: Path, **settings: Any) -> Trainer:
@@ -117,7 +119,6 @@ def test_weights_that_are_broken_are_not_trained_for_ever(
     policy: Path, pack: Callable[..., Pack], batch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spikes, "MOST_IN_A_ROW", 2)
-    monkeypatch.setattr(loop, "MOST_IN_A_ROW", 2)
     trained = trainer(policy, on_spike="skip")
     for step in range(2):
         trained.step(batch([broken(pack)]), WINDOW, step)
