@@ -35,6 +35,11 @@ def check_references(job: Job, where: str) -> None:
             raise JobFileError(
                 f'{at}.concurrent: data = "{stage.data}" has no rollout to run beside; set data = "rollout", or false'
             )
+        if stage.concurrent and stage.train.collapse_factor:
+            raise JobFileError(
+                f"{at}.train.collapse_factor: a concurrent stage trains while it samples, so that no iteration ends "
+                "before it is trained on; set concurrent = false, or leave collapse_factor out"
+            )
         _check_retention(job, stage, where)
         _check_replay(job, stage, at)
         _check_scale(job, stage, at)

@@ -102,6 +102,7 @@ EXAMPLES: dict[str, str] = {
     "train.grad_clip": "0.5",
     "train.on_spike": '"skip"',
     "train.spike_factor": "20",
+    "train.collapse_factor": "4",
     "train.epochs": "2",
     "train.micro_batch_packs": "4",
     "train.micro_batch_tokens": "16384",

@@ -447,6 +447,10 @@ class Train(Section):
     after eight steps or three windows in a row."""
     spike_factor: float = Field(default=0.0, ge=0)
     """A gradient norm beyond this many times the median of the last 64 applied steps is a spike; 0 compares nothing."""
+    collapse_factor: float = Field(default=0.0, ge=0)
+    """An iteration whose answers are in the mean this many times shorter than the median of the iterations before, or
+    whose tokens are drawn with an entropy as many times smaller, ends the run before it is trained on; 0 compares
+    nothing."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each window."""
     micro_batch_packs: Free[int] = Field(default=1, ge=1)

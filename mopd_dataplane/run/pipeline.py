@@ -25,6 +25,7 @@ from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
+from mopd_dataplane.run.steps.collapse import check_collapse
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import say_endings
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
@@ -114,6 +115,7 @@ def run_in_turn(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
             with run.progress.iteration(window + 1, stage.iterations), _at(run, stage, window) as (now, settings):
                 if is_new:
                     produce(now, settings, window)
+                    check_collapse(now, settings, window)
                     training.settle()
                     iteration = stage.iteration_of(window)
                     score(now, settings, iteration=iteration)

@@ -160,6 +160,44 @@ def test_after_a_spike_the_printed_command_leaves_its_update_out(
     assert opened.verify().findings == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("advice", ["to go on", "to go back"])
+def test_answers_that_collapse_are_not_trained_on_until_someone_says_so(
+    advice: str, changed: Path, tmp_path: Path
+) -> None:
+    """The fourth iteration's answers have one token, which is what its sampler may draw."""
+    job, store = job_in(tmp_path), tmp_path / "store"
+    shutil.copytree(changed, store, symlinks=True)
+    changes = {
+        "iterations": 4, "rollout.max_new_tokens": 1, "train.collapse_factor": 2, "train.learning_rate": 2e-4,
+    }  # fmt: skip
+    words = [word for key, value in changes.items() for word in ("--set", f"stages.student.{key}={value}")]
+    stopped = run_mopd("run", job, *words, "--from-here", check=False)
+    assert stopped.returncode == 6, stopped.stderr
+    message = " ".join(stopped.stderr.split("error: ")[-1].split())
+    assert re.search(r"iteration 3: answers have 1 tokens in the mean, and \d(\.\d+)? is the median of the 3", message)
+    uid = re.search(r"Samples of the iteration: .*mopd show \S+ ([0-9a-f]{32}),", message)
+    assert uid
+    assert uid[1] in run_mopd("show", store, uid[1], "--json").stdout
+    assert not (store / "policies" / "student" / "v4").exists()
+    back, lower, same = re.findall(r"mopd ((?:rewind|run) .+?)(?:, and then|\. To |$)", message)
+    again = run_mopd("run", job, *words, check=False)
+    assert again.returncode == 6
+    assert message.partition(" To go back")[0] in " ".join(again.stderr.split()), "it stops again"
+    if advice == "to go on":
+        run_mopd(*shlex.split(same))
+        steps = open_store(str(store)).sql("select 1 from steps where stage = 'student' and \"window\" = 3")
+    else:
+        run_mopd(*shlex.split(back))
+        run_mopd(*shlex.split(lower), "--set", "stages.student.rollout.max_new_tokens=6")
+        steps = open_store(str(store)).sql(
+            "select 1 from steps where stage = 'student' and \"window\" >= 2 and learning_rate < 1e-4"
+        )
+    assert steps.num_rows
+    assert (store / "policies" / "student" / "v4").exists()
+    assert open_store(str(store)).verify().findings == []
+
+
 def test_the_script_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None:
     (script,) = (block for block in blocks(ROOT / "docs" / "change.md") if block.language == "console")
     (tmp_path / "job.toml").write_text(JOB)

@@ -15,6 +15,7 @@ checkpoints.py       the checkpoints of a stage: to an object store and back, an
 train.py             planned windows -> a new policy version
 train_spec.py        what the trainer of a window is told
 trainer_process.py   trainer and loader as processes
+collapse.py          ends a run whose answers have collapsed, before it trains on them
 spikes.py            steps whose update was not applied: their samples, and how to go on
 train_records.py     steps, statistics and warnings of training, in the store
 endings.py           the tokens that end an answer, and the share of answers that end

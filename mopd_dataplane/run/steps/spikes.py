@@ -32,9 +32,9 @@ def spike_error(run: Run, stage: Stage, failed: FailedStep) -> EngineError:
     uri, rate = run.store.uri, LOWER * stage.train.learning_rate
     return EngineError(
         f"stage {stage.name!r} step {failed.step}: {failed.reason}; the update was not applied. "
-        f"{_where_to_look(uri, uids)}. To leave such updates out: {_command(stage, 'on_spike', 'skip')}. To train "
+        f"{where_to_look(uri, uids)}. To leave such updates out: {command_with(stage, 'on_spike', 'skip')}. To train "
         f"iteration {failed.window} again from its beginning with a tenth of the learning rate: "
-        f"{_command(stage, 'learning_rate', f'{rate:g}')}"
+        f"{command_with(stage, 'learning_rate', f'{rate:g}')}"
     )
 
 
@@ -57,14 +57,16 @@ def skipped_warning(run: Run, stage: Stage, plan: PlanWindow, steps: Sequence[St
             f"updates were undone, {len(steps) - rewound} left out, and version {plan.window + 1} has the weights of "
             f"version {plan.window}"
         )
-    return f"{what}. {_where_to_look(run.store.uri, _samples_of(run, plan, first))}"
+    return f"{what}. {where_to_look(run.store.uri, _samples_of(run, plan, first))}"
 
 
-def _where_to_look(uri: str, uids: Sequence[str]) -> str:
+def where_to_look(uri: str, uids: Sequence[str], *, of: str = "the step") -> str:
+    """Name samples, and what shows one of them."""
+    store = shlex.quote(uri)
     more = f" and {len(uids) - MOST_SAMPLES} more" if len(uids) > MOST_SAMPLES else ""
     return (
-        f"Samples of the step: {', '.join(uids[:MOST_SAMPLES])}{more}; look at one: mopd show {uri} {uids[0]}, or in a "
-        f"browser: mopd view {uri}, page #/sample/{uids[0]}"
+        f"Samples of {of}: {', '.join(uids[:MOST_SAMPLES])}{more}; look at one: mopd show {store} {uids[0]}, or in a "
+        f"browser: mopd view {store}, page #/sample/{uids[0]}"
     )
 
 
@@ -77,7 +79,7 @@ def _samples_of(run: Run, plan: PlanWindow, window_step: int) -> list[str]:
     return uids
 
 
-def _command(stage: Stage, key: str, value: str) -> str:
+def command_with(stage: Stage, key: str, value: str) -> str:
     """Return this process's command with another value of a key of `train`; `mopd run JOB` where it is another one."""
     base = command_line() if sys.argv[1:2] == ["run"] else "mopd run JOB"
     accepted = "" if FROM_HERE_OPTION in shlex.split(base) else f" {FROM_HERE_OPTION}"
