@@ -275,7 +275,8 @@ def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
 
 def _reads_weights(job: Job, stage: Stage, teacher: str) -> bool:
     """Whether a stage reads a teacher's weights in this process: all of them, or the LM head."""
-    scored = teacher in job.scorers_of(stage) and (stage.score.engine == "hf" or stage.score.reads != "prompt_logprobs")
+    reads = SCORING[stage.score.engine].here or stage.score.reads != "prompt_logprobs"
+    scored = teacher in job.scorers_of(stage) and reads
     return scored or (teacher in sampling_teachers(job, stage) and engine_kind(job.engine.kind).here)
 
 
