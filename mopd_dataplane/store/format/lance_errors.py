@@ -60,7 +60,8 @@ def reading(where: str) -> Iterator[None]:
             raise
         if failure := environment_failure(where, error):
             raise failure from None
-        raise DamagedError(f"{where}: cannot be read ({error}); run `mopd store verify`") from error
+        cause = str(error).partition(", /rustc/")[0]  # the rest is a line of the standard library of Rust
+        raise DamagedError(f"{where}: cannot be read ({cause}); run `mopd store verify`") from error
 
 
 def is_panic(error: BaseException) -> bool:

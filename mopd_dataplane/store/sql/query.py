@@ -40,6 +40,8 @@ SMALL_SCAN = {"batch_size": 256, "batch_readahead": 2, "fragment_readahead": 1, 
 ROWS_AT_ONCE = 1024
 """Rows of one batch of an answer that has a limit."""
 READ_ONLY = ("SELECT", "EXPLAIN")
+_LANCE = re.compile(r"(LanceError\(.*?)(?:, /rustc|, rust/|\. Detail|\n|$)")
+"""What Lance said, in an error of DuckDB: without the line of its source and the frames that follow."""
 DESCRIBE = re.compile(r'\s*desc(?:ribe)?\s+"?(?P<name>[\w.-]+)"?\s*;?\s*', re.IGNORECASE)
 
 
@@ -84,6 +86,7 @@ def run_sql(store: OpenStore, query: str, snapshot: Snapshot | None = None, limi
                 raise QueryError(
                     f"the query needs more than {limits.memory} of memory: narrow it, or ask `mopd query`"
                 ) from None
+            _raise_damage(error, store.uri)
             raise QueryError(_explain(error, store)) from error
     answer = answer.rename_columns(_distinct(answer.column_names))
     described = DESCRIBE.fullmatch(query)
@@ -292,6 +295,15 @@ class _Batches(NamedTuple):
     def to_reader(self) -> pa.RecordBatchReader:
         """Read the rows that pass the filter, once."""
         return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches())
+
+
+def _raise_damage(error: duckdb.Error, uri: str) -> None:
+    """Raise DamagedError or another error of reading if Lance could not read a table for DuckDB, which carries only the
+    text of that, with the frames of both."""
+    cause = _LANCE.search(str(error))
+    if cause is not None:
+        with reading(uri):
+            raise OSError(cause[1]) from None
 
 
 def _explain(error: duckdb.Error, store: OpenStore) -> str:
