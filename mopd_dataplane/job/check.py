@@ -268,9 +268,10 @@ def _check_until(job: Job, stage: Stage, at: str) -> None:
             '"spread"'
         )
     elif not count or (counted and count * until.at_most > total):
+        fewer = " or at_most" if 2 * (count or total) <= total else ""  # 2 is the least
         problem = (
             f"at_most = {until.at_most} times rollout.prompts_per_iteration = {count or total} are more than the "
-            f"{total} training prompts of the stage's domains; lower prompts_per_iteration or at_most, or raise "
+            f"{total} training prompts of the stage's domains; lower prompts_per_iteration{fewer}, or raise "
             "domains.*.train"
         )
     else:
