@@ -18,7 +18,7 @@ LOOKED_AT = 1024
 
 def check_texts(run: Run, stage: Stage) -> list[NDArray[np.int64]]:
     """Texts of a stage [tokens]: its first prompt, and its longest one with made-up tokens up to the longest sample."""
-    prompts = [prompt for prompt in training_slots(run, stage)[:LOOKED_AT] if prompt is not None]
+    prompts = [prompt for prompt in training_slots(run, stage) if prompt is not None][:LOOKED_AT]
     if not prompts:
         return []
     chosen = [prompts[0], max(prompts, key=lambda prompt: len(prompt.text))]
