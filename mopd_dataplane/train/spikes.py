@@ -57,11 +57,11 @@ class Spikes:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a spike takes its window back to the window's beginning."""
+        """True if a spike takes its window back to the window's beginning."""
         return self._on_spike == "rewind"
 
     def is_over(self, window: int) -> bool:
-        """Whether a window was taken back, so that the rest of its updates is left out."""
+        """Check if a window was taken back, so that the rest of its updates is left out."""
         return window == self._rewound
 
     def reason(self, loss: float, grad_norm: float) -> str:
@@ -90,7 +90,8 @@ class Spikes:
             self._norms.append(grad_norm)
 
     def why_to_stop(self, window: int) -> str | None:
-        """Return None if a spike in a window is left out; else what made it one too many, empty if the first is."""
+        """Decide if a spike in a window ends the run: None if not, else the beginning of the reason, which may be
+        empty."""
         if self._on_spike == "stop":
             return ""
         if self.rewinds:
