@@ -45,6 +45,9 @@ def test_a_healthy_job_records_every_part_and_warns_of_nothing(
     teachers = {("teacher", name, "student") for name in ("sums", "words")}
     assert parts == {("sampler", "", "student"), ("trainer", "", "student")} | teachers
     assert all(0 <= row["gap"] <= row["band"] for row in found.self_checks)
+    warned = open_store(job.store).table("events", ["detail"], filter="kind = 'signal_warning'")["detail"].to_pylist()
+    checks = {json.loads(detail)["check"] for detail in warned}
+    assert "base" not in checks, "that the teachers are the student is what the job says"
     rollout = job.stage("student").rollout
     assert {row["tokens"] for row in found.self_checks} == {rollout.max_prompt_tokens + rollout.max_new_tokens}
     assert [(row["window"], row["policy_version"], row["warning"]) for row in found.sampler_gaps] == [

@@ -137,17 +137,19 @@ def _evidence(
     run: Run, stage: Stage, key: HealthKey, health: Health, probes: Mapping[str, Mapping[str, Probe]]
 ) -> Evidence:
     """All that is measured of a teacher on a domain. It is compared with other readers only where the domain is routed
-    to it: a reference policy need not lead."""
+    to it (a reference policy need not lead), and with the policy that the stage starts from unless the job says that the
+    teacher is that policy."""
     by_reader = {reader: by_domain[key.domain] for reader, by_domain in probes.items() if key.domain in by_domain}
     is_routed = (
         key.teacher in run.job.teachers_of(stage)
         and key.domain in run.job.domains_of(stage)
         and key.teacher == run.job.teacher_of(stage, key.domain, run.job.domains[key.domain].effort)
     )
+    is_start = run.job.teachers[key.teacher].source == ("student" if stage.start == "init" else f"stage:{stage.start}")
     rivals = {reader: figures for reader, figures in by_reader.items() if reader not in (START, key.teacher)}
     return Evidence(
         key.teacher, key.domain, health.vocabulary, health, by_reader.get(key.teacher),
-        by_reader.get(START) if is_routed else None, rivals if is_routed else {},
+        by_reader.get(START) if is_routed and not is_start else None, rivals if is_routed else {},
     )  # fmt: skip
 
 
