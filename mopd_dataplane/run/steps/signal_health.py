@@ -136,9 +136,11 @@ def read_probes(run: Run, stage: Stage) -> dict[str, dict[str, Probe]]:
 def _evidence(
     run: Run, stage: Stage, key: HealthKey, health: Health, probes: Mapping[str, Mapping[str, Probe]]
 ) -> Evidence:
-    """All that is measured of a teacher on a domain. It is compared with other readers only where the domain is routed
-    to it (a reference policy need not lead), and with the policy that the stage starts from unless the job says that the
-    teacher is that policy."""
+    """Collect what is measured of a teacher on a domain.
+
+    It is compared with other readers only where the domain is routed to it, since a reference policy need not lead, and
+    not with the policy that the stage starts from if the job says that the teacher is that policy.
+    """
     by_reader = {reader: by_domain[key.domain] for reader, by_domain in probes.items() if key.domain in by_domain}
     is_routed = (
         key.teacher in run.job.teachers_of(stage)
