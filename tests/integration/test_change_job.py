@@ -110,8 +110,8 @@ def test_after_a_step_that_is_not_finite_the_printed_command_goes_on(
 ) -> None:
     job, store = job_in(tmp_path), tmp_path / "store"
     shutil.copytree(one_iteration, store, symlinks=True)
-    words = ["run", str(job), "--set", "stages.student.iterations=2", "--set", f"{RATE}=1e9", "--from-here"]
-    rates = [1e9]
+    words = ["run", str(job), "--set", "stages.student.iterations=2", "--set", f"{RATE}=1e6", "--from-here"]
+    rates = [1e6]
     for _ in range(6):
         done = run_mopd(*words, check=False)
         if not done.returncode:
@@ -123,7 +123,7 @@ def test_after_a_step_that_is_not_finite_the_printed_command_goes_on(
         assert uid[1] in run_mopd("show", store, uid[1], "--json").stdout
         words = shlex.split(message.rpartition("learning rate: mopd ")[2])
         rates.append(float(words[-1].partition("=")[2]))
-    assert len(rates) > 1, "the first rate is too high for this model"
+    assert len(rates) > 1, "the first rate is not too high for this model"
     assert not done.returncode, done.stderr
     opened = open_store(str(store))
     steps = opened.sql("select learning_rate from steps where stage = 'student' and \"window\" = 1 order by step")
