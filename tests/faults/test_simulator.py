@@ -37,8 +37,29 @@ DEFECTS = {
     "a copy whose folder was not synced": [
         Step(2, "commit", 331), Step(2, "copy where", 117), Step(0, "power loss", 766), Step(0, "end", 0),
     ],
+    "a version that was merged and dropped between its sync and its acknowledgement": [
+        Step(0, "commit", 808), Step(0, "commit", 200, Fault("suspended", 10)), Step(1, "compact now", 179),
+        Step(0, "label", 63), Step(0, "audit", 0),
+    ],
+    "a copied table in a folder whose name was not synced": [
+        Step(1, "import", 191), Step(2, "score", 595), Step(2, "copy where", 331), Step(0, "power loss", 581),
+        Step(0, "end", 0),
+    ],
 }  # fmt: skip
 """What the seeds found in the product, as the shortest sequences that failed."""
+
+
+SOUND = {
+    "a tag that an unfinished deletion will take is asked for again": [
+        Step(0, "tag", 351, Fault("suspended", 1)), Step(2, "commit", 411),
+        Step(2, "delete", 385, Fault("suspended", 2)), Step(0, "tag", 45), Step(0, "end", 0),
+    ],
+    "a put that died while an earlier one was stopped became the last": [
+        Step(2, "put", 701), Step(1, "put", 902, Fault("suspended", 10)), Step(2, "put", 822, Fault("killed", 6)),
+        Step(1, "commit", 859), Step(0, "end", 0),
+    ],
+}  # fmt: skip
+"""What the seeds found, and the model once took for a fault."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +68,7 @@ def template() -> Iterator[Template]:
         yield open_template(folder)
 
 
-@pytest.mark.parametrize("steps", DEFECTS.values(), ids=DEFECTS)
+@pytest.mark.parametrize("steps", [*DEFECTS.values(), *SOUND.values()], ids=[*DEFECTS, *SOUND])
 def test_what_the_seeds_found_holds(template: Template, steps: list[Step]) -> None:
     assert run_steps(steps, template).violation == ""
 

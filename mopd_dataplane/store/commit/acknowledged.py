@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from mopd_dataplane.base.files import fsync, make_durable_folder
+from mopd_dataplane.store.commit.durability import LostFileError
 from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.format.manifests import crc_of_manifest
 from mopd_dataplane.store.location import StoreLocation
@@ -46,14 +47,21 @@ class Acknowledged:
         return [(int(name[1]), int(name[2], 16) if name[2] else None) for name in matches if name]
 
     def record(self, version: int) -> None:
-        """Acknowledge a version; durable on return. Raises ResourceError when the disk is full."""
+        """Acknowledge a version; durable on return.
+
+        Raises ResourceError when the disk is full, LostFileError when the version's manifest was deleted.
+        """
         if version <= self._newest:
             return
         with writing(self._location.of(self._name)):
             if self._location.files is not None:
                 self._location.files.write(f"{self._name}/{version}", b"")  # the server has checksums of its own
             else:
-                crc = crc_of_manifest(self._location.local(self._table), version)
+                try:
+                    crc = crc_of_manifest(self._location.local(self._table), version)
+                except FileNotFoundError as error:
+                    folder = self._location.local(self._table)
+                    raise LostFileError.of(folder, Path(error.filename), f"version {version}") from error
                 _touch(self._location.local(self._name), f"{version}.{crc:08x}")
             children = [name for name in self._location.children(self._name) if _NAME.fullmatch(name)]
             older = [name for name in children if int(name.partition(".")[0]) < version]

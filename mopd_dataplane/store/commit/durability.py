@@ -9,6 +9,8 @@ Files synced before are remembered and skipped. A failed sync is never repeated:
 a second fsync reports success without having written.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,15 @@ from mopd_dataplane.store.format.manifests import manifest, names_of_versions
 class LostFileError(ResourceError):
     """A file of a commit was deleted before the commit was acknowledged."""
 
+    @classmethod
+    def of(cls, root: Path, path: Path, commit: str) -> LostFileError:
+        """Name the dataset, the file and the commit."""
+        return cls(
+            f"{root}: {commit} is not acknowledged, because {path.name} was deleted meanwhile, by another "
+            "program or by a clean-up that locks do not reach; run `mopd store verify`, which says if a version "
+            "names it"
+        )
+
 
 AT_ONCE = 8
 """Number of files that are synced at once."""
@@ -32,8 +43,11 @@ AT_ONCE = 8
 class Barrier:
     """Makes commits to one local dataset durable."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, store: Path) -> None:
+        """root: folder of the dataset. store: folder of the store that holds it, at any depth."""
         self._root = root
+        self._above = {path for path in (root, *root.parents) if path.is_relative_to(store)}
+        """The folders whose names lead to the dataset; another process may have made them and died."""
         self._synced: set[Path] = set()
         self._acknowledged: set[Path] = set()
         """Files of the version that was synced last; their loss would be damage, which readers report."""
@@ -76,25 +90,18 @@ class Barrier:
     def _check_present(self, version: int, paths: Iterable[Path]) -> None:
         for path in paths:
             if not path.exists():
-                raise self._lost(path, f"version {version}")
-
-    def _lost(self, path: Path, commit: str) -> LostFileError:
-        return LostFileError(
-            f"{self._root}: {commit} is not acknowledged, because {path.name} was deleted meanwhile, by another "
-            "program or by a clean-up that locks do not reach; run `mopd store verify`, which says if a version "
-            "names it"
-        )
+                raise LostFileError.of(self._root, path, f"version {version}")
 
     def _sync(self, paths: list[Path]) -> None:
         """Sync files and their folders at once, so that the file system writes its journal once or twice, not for each
         file."""
-        above = set() if self._synced else {self._root, self._root.parent}
+        above = set() if self._synced else self._above
         every = [*paths, *({path.parent for path in paths} | above)]
         try:
             with ThreadPoolExecutor(AT_ONCE, "sync") as pool:
                 list(pool.map(fsync, every))
         except FileNotFoundError as error:
-            raise self._lost(Path(error.filename), "this commit") from error
+            raise LostFileError.of(self._root, Path(error.filename), "this commit") from error
         except OSError as error:
             raise ResourceError(
                 f"{self._root}: sync failed ({error}); what was acknowledged before is safe, this commit may not "

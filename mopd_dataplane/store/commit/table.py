@@ -69,7 +69,9 @@ class Table:
         self._keys = KeyDirectory(self.spec.key)
         self._keys_lock = threading.Lock()
         self._folder = location.root / name if location.root is not None else None
-        self.barrier = Barrier(self._folder) if self._folder is not None else None
+        self.barrier: Barrier | None = None
+        if self._folder is not None and location.root is not None:
+            self.barrier = Barrier(self._folder, location.root)
         self._acknowledged = Acknowledged(location, name)
         self._clean_up_at = 0.0
         self._newest = 0

@@ -110,7 +110,8 @@ def check_value(model: Model, register: str, key: Key, value: Value, number: str
 
 def check_pins(model: Model, reader: Reader) -> None:
     """I7: a pinned snapshot shows what it showed, until it is released or a deletion takes one of its rows."""
-    tags = set(snapshots.tags(reader.store)) if model.pins else set()
+    tags = set(snapshots.tags(reader.store)) if model.pins or model.doomed else set()
+    model.doomed &= tags
     for tag, pin in list(model.pins.items()):
         touched = [
             deletion for name, deletion in model.deletions.items()
@@ -120,6 +121,7 @@ def check_pins(model: Model, reader: Reader) -> None:
             if tag in tags and all(deletion.is_finished for deletion in touched) and not model.live:
                 raise Violation(f"I8: {tag} still pins rows that were deleted")
             del model.pins[tag]
+            model.doomed |= {tag} & tags
         elif tag not in tags:
             raise Violation(f"I7: {tag} was pinned, and is gone")
         else:

@@ -90,10 +90,14 @@ class Model:
         """Attempts that run, are suspended, or ended since the last check."""
         self.stragglers: list[Attempt] = []
         """Attempts that died or failed since the last repair: what they left of a deleted sample, repair removes."""
+        self.failed: list[Attempt] = []
+        """All attempts that died or failed: what they put may have become the last value of a key."""
         self.deletions: dict[str, Deletion] = {}
         self.closed: set[str] = set()
         """Records whose end was acknowledged."""
         self.pins: dict[str, Pin] = {}
+        self.doomed: set[str] = set()
+        """Tags that are there still, and that a deletion which is not finished will take."""
         self.row_ids: dict[str, int] = {}
         self.begun: set[str] = set()
         """Targets that a copy or an upgrade began."""
@@ -124,6 +128,8 @@ class Model:
         for name, key, value in attempt.values:
             register = self.register(name, key)
             others = {other for one in self.live if one is not attempt for other in one.values_of(name, key)}
+            overlapping = (one for one in self.failed if one.ended > attempt.began)
+            others |= {other for one in overlapping for other in one.values_of(name, key)}
             if register.acknowledged > attempt.began:  # another one came in between, and may be the later
                 others |= register.possible
             register.possible = register.durable = {value} | others
@@ -133,6 +139,7 @@ class Model:
         """An operation died, or ended with an error: what it wrote may be there or not."""
         self._end(attempt)
         self.stragglers.append(attempt)
+        self.failed.append(attempt)
         for name, key, value in attempt.values:
             self.register(name, key).possible |= {value}
 

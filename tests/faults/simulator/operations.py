@@ -222,7 +222,8 @@ def _tag(writer: Writer, model: Model, draw: random.Random) -> Operation:
             deletions = frozenset(record.name for record in records if not (record.finished and is_calm))
             model.pins[tag] = Pin(dict(snapshot.versions), uids, prompts, deletions)
             missing = [uid for uid in required - uids if not model.named(str(uid), "", finished=False)]
-            if missing and not any(one.releases == tag or one.tag == tag for one in model.live[:-1]):
+            is_shared = tag in model.doomed or any(tag in (one.releases, one.tag) for one in model.live[:-1])
+            if missing and not is_shared:
                 raise Violation(f"I7: {tag} lacks {missing}, which were acknowledged before it")
 
     return Operation(Attempt(tag=tag), lambda: writer.store.snapshot(tag), tag, done)
