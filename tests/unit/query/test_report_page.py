@@ -292,9 +292,9 @@ def test_self_checks_and_the_worst_window_of_a_stage_are_shown(measures: Measure
     exactness = next(part for part in run_sections(measures) if part.key == "exactness")
     checks, gaps = exactness.grids
     assert [[cell.text for cell in row][1:] for row in checks.rows] == [
-        ["sampler", "Qwen3ForCausalLM (qwen3)", "float32", "1.5e-07", "0.001"],
-        ["teacher chain_sum-expert", "Qwen3ForCausalLM (qwen3)", "float32", "2e-07", "0.001"],
-        ["trainer", "Qwen3ForCausalLM (qwen3)", "float32", "1e-07", "0.001"],
+        ["sampler", "Qwen3ForCausalLM (qwen3)", "float32", "–", "1.5e-07", "0.001"],
+        ["teacher chain_sum-expert", "Qwen3ForCausalLM (qwen3)", "float32", "–", "2e-07", "0.001"],
+        ["trainer", "Qwen3ForCausalLM (qwen3)", "float32", "1,048", "1e-07", "0.001"],
     ]
     worst = ["student", "hf, float32", "float32", "0", "0.012", "75.0 %", "0.004", "0.001"]
     assert [[cell.text for cell in row] for row in gaps.rows] == [worst]
