@@ -96,8 +96,12 @@ class Run:
     ) -> None:
         """Record how long a step of a stage took, or part of one that is done in several, counted from 1."""
         ordinal = -1 if iteration is None else iteration
-        name = f"time/{stage.name}/{ordinal}/{action}" + (f"/{part}" if part > 1 else "")
+        name = _time_event(stage, ordinal, action) + (f"/{part}" if part > 1 else "")
         self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
+
+    def has_time(self, stage: Stage, iteration: int, action: str) -> bool:
+        """Check if the time of a step of a stage was recorded."""
+        return self.has_event(_time_event(stage, iteration, action))
 
     def at(self, stage: Stage, window: int) -> tuple[Run, Stage]:
         """Return the run and the stage by the job that a window goes by: itself, unless the job has changed since.
@@ -244,3 +248,7 @@ def _pin(section: Pinned, source: str, before: dict[str, Any], key: str) -> Pinn
     if revision and section.revision in ("", revision):
         return section.model_copy(update={"revision": revision})
     return section.model_copy(update={"revision": commit_of(source, section.revision)})
+
+
+def _time_event(stage: Stage, ordinal: int, action: str) -> str:
+    return f"time/{stage.name}/{ordinal}/{action}"

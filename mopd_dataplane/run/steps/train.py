@@ -53,12 +53,15 @@ class Training:
         """
         run, stage = self._run.at(self._stage, plan.window)
         self.settle()
-        if run.policies.latest(stage) <= plan.window:
+        is_trained = run.policies.latest(stage) > plan.window
+        # A trainer that runs already may end a small window before this process looks; it is recorded all the same.
+        if not is_trained or not run.has_time(stage, plan.window, "train"):
             total = len(plan.step_starts) - 1
             with run.progress.step(stage.name, "train", total=total, unit="steps") as (advance, report):
-                free_device_memory()
-                self._trainer.start_for(plan.window)
-                self._follow(plan.window, advance)
+                if not is_trained:
+                    free_device_memory()
+                    self._trainer.start_for(plan.window)
+                    self._follow(plan.window, advance)
                 run.policies.publish(stage)
                 steps = self._records.steps_of(plan.window)
                 self._say_layout(steps)
