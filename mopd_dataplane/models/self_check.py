@@ -178,10 +178,10 @@ def check_forward(model: PreTrainedModel, part: str, texts: Sequence[NDArray[np.
         model.train(training)
     if passed[0].gap is not None:
         _require_causal(logits[:-1], beside[:-1], passed[0], part=part)
-    return worst_of(passed)
+    return _worst_of(passed)
 
 
-def worst_of(passed: Sequence[SelfCheck]) -> SelfCheck:
+def _worst_of(passed: Sequence[SelfCheck]) -> SelfCheck:
     """Combine the self-checks of one model on several texts: the largest gap, and the longest text."""
     gaps = [one.gap for one in passed if one.gap is not None]
     gap = max(gaps) if len(gaps) == len(passed) else None

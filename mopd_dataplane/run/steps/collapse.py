@@ -40,7 +40,8 @@ def check_collapse(run: Run, stage: Stage, iteration: int) -> None:
     factor = stage.train.collapse_factor
     if not factor or stage.data != "rollout":
         return
-    answers = [_answers(run, stage, earlier) for earlier in range(iteration + 1)]
+    recorded = _recorded(run, stage)
+    answers = [recorded.get(earlier) or _measure(run, stage, earlier) for earlier in range(iteration + 1)]
     earlier, now = [one for one in answers[:-1] if one is not None], answers[-1]
     figure = "" if now is None else collapse(now, earlier, factor)
     if not figure:
@@ -75,12 +76,15 @@ def collapse(now: Answers, earlier: Sequence[Answers], factor: float) -> str:
     return ""
 
 
-def _answers(run: Run, stage: Stage, iteration: int) -> Answers | None:
-    """Measure the answers of an iteration, once; None if its own policy gave none."""
-    name = f"answers/{stage.name}/{iteration}"
-    recorded = run.store.table("events", ["detail"], filter=f"event_id = '{name}'")["detail"].to_pylist()
-    if recorded:
-        return Answers(**json.loads(recorded[0]))
+def _recorded(run: Run, stage: Stage) -> dict[int, Answers]:
+    """Read what was measured before, by iteration."""
+    rule = f"kind = 'answers' AND stage = '{stage.name}'"
+    rows = run.store.table("events", ["iteration", "detail"], filter=rule).to_pylist()
+    return {row["iteration"]: Answers(**json.loads(row["detail"])) for row in rows}
+
+
+def _measure(run: Run, stage: Stage, iteration: int) -> Answers | None:
+    """Measure and record the answers of an iteration; None if its own policy gave none."""
     rows, samples = stage_samples(run.store, stage, iteration, ["policy", "response_len"])
     is_own = pc.equal(samples["policy"], stage.name).to_numpy()
     if not is_own.any():
@@ -95,5 +99,6 @@ def _answers(run: Run, stage: Stage, iteration: int) -> Answers | None:
     ]
     entropy = float(-np.concatenate(drawn).mean(dtype=np.float64)) if drawn else 0.0
     answers = Answers(float(lengths.mean()), entropy)
+    name = f"answers/{stage.name}/{iteration}"
     run.store.add_event(name, stage.name, "answers", iteration, answers.length, answers._asdict())
     return answers
