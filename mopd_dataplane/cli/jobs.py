@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,13 +84,6 @@ def run(
             "started on this machine.",
         ),
     ] = None,
-    rehearsal: Annotated[
-        bool,
-        Option(
-            "--rehearse",
-            help="Run a small version in a store of its own (STORE-rehearsal): tiny models, few prompts and tokens.",
-        ),
-    ] = False,
     from_here: Annotated[
         bool,
         Option(
@@ -111,9 +104,6 @@ def run(
     if stage is not None:
         loaded.stage(stage)
     require(packages(loaded))
-    if rehearsal:
-        _rehearse(loaded, stage, ray, as_json=as_json)
-        return
     from mopd_dataplane.run import pipeline
     from mopd_dataplane.run.changes import never
 
@@ -140,29 +130,6 @@ def packages(job: Job) -> list[str]:
     return ["torch", "transformers", *(package for package in prompts if package in EXTRAS)]
 
 
-def _rehearse(job: Job, only: str | None, ray: str | None, *, as_json: bool) -> None:
-    """Run a small version of a job; print what it ran unchanged, what it replaced, and what it did not run."""
-    from mopd_dataplane import open_store
-    from mopd_dataplane.query.exactness import exactness_facts
-    from mopd_dataplane.run import pipeline
-    from mopd_dataplane.run.rehearsal import rehearse
-
-    began = time.monotonic()
-    small = rehearse(job)
-    result = pipeline.run_job(small.job, only=only, console=stderr(), ray=ray)
-    facts, seconds = (
-        {**small.facts(), "exactness": exactness_facts(open_store(result["store"]))},
-        time.monotonic() - began,
-    )
-    if as_json:
-        print_json({**facts, "seconds": seconds, "store": result["store"], "report": result["report"]})
-        return
-    for name, values in facts.items():
-        if values:
-            print_facts(values, title=name.replace("_", " "))
-    note(f"rehearsed in {seconds:.0f} s; figures of training and sampling mean nothing: {result['report']}")
-
-
 def check(
     job: JobFile,
     overrides: Overrides,
@@ -175,12 +142,21 @@ def check(
             "takes; repeatable.",
         ),
     ] = None,
+    rehearsal: Annotated[
+        bool,
+        Option(
+            "--rehearse",
+            help="Then run a small version in a store of its own (STORE-rehearsal): tiny models, few prompts and "
+            "tokens.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check everything that a job names before you pay for a run; nothing is written or trained.
+    """Check everything that a job names before you pay for a run; nothing is written to its store.
 
     Models, prompts, verifiers and packages; templates on real prompts; estimates of tokens, memory and disk, and
-    time at given rates. Exit code 2 if the job is certain to fail. `mopd run` does the same first.
+    time at given rates. `mopd run` does the same first. With --rehearse every stage is then run with tiny random models
+    in place of the job's, also where the job itself cannot run. Exit code 2 if the job is certain to fail.
     """
     loaded = load(job, overrides)
     require(packages(loaded))
@@ -194,16 +170,41 @@ def check(
     estimated = estimate(loaded, prompts, rates)
     findings += estimated.findings
     facts = {name: getattr(estimated, name) for name in ("models", "prompts", "tokens", "time", "memory", "disk")}
-    if as_json:
-        print_json({"findings": findings, **facts})
-    else:
-        for name, values in facts.items():
-            if values:
-                print_facts(values, title=name)
+    if not as_json:
+        _print_sections(facts)
         for finding in findings:
             if not finding.certain:
                 note(f"{finding.key}: {finding.problem}")
+    rehearsed = _rehearse(loaded, as_json=as_json) if rehearsal else {}
+    if as_json:
+        print_json({"findings": findings, **facts, **rehearsed})
     refuse(loaded, findings)
+
+
+def _rehearse(job: Job, *, as_json: bool) -> dict[str, Any]:
+    """Run a small version of a job. Returns, and prints unless it is for JSON, what it ran unchanged, what it replaced,
+    what it did not run, and how exact its models are."""
+    from mopd_dataplane import open_store
+    from mopd_dataplane.query.exactness import exactness_facts
+    from mopd_dataplane.run import pipeline
+    from mopd_dataplane.run.rehearsal import rehearse
+
+    start = time.monotonic()
+    small = rehearse(job)
+    result = pipeline.run_job(small.job, console=stderr())
+    facts = {**small.facts(), "exactness": exactness_facts(open_store(result["store"]))}
+    seconds = time.monotonic() - start
+    if not as_json:
+        _print_sections(facts)
+        note(f"rehearsed in {seconds:.0f} s; figures of training and sampling mean nothing: {result['report']}")
+    return {"rehearsal": {**facts, "seconds": seconds, "store": result["store"], "report": result["report"]}}
+
+
+def _print_sections(sections: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print facts under their titles, without empty sections."""
+    for name, facts in sections.items():
+        if facts:
+            print_facts(facts, title=name.replace("_", " "))
 
 
 def _rates(texts: list[str], steps: Sequence[str]) -> dict[str, float]:
@@ -285,9 +286,9 @@ def add_to(app: Typer) -> None:
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
     longer = f"mopd run {job} --set stages.student.iterations=12 --set rollout.temperature=0.8 --from-here"
     on_ray = f"mopd run {job} --ray --set scale.engines=2"
-    examples = (f"mopd run {job}", changed, longer, on_ray, f"mopd run {job} --rehearse")
+    examples = (f"mopd run {job}", changed, longer, on_ray)
     register(app, run, *examples, panel=PANEL, cls=RayAnywhere)
-    register(app, check, f"mopd check {job}", panel=PANEL)
+    register(app, check, f"mopd check {job}", f"mopd check {job} --rehearse", panel=PANEL)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)
     again = f"mopd reward {job} --stage student --missing"

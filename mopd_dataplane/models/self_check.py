@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from mopd_dataplane.base.memory import available_memory, is_out_of_memory
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.adapter_files import weights_folder
 from mopd_dataplane.models.architecture import context_length
 from mopd_dataplane.models.devices import free_memory
 from mopd_dataplane.models.hf import embedding_weight, hidden_states, lm_head
+from mopd_dataplane.models.layer_types import LayerTypes
 
 if TYPE_CHECKING:
     from mopd_kernels.heads import Head
@@ -36,10 +39,14 @@ LARGEST_BAND = max(BANDS.values())
 _LIKELIEST = 32
 """Number of tokens compared at each position, the likeliest ones; log-probs of improbable tokens are mostly
 rounding."""
-_FEWEST = 512
-"""Tokens that every model reads if it has a window to pass."""
-_FLOPS, _FLOPS_ON_DEVICE = 1e12, 1e15
-"""Arithmetic of a check, in FLOP: eight seconds of two cores (measured at 166 M parameters and 1,008 tokens)."""
+_FEWEST, _FEWEST_PAST_WINDOW = 128, 512
+"""Tokens that every model reads, and those with windows that they may pass."""
+_FLOPS, _FLOPS_ON_DEVICE = 2.5e11, 2.5e14
+"""Arithmetic of a check, in FLOP: a few seconds of two cores, so that a sampler, three teachers and a trainer take less
+than half a minute (docs/models.md)."""
+LONGEST_ON_HOST, _FLOPS_ON_HOST = 2048, 2e13
+"""Length in tokens of the longest text of a plain pass on the host beside an engine of another process, and its
+arithmetic in FLOP: half a minute on a server's CPU."""
 _SHORT = 24
 """Length of the text that checks a scorer or trainer, in tokens."""
 
@@ -105,7 +112,22 @@ def affordable_tokens(model: PreTrainedModel) -> int:
     logits = 2 * 4 * len(embedding_weight(model))
     # Bytes of n tokens: scores * n^2 + logits * n.
     by_memory = (math.sqrt(logits**2 + scores * free / 2) - logits) / (2 * scores)
-    return max(_FEWEST, int(min(flops / (6 * model.num_parameters()), by_memory)))
+    fewest = _FEWEST_PAST_WINDOW if LayerTypes(model.config).longest_window else _FEWEST
+    return max(fewest, int(min(flops / (6 * model.num_parameters()), by_memory)))
+
+
+def affordable_on_host(parameters: int) -> int:
+    """Return the length of the longest text, in tokens, that a model of this size reads on the CPU to check an engine
+    of another process."""
+    return max(64, min(LONGEST_ON_HOST, int(_FLOPS_ON_HOST / (2 * parameters))))
+
+
+def fits_into_memory(folder: Path, device: str = "cpu") -> bool:
+    """Check if a model of a folder can be loaded beside what is in memory: twice its files, since float32 takes two of
+    bfloat16."""
+    files = {file for part in {folder, weights_folder(folder)} for file in part.glob("*.safetensors")}
+    free = available_memory() if device == "cpu" else free_memory(device)
+    return 2 * sum(file.stat().st_size for file in files) <= free
 
 
 @torch.no_grad()

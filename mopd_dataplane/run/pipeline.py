@@ -34,6 +34,7 @@ from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, store_reference
 from mopd_dataplane.run.steps.rounds import rollout_until
 from mopd_dataplane.run.steps.score import score
+from mopd_dataplane.run.steps.self_checks import check_models
 from mopd_dataplane.run.steps.train import Training
 from mopd_dataplane.train.node_agent import node_rank
 
@@ -80,13 +81,15 @@ def run_job(
 
 
 def run_stage(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
-    """One stage to its end: first the policy that it starts from is evaluated, then it is run and evaluated.
+    """One stage to its end: its models are checked and the policy that it starts from is evaluated, then it is run and
+    evaluated.
 
     later: stages that follow in this call, for the time that is left.
     """
     if run.is_done(stage):
         run.progress.say(f"{stage.name:<16} done")
         return
+    check_models(run, stage)
     if stage.start != "init":  # evaluated again on domains that were added after it was trained
         start = run.job.stage(stage.start)
         evaluate(run, start, run.policies.latest(start))

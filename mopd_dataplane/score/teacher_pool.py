@@ -182,6 +182,10 @@ class TeacherPool:
             tokens |= unknown_tokens(self._student_tokenizer, hf.load_tokenizer(folder))
         return tokens
 
+    def exchanged_tokens(self, name: str) -> tuple[int, ...]:
+        """Return the tokens whose probabilities a teacher exchanges: the two ends, with `end = "map"`."""
+        return self._exchanged(self._checked(name), self._spec(name).settings)
+
     def context_length(self, name: str) -> int:
         """Return the number of tokens, prompt and response together, that a teacher can read by its config or its
         server.

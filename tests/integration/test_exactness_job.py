@@ -6,26 +6,32 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from rich.console import Console
+from torch import Tensor
 
 from mopd_dataplane import open_store
-from mopd_dataplane.errors import MopdError
+from mopd_dataplane.errors import MismatchError, MopdError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.load import load_job
+from mopd_dataplane.models import self_check
+from mopd_dataplane.models.self_check import SelfCheck
 from mopd_dataplane.query.measures import measure
 from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.rollout.engines import decoder
 from mopd_dataplane.rollout.engines.decoder import Decoder
+from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.run import pipeline
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.pipeline import run_job
 from mopd_dataplane.run.steps.plan import plan_window
 
-Texts = Sequence[NDArray[np.int64]]
+Requests = Sequence[tuple[int, Request]]
+MADE_UP = 24
+"""Length in tokens of the text that every teacher and trainer reads when it is loaded."""
 
 
 def one_stage(write_job: Callable[..., Path], folder: Path, dtype: str = "float32") -> Job:
@@ -78,15 +84,14 @@ def test_a_sampler_with_shifted_positions_stops_the_stage_before_its_first_step(
     tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = one_stage(write_job, tmp_path)
-    check, forward = HfEngine.check, Decoder.forward
+    admit, forward = HfEngine.admit, Decoder.forward
 
-    def check_then_shift(self: HfEngine, texts: Texts) -> object:
-        passed = check(self, texts)
-        decoder = self._decoders[0]
-        decoder.forward = lambda last, columns: 1.5 * forward(decoder, last, columns + 1)
-        return passed
+    def shift_then_admit(self: HfEngine, requests: Requests) -> None:
+        own = self._decoders[0]
+        own.forward = lambda last, columns: 1.5 * forward(own, last, columns + 1)
+        admit(self, requests)
 
-    monkeypatch.setattr(HfEngine, "check", check_then_shift)
+    monkeypatch.setattr(HfEngine, "admit", shift_then_admit)
     with pytest.raises(MopdError, match="the trainer stopped with the error above"):
         run_job(job, console=Console(quiet=True))
     text = capfd.readouterr().err
@@ -97,18 +102,42 @@ def test_a_sampler_with_shifted_positions_stops_the_stage_before_its_first_step(
     assert not (tmp_path / "store" / "policies" / "student").exists()
 
 
+@pytest.mark.parametrize("part", ["sampler", "teacher", "trainer"])
+def test_a_wrong_model_is_refused_before_anything_is_sampled(
+    part: str, tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teachers and trainer have a fault that only the texts of the job show, since the made-up one is shorter."""
+    job = one_stage(write_job, tmp_path)
+    named = {"sampler": "The built-in sampler", "teacher": "Scoring with init", "trainer": "Training"}[part]
+    compare = self_check.require_same_logits
+
+    def wrongly(ours: Tensor, plain: Tensor, **of: Any) -> SelfCheck:
+        is_wrong = of["part"] == named and (part == "sampler" or len(plain) > MADE_UP)
+        return compare(ours.flip(-1) if is_wrong else ours, plain, **of)
+
+    for module in (self_check, decoder):
+        monkeypatch.setattr(module, "require_same_logits", wrongly)
+    with pytest.raises(MismatchError, match=rf"{named} does not compute what .*Nothing was written"):
+        run_job(job, console=Console(quiet=True))
+    store = open_store(job.store)
+    for table in ("samples", "evals", "plans"):
+        assert store.table(table).num_rows == 0
+    assert not list((tmp_path / "store").glob("wal/*/*"))
+
+
 def test_a_slightly_wrong_sampler_is_warned_of_and_shown(
     tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = one_stage(write_job, tmp_path)
-    check = HfEngine.check
+    admit, scaled = HfEngine.admit, []
 
-    def check_then_scale(self: HfEngine, texts: Texts) -> object:
-        passed = check(self, texts)
-        self._decoders[0]._logit_scale *= 1.02
-        return passed
+    def scale_then_admit(self: HfEngine, requests: Requests) -> None:
+        if self._decoders[0] not in scaled:
+            self._decoders[0]._logit_scale *= 1.02
+            scaled.append(self._decoders[0])
+        admit(self, requests)
 
-    monkeypatch.setattr(HfEngine, "check", check_then_scale)
+    monkeypatch.setattr(HfEngine, "admit", scale_then_admit)
     with Console(file=(tmp_path / "progress.txt").open("w"), width=400) as console:
         run_job(job, console=console)
     shown = (tmp_path / "progress.txt").read_text()
@@ -122,7 +151,7 @@ def test_a_rehearsal_prints_the_self_checks(
     tmp_path: Path, write_job: Callable[..., Path], mopd: Callable[..., object]
 ) -> None:
     one_stage(write_job, tmp_path)
-    printed = json.loads(mopd("run", tmp_path / "job.toml", "--rehearse", "--json").stdout)["exactness"]
+    printed = json.loads(mopd("check", tmp_path / "job.toml", "--rehearse", "--json").stdout)["rehearsal"]["exactness"]
     names = {"sampler", "trainer", "teacher sums", "teacher words", "trainer against sampler"}
     assert set(printed) == {f"student.{name}" for name in names}
     assert "tokens, 0.001 is allowed" in printed["student.sampler"]

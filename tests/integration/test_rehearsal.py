@@ -1,4 +1,4 @@
-"""`mopd run JOB --rehearse`: full-scale jobs from end to end on this machine; three in `make test`, all in
+"""`mopd check JOB --rehearse`: full-scale jobs from end to end on this machine; three in `make test`, all in
 `make test-slow`."""
 
 from __future__ import annotations

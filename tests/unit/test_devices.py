@@ -302,6 +302,7 @@ DECIDES = {"rollout", "score", "run", "integrations"}
 HOST = {
     "score/discriminator.py": "moves the critic as a whole",
     "run/policies.py": "merges weights to write them",
+    "score/scorer_check.py": "compares on the host, since the teacher's process has the device",
     "rollout/engines/engine_check.py": "compares on the host, since the engine's process has the device",
 }
 

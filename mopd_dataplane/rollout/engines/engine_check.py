@@ -14,21 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.memory import available_memory
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.models.adapter_files import weights_folder
 from mopd_dataplane.models.hf import load_model
-from mopd_dataplane.models.self_check import SelfCheck, band_of, plain_logits
+from mopd_dataplane.models.self_check import SelfCheck, affordable_on_host, band_of, fits_into_memory, plain_logits
 from mopd_dataplane.rollout.engines.engine import GOING, Engine, Request
 from mopd_dataplane.rollout.engines.sampling import SAMPLER, sample_key
 
 NEW_TOKENS = 8
 """Tokens that the engine decodes behind each text."""
-LONGEST_TEXT = 2048
-"""Longest text that is read, in tokens: plain attention needs memory that grows with its square."""
-MOST_FLOPS = 2e13
-"""Arithmetic of the plain pass over the longest text, in FLOP: half a minute on a server's CPU."""
-
 Answer = tuple[list[int], list[float]]
 """Token ids that the engine drew behind a text, and their log-probs in nat."""
 
@@ -47,10 +40,10 @@ def check_engine(
     beside what is there. Raises MismatchError when the mean difference is above the band of the dtype, and names the
     first position that is.
     """
-    if _memory_needed(folder) > available_memory():
+    if not fits_into_memory(folder):
         return SelfCheck(folder.name, dtype, None, band_of(dtype))
     model = load_model(folder, dtype=dtype)
-    room = min(_affordable(model.num_parameters()), engine.context_length) - NEW_TOKENS
+    room = min(affordable_on_host(model.num_parameters()), engine.context_length) - NEW_TOKENS
     prompts = [(text[:room] % engine.vocab_size).astype(np.int32) for text in texts]
     answers = [_decode(engine, prompt, number) for number, prompt in enumerate(prompts)]
     gaps: list[tuple[float, int]] = []
@@ -71,17 +64,6 @@ def check_engine(
             'load the policy into the server (engine.reload = true), set engine.dtype, or use engine.kind = "hf"'
         )
     return SelfCheck(name, dtype, gap, band, max(len(prompt) for prompt in prompts) + NEW_TOKENS)
-
-
-def _memory_needed(folder: Path) -> int:
-    """Bytes that the plain pass needs: twice the weights' files, since float32 takes two of bfloat16."""
-    files = {file for part in {folder, weights_folder(folder)} for file in part.glob("*.safetensors")}
-    return 2 * sum(file.stat().st_size for file in files)
-
-
-def _affordable(parameters: int) -> int:
-    """Tokens of the longest text that the plain pass reads within its bounds."""
-    return max(64, min(LONGEST_TEXT, int(MOST_FLOPS / (2 * parameters))))
 
 
 def _decode(engine: Engine, prompt: NDArray[np.int32], number: int) -> Answer:

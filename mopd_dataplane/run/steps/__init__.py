@@ -1,5 +1,6 @@
 """The steps of a stage, named after the flow.
 
+self_checks.py       sampler, teachers and trainer compared with plain passes before the first sample
 rollout.py           the policy samples one iteration into the store; reference answers as samples
 reward.py            rewards of stored samples; only missing ones are computed
 verifiers.py         the outcome of one answer by its domain's reward function

@@ -23,6 +23,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import UnloggedTurns, environments_of
 from mopd_dataplane.run.steps.held_out import HeldOutAnswer, evaluated_prompts, score_answers
 from mopd_dataplane.run.steps.score import teacher_pool
+from mopd_dataplane.run.steps.self_checks import check_sampler
 from mopd_dataplane.score.readers import HfReader, TeacherForward
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence
         run.engines.use(folder, version, adapter=stage.adapter) as engine,
         TemporaryDirectory(prefix="mopd-evaluate-") as scratch,
     ):
+        if stage.data == "rollout" and stage.rollout.policy == "self" and not stage.rollout.teacher_mix:
+            check_sampler(run, stage, engine, folder)  # the first answers are those that a policy is evaluated by
         if environment is None:
             return generate(engine, requests)
         turns = UnloggedTurns(environment, Path(scratch))

@@ -10,21 +10,20 @@ from mopd_dataplane.base.memory import out_of_memory_named
 from mopd_dataplane.job import less_memory
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout.engines.engine import Engine, HasSelfCheck
+from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.hf import MixedTeacher
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
-from mopd_dataplane.run.check_texts import check_texts
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
-from mopd_dataplane.run.exactness import has_self_check, record_self_check
 from mopd_dataplane.run.iteration import sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_prompts import prompts_of, training_slots
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
+from mopd_dataplane.run.steps.self_checks import check_sampler
 from mopd_dataplane.run.steps.server_identity import check_policy_server
 from mopd_dataplane.run.tasks import Part
 from mopd_dataplane.run.token_log_copy import StoredLog
@@ -111,7 +110,7 @@ def roll_out(
     """Sample a part, or a share of it, into the store through the token log of `writer`; finish what that log holds."""
     stage, sampler = part.stage, part.sampler.policy
     check_policy_server(run, stage, engine)
-    _check_log_probs(run, engine, part)
+    check_sampler(run, stage, engine, sampling_policy(run, stage, sampler, part.version))
     dropped = 0
 
     def commit(samples: list[Sample]) -> None:
@@ -157,28 +156,6 @@ def roll_out(
     if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)
     return report
-
-
-def _check_log_probs(run: Run, engine: Engine, part: Part) -> None:
-    """Compare the engine's log-probs on texts of the stage with a plain pass, once for the stage, and record the
-    result. Raises MismatchError."""
-    stage = part.stage
-    if has_self_check(run.store, stage.name, "sampler"):
-        return
-    if isinstance(engine, HasSelfCheck):
-        record_self_check(run.store, stage.name, "sampler", engine.check(check_texts(run, stage)))
-    elif engine_kind(run.job.engine.kind).is_checked:
-        from mopd_dataplane.rollout.engines.engine_check import check_engine
-
-        folder = sampling_policy(run, stage, part.sampler.policy, part.version)
-        dtype = run.job.engine.dtype or run.job.student.dtype
-        passed = check_engine(engine, folder, check_texts(run, stage), dtype=dtype)
-        record_self_check(run.store, stage.name, "sampler", passed)
-        if passed.gap is None:
-            run.progress.say(
-                f"{stage.name:<16} rollout  the engine's log-probs were not compared with a plain pass: {folder.name} "
-                "does not fit into the memory that is free; the trainer compares them before its first step"
-            )
 
 
 def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:

@@ -11,11 +11,11 @@ from decoding import TINY
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
+from mopd_dataplane.models import self_check
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.models.self_check import texts_to_check
-from mopd_dataplane.rollout.engines import engine_check
+from mopd_dataplane.models.self_check import LONGEST_ON_HOST, affordable_on_host, texts_to_check
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.rollout.engines.engine_check import LONGEST_TEXT, NEW_TOKENS, _affordable, check_engine
+from mopd_dataplane.rollout.engines.engine_check import NEW_TOKENS, check_engine
 from mopd_dataplane.rollout.engines.hf import HfEngine
 
 TEXTS = texts_to_check([np.arange(length) % 40 + 5 for length in (6, 23, 11)], 64)
@@ -72,9 +72,9 @@ def test_a_model_that_does_not_fit_into_memory_is_not_compared(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = (models[0] / "model.safetensors").stat().st_size
-    monkeypatch.setattr(engine_check, "available_memory", lambda: 2 * weights - 1)
+    monkeypatch.setattr(self_check, "available_memory", lambda: 2 * weights - 1)
     assert check_engine(HfEngine(models[1], slots=2), models[0], TEXTS, dtype="float32").gap is None
-    monkeypatch.setattr(engine_check, "available_memory", lambda: 2 * weights)
+    monkeypatch.setattr(self_check, "available_memory", lambda: 2 * weights)
     with pytest.raises(MismatchError, match="Nothing was sampled"):
         check_engine(HfEngine(models[1], slots=2), models[0], TEXTS, dtype="float32")
 
@@ -91,6 +91,6 @@ def test_a_text_is_read_as_far_as_the_plain_pass_affords(models: tuple[Path, Pat
     engine = HfEngine(models[0], slots=2)
     engine.context_length = 40
     assert check_engine(engine, models[0], TEXTS, dtype="float32").tokens == 40
-    assert _affordable(10**6) == LONGEST_TEXT
-    assert 64 < _affordable(8 * 10**9) < LONGEST_TEXT
-    assert _affordable(10**12) == 64
+    assert affordable_on_host(10**6) == LONGEST_ON_HOST
+    assert 64 < affordable_on_host(8 * 10**9) < LONGEST_ON_HOST
+    assert affordable_on_host(10**12) == 64
