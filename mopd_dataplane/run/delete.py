@@ -94,7 +94,7 @@ def resume(store: Store, deletion: Deletion) -> Iterator[str]:
     """Delete what a deletion names, or the rest of it; names each part that is done. Raises what `delete` does."""
     with _logs_locked(store) as locks:
         yield from _clean_logs(store, deletion, locks)
-    yield from _remove_rows(store, deletion)
+    yield from _remove_rows(store, deletion, again=True)
 
 
 def repair(store: Store) -> Iterator[str]:
@@ -115,9 +115,9 @@ def _clean_logs(store: Store, deletion: Deletion, locks: dict[str, int]) -> Iter
         fault_point("delete.log")
 
 
-def _remove_rows(store: Store, deletion: Deletion) -> Iterator[str]:
+def _remove_rows(store: Store, deletion: Deletion, *, again: bool = False) -> Iterator[str]:
     removed: Counter[str] = Counter()
-    for table, count in remove(store, deletion):
+    for table, count in remove(store, deletion, again=again):
         removed[table] += count
     yield from (f"{name}: {count:,}" for name, count in removed.items())
     store.deletions.close(deletion)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mopd_dataplane.store.format.dataset_format import check_teacher, read_mark,
 from mopd_dataplane.store.format.row_ids import in_row_order
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
-from mopd_dataplane.store.maintain.delete_samples import remove_since
+from mopd_dataplane.store.maintain.delete_samples import remove_since, watch
 from mopd_dataplane.store.maintain.deletion_records import Deletions
 from mopd_dataplane.store.maintain.free_hidden import Freed, free_hidden
 from mopd_dataplane.store.maintain.verify_report import VerifyReport
@@ -423,16 +424,17 @@ class Store:
         """Return the newest version of every table; with a tag, pinned and the same at every later call."""
         tables = self._all_tables()
         if tag is not None:
-            return snapshots.pin(self.location, tables, tag)
+            return snapshots.pin(self.location, tables, tag, watch=partial(watch, self))
         self._taken.append((taken := snapshots.take_snapshot(self.location, tables))[1])
         return taken[0]
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; does nothing when the tag exists.
 
-        Raises DamagedError when clean-up has dropped one of its versions, which it may after a day.
+        Raises DamagedError when clean-up has dropped one of its versions, which it may after a day; MismatchError when
+        some of its samples were deleted.
         """
-        snapshots.pin(self.location, self._all_tables(), tag, snapshot)
+        snapshots.pin(self.location, self._all_tables(), tag, snapshot, watch=partial(watch, self))
 
     def release(self, tag: str) -> None:
         """Release a tagged snapshot."""

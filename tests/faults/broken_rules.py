@@ -11,8 +11,8 @@ SIMULATOR = "simulator"
 """In place of a test: the seeds of simulation.py, up to the first that fails."""
 
 
-def _rule(name: str, file: str, old: str, new: str) -> Mutation:
-    return Mutation(f"simulator: {name}", file, old, new, SIMULATOR)
+def _rule(name: str, file: str, old: str, new: str, *focus: str) -> Mutation:
+    return Mutation(f"simulator: {name}", file, old, new, SIMULATOR, focus)
 
 
 BROKEN_RULES = [
@@ -22,7 +22,7 @@ BROKEN_RULES = [
           "            deleted = self.deletions.are_deleted(batch)\n",
           "            deleted = np.zeros(len(batch), np.bool_)\n"),
     _rule("leave late samples of a deleted prompt", "store/maintain/delete_samples.py",
-          "    if late := late_samples(store, deletion):", "    if late := {}:"),
+          "    if late := late_samples(store, deletion):", "    if late := {}:", "delete"),
     _rule("delete and leave the snapshots", "store/maintain/delete_samples.py",
           "        for tag in pins_of(store, remaining):", "        for tag in ():"),
     _rule("close a deletion that goes on", "store/maintain/deletion_records.py", '            "finished": False,',
@@ -31,9 +31,9 @@ BROKEN_RULES = [
           "    fresh.row_id_meta = RowIdSequence(kept_ids).to_inline_metadata()\n", ""),
     # Copies and upgrades.
     _rule("continue a copy of a source that changed", "store/maintain/copy_target.py",
-          '    elif begun.get("state") != state:', "    elif False:"),
+          '    elif begun.get("state") != state:', "    elif False:", "copy", "delete"),
     _rule("two writers of one target", "store/maintain/copy_target.py", "        if not try_lock(descriptor):",
-          "        if False:"),
+          "        if False:", "copy"),
     _rule("copy what was deleted meanwhile", "run/whole_copy.py",
           "    leave_out = partial(_leave_out, source, location, owner, cut.finished)\n",
           "    leave_out = lambda deletions: None\n"),
@@ -47,9 +47,9 @@ BROKEN_RULES = [
           "    if True:\n        yield\n        return\n    descriptor = location.lock_file(f\"{table"),
     _rule("drop the acknowledged version", "store/commit/clean_up.py",
           "    return [version for version in versions if version < acknowledged and version not in stays]",
-          "    return [version for version in versions if version < dataset.version and version not in stays]"),
+          "    return [version for version in versions if version < dataset.version and version not in stays]", "compact now", "power loss"),
     _rule("order labels by the clock", "view/labels.py", 'table("labels", filter=keys).to_pylist()',
-          'table("labels", filter=keys).sort_by("created_at").to_pylist()'),
+          'table("labels", filter=keys).sort_by("created_at").to_pylist()', "label", "clock"),
     _rule("fail a commit whose version was merged meanwhile", "store/commit/table.py",
           "                if self._acknowledged.newest() < dataset.version:\n                    raise\n",
           "                raise\n"),
@@ -66,10 +66,10 @@ BROKEN_RULES = [
     _rule("acknowledge what is not synced", "store/commit/table.py",
           "            self.barrier.sync_version(dataset, since=acknowledged)", "            pass"),
     _rule("open a manifest with a hole", "store/format/manifests.py",
-          " or any(not any(sector) for sector in sectors)", ""),
+          " or any(not any(sector) for sector in sectors)", "", "power loss"),
     _rule("record another plan for a window", "store/dataset.py",
           '        self._insert("plans", [plan_record(plan)], compare=("digest",))',
-          '        self._insert("plans", [plan_record(plan)])'),
+          '        self._insert("plans", [plan_record(plan)])', "plan"),
     _rule("clear a key of the queue without a record", "store/queue/committed.py",
           "            self._append([(key, Value(CLEARED, b\"\"), write) for key in cleared])\n", "            pass\n"),
     _rule("release a tag and forget its versions", "store/read/snapshot.py",

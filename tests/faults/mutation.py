@@ -12,7 +12,7 @@ PACKAGE = "mopd_dataplane/"
 class Mutation:
     """Replace `old` by `new` in `file`, of rollout/ unless it says another folder; `test` must fail.
 
-    test: a row number, a pytest selection, or `simulator`.
+    test: a row number, a pytest selection, or `simulator`. focus: operations that the simulator's sequences have often.
     """
 
     name: str
@@ -20,6 +20,7 @@ class Mutation:
     old: str
     new: str
     test: str
+    focus: tuple[str, ...] = ()
 
 
 def mutate(root: Path, mutation: Mutation) -> None:

@@ -28,7 +28,7 @@ UNIT = "tests/unit/rollout/"
 STORE = "tests/unit/store/"
 _DEADLINE_S = 300
 """A mutation that makes its test hang is noticed too."""
-_SEEDS = 400
+_SEEDS = 2000
 """Seeds within which the simulator must find a broken rule."""
 _SEEDS_S = 1800
 
@@ -197,10 +197,13 @@ def find_by_seeds(mutation: Mutation) -> bool:
     """Whether a seed of the simulator finds a broken rule; prints which, and the invariant that did not hold."""
     with _copy() as copy:
         mutate(copy, mutation)
-        command = [sys.executable, "tests/faults/simulation.py", "--seeds", str(_SEEDS), "--until-failure"]
+        focus = [word for operation in mutation.focus for word in ("--focus", operation)]
+        command = [sys.executable, "tests/faults/simulation.py", "--seeds", str(_SEEDS), "--until-failure", *focus]
         done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True,
                               timeout=_SEEDS_S)  # fmt: skip
     print(*(line for line in done.stdout.splitlines() if line.startswith(("seed ", "found "))), sep="\n")
+    if focus:
+        print(f"in sequences with many: {', '.join(mutation.focus)}")
     return done.returncode == 1
 
 

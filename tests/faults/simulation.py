@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from simulator.run import open_template, run_steps, template_folder
 from simulator.seeds import judge_all
-from simulator.sequences import sequence
+from simulator.sequences import WEIGHTS, sequence
 
 
 def main() -> int:
@@ -47,19 +47,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one, and show its steps")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="worker processes")
     parser.add_argument("--notes", type=Path, help="file for the verdicts; seeds that have one there are left out")
+    parser.add_argument("--focus", metavar="OPERATION", action="append", default=[], choices=sorted(WEIGHTS),
+                        help="an operation that every sequence has, often; repeatable")  # fmt: skip
     parser.add_argument("--until-failure", action="store_true", help="stop at the first seed that fails")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # workers and their folders go then too
     if args.seed is not None:
-        return _show(args.seed)
+        return _show(args.seed, args.focus)
     seeds = range(args.first, args.first + args.seeds)
     noted = _read(args.notes)
     failed = sum(bool(noted.get(seed)) for seed in seeds)
     count = sum(seed in noted for seed in seeds)
     start = time.monotonic()
     try:
-        for verdict in judge_all((seed for seed in seeds if seed not in noted), args.jobs):
+        for verdict in judge_all((seed for seed in seeds if seed not in noted), args.jobs, focus=args.focus):
             count, failed = count + 1, failed + bool(verdict.violation)
             if verdict.violation:
                 print(verdict, flush=True)
@@ -76,10 +78,10 @@ def main() -> int:
     return int(failed > 0)
 
 
-def _show(seed: int) -> int:
+def _show(seed: int, focus: list[str]) -> int:
     """Run one seed here."""
     with template_folder() as folder:
-        outcome = run_steps(sequence(seed), open_template(folder))
+        outcome = run_steps(sequence(seed, focus), open_template(folder))
     print(*outcome.trace, outcome.violation or "every invariant held", sep="\n")
     return int(bool(outcome.violation))
 

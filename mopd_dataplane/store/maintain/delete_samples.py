@@ -16,7 +16,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,6 +49,8 @@ BYTES = 64 << 20
 """Approximate bytes of hidden states that are copied at once."""
 _OF_SAMPLES = ("labels", "token_stats", "rewards", "scores")
 """Tables with a column `uid` that point to samples."""
+_OF_PROMPTS = ("evals", "prompts")
+"""Tables whose rows go with their prompt."""
 
 Rows = NDArray[np.int64]
 
@@ -137,20 +139,35 @@ def _slots_of(store: OpenStore, names: Collection[str]) -> list[PromptSlot]:
     return [PromptSlot(int(row["_rowid"]), row["domain"], row["split"]) for row in prompts.to_pylist()]
 
 
-def rows_to_go(store: OpenStore, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
+def rows_to_go(
+    store: OpenStore, uids: Collection[str], prompts: Collection[str], snapshot: Snapshot | None = None
+) -> dict[str, Rows]:
     """Return the row ids of each table that refer to these samples, or to prompts by the hash of their name.
 
-    The tables are in the order in which rows can be removed; tables without such rows are left out.
+    The tables are in the order in which rows can be removed; tables without such rows are left out. snapshot: whose
+    versions are read; default the newest ones.
     """
-    names = store.names()
-    signals = [name for name in names if name.startswith("signals/")]
-    of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
-    uid_array = pa.array(sorted(uids), pa.string())
-    rows_by_table = {name: rows_of(store.dataset(name), uid_array) for name in of_samples}
-    rows_by_table["events"] = events_of(store.dataset("events"), set(uids), set(prompts))
-    for name in ("evals", "prompts"):
-        rows_by_table[name] = _ids(_of_prompts(store.dataset(name), set(prompts), []))
+    rows_by_table = {
+        name: _rows_in(store.dataset(name, snapshot), name, uids, prompts)
+        for name in _in_order(store.names())
+        if snapshot is None or name in snapshot.versions
+    }
     return {name: rows for name, rows in rows_by_table.items() if len(rows)}
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+    """Names of the tables that refer to samples or prompts, in the order in which rows can be removed."""
+    signals = [name for name in names if name.startswith("signals/")]
+    return [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens", "events", *_OF_PROMPTS) if name in names]
+
+
+def _rows_in(dataset: lance.LanceDataset, name: str, uids: Collection[str], prompts: Collection[str]) -> Rows:
+    """Row ids of a table's rows that refer to these samples or prompts."""
+    if name == "events":
+        return events_of(dataset, set(uids), set(prompts))
+    if name in _OF_PROMPTS:
+        return _ids(_of_prompts(dataset, set(prompts), []))
+    return rows_of(dataset, pa.array(sorted(uids), pa.string()))
 
 
 def late_samples(store: OpenStore, deletion: Deletion) -> dict[str, int]:
@@ -196,16 +213,18 @@ def _ids(rows: pa.Table) -> Rows:
     return np.asarray(rows["_rowid"].to_numpy(), np.int64)
 
 
-def remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
+def remove(store: OpenStore, deletion: Deletion, *, again: bool = False) -> Iterator[tuple[str, int]]:
     """Remove everything that a deletion names; yields (table, number of rows removed) for each table with such rows.
 
     First waits once for every commit lock, so that writers which read the deletions before this one was recorded have
     committed; for later commits see the top of this file. An unrecorded sample of a deleted prompt is recorded and
-    removed too. Raises DamagedError when a remaining row is damaged; removed rows stay removed, and the same call
-    continues.
+    removed too. again: after a kill, when every pinned version is searched for what the call before removed. Raises
+    DamagedError when a remaining row is damaged; removed rows stay removed, and the same call continues.
     """
     store.location.wait_for_committers()
     yield from _remove(store, deletion)
+    if again:
+        _unpin(store, _pins_of_removed(store, deletion))
     if late := late_samples(store, deletion):
         record = store.deletions.begin(late, late.values(), [], where=deletion.where)
         yield from _remove(store, record)
@@ -220,18 +239,56 @@ def remove_since(store: OpenStore, names: Collection[str]) -> None:
                 pass
 
 
+def watch(store: OpenStore) -> Callable[[Snapshot], bool]:
+    """Read the deletions before a snapshot is taken. Returns a function that checks, once it is pinned, whether it has
+    rows that a deletion has removed since.
+
+    Either a deletion finds the tags of such a snapshot when it has removed the rows, or this finds the rows gone.
+    """
+    finished = {deletion.name for deletion in store.deletions.all() if deletion.finished}
+
+    def is_overtaken(snapshot: Snapshot) -> bool:
+        for deletion in store.deletions.all():
+            if deletion.name not in finished:
+                pinned_rows = rows_to_go(store, deletion.uids, deletion.prompts, snapshot)
+                if not pinned_rows.keys() <= rows_to_go(store, deletion.uids, deletion.prompts).keys():
+                    return True
+        return False
+
+    return is_overtaken
+
+
 def _remove(store: OpenStore, deletion: Deletion) -> Iterator[tuple[str, int]]:
     while remaining := rows_to_go(store, deletion.uids, deletion.prompts):
-        for tag in pins_of(store, remaining):
-            tables = {name: store.table_handle(name) for name in store.names()}
-            # Tables that are searched for pins come last: a call after a kill finds the remaining rows.
-            ordered = sorted(tables, key=lambda name: name in remaining)
-            snapshots.release(store.location, {name: tables[name] for name in ordered}, tag)
-            fault_point("delete.unpinned")
+        _unpin(store, pins_of(store, remaining), remaining)
         for name, rows in remaining.items():
             table = store.table_handle(name)
             if count := remove_rows(store.location, table, rows, blobs_of(store, name)):
                 yield name, count
+        _unpin(store, pins_of(store, remaining))  # snapshots that were taken meanwhile
+
+
+def _unpin(store: OpenStore, tags: Iterable[str], searched: Collection[str] = ()) -> None:
+    """Release snapshots. searched: tables in which pins are searched, whose tags go last, so that a call after a kill
+    finds those that remain."""
+    for tag in tags:
+        tables = {name: store.table_handle(name) for name in store.names()}
+        ordered = sorted(tables, key=lambda name: name in searched)
+        snapshots.release(store.location, {name: tables[name] for name in ordered}, tag)
+        fault_point("delete.unpinned")
+
+
+def _pins_of_removed(store: OpenStore, deletion: Deletion) -> list[str]:
+    """Return the snapshots with rows that a deletion names, by reading every version that is pinned."""
+    tags: set[str] = set()
+    for name in _in_order(store.names()):
+        versions: dict[int, set[str]] = {}
+        for tag, version in tagged(store.dataset(name)).items():
+            versions.setdefault(version, set()).add(tag)
+        for version, its_tags in versions.items():
+            if len(_rows_in(store.table_handle(name).open(version), name, deletion.uids, deletion.prompts)):
+                tags |= its_tags
+    return sorted(tags)
 
 
 def blobs_of(store: OpenStore, name: str) -> Blobs | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import lance
 
-from mopd_dataplane.errors import InputError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.manifests import crc_of_manifest
@@ -42,18 +42,41 @@ def newest(store: OpenStore) -> Iterator[Snapshot]:
     del handles
 
 
-def pin(location: StoreLocation, tables: Mapping[str, Table], tag: str, target: Snapshot | None = None) -> Snapshot:
+Watch = Callable[[], Callable[[Snapshot], bool]]
+"""Called before a snapshot is taken; what it returns says, once the snapshot has its tags, whether a deletion has since
+removed rows that it holds."""
+
+
+def pin(
+    location: StoreLocation,
+    tables: Mapping[str, Table],
+    tag: str,
+    target: Snapshot | None = None,
+    *,
+    watch: Watch = lambda: lambda snapshot: False,
+) -> Snapshot:
     """Return the snapshot under this tag; without one, `target` gets it, or a snapshot taken now.
 
-    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has dropped a version of `target`.
+    Safe to repeat after a crash at any point. A snapshot that a deletion has overtaken is taken again. Raises
+    DamagedError when clean-up has dropped a version of `target`, MismatchError when a deletion has overtaken it.
     """
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
     if (pinned_snapshot := _held(location, tag)) is not None:
         return pinned_snapshot
-    snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
-    _set_tags(tables, tag, snapshot)
-    del handles  # held until the tags were set
+    while True:
+        is_overtaken = watch()
+        snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
+        _set_tags(tables, tag, snapshot)
+        del handles  # held until the tags were set
+        if not is_overtaken(snapshot):
+            break
+        if target is not None:
+            release(location, tables, tag)
+            raise MismatchError(
+                f"{location.uri}: samples of the snapshot that {tag!r} would pin were deleted meanwhile; run the same "
+                "command again, which takes a new one"
+            )
     record = {"versions": snapshot.versions, "manifests": _manifests(location, snapshot)}
     if not location.create_json(_file(tag), record) and (first := _held(location, tag)) is not None:
         _set_tags(tables, tag, first)  # another process pinned its own snapshot meanwhile, whose tags this call moved

@@ -111,17 +111,14 @@ def check_value(model: Model, register: str, key: Key, value: Value, number: str
 def check_pins(model: Model, reader: Reader) -> None:
     """I7: a pinned snapshot shows what it showed, until it is released or a deletion takes one of its rows."""
     tags = set(snapshots.tags(reader.store)) if model.pins or model.doomed else set()
-    model.doomed &= tags
     for tag, pin in list(model.pins.items()):
-        touched = [
-            deletion for name, deletion in model.deletions.items()
-            if name in pin.deletions or pin.uids & deletion.uids or pin.prompts & deletion.prompts
-        ]  # fmt: skip
-        if touched:
-            if tag in tags and all(deletion.is_finished for deletion in touched) and not model.live:
-                raise Violation(f"I8: {tag} still pins rows that were deleted")
+        takes = {
+            name for name, deletion in model.deletions.items()
+            if pin.uids & deletion.uids or pin.prompts & deletion.prompts
+        }  # fmt: skip
+        if takes or pin.deletions & model.deletions.keys():
             del model.pins[tag]
-            model.doomed |= {tag} & tags
+            model.doomed[tag] = model.doomed.get(tag, set()) | takes
         elif tag not in tags:
             raise Violation(f"I7: {tag} was pinned, and is gone")
         else:
@@ -132,3 +129,15 @@ def check_pins(model: Model, reader: Reader) -> None:
                 raise Violation(f"I7: {tag} cannot be read: {error!r}") from error
             if frozenset(uids) != pin.uids:
                 raise Violation(f"I7: {tag} showed {set(pin.uids)}, now it shows {set(uids)}")
+    _check_doomed(model, tags)
+
+
+def _check_doomed(model: Model, tags: set[str]) -> None:
+    """I8: when the deletions that take a snapshot are finished, and nobody is at work, it is gone."""
+    is_calm = not model.stragglers and all(one.ended for one in model.live)
+    for tag, names in list(model.doomed.items()):
+        records = [model.deletions[name] for name in names if name in model.deletions]
+        if tag not in tags:
+            del model.doomed[tag]
+        elif is_calm and records and all(record.is_finished for record in records):
+            raise Violation(f"I8: {tag} still pins rows that were deleted")

@@ -96,8 +96,8 @@ class Model:
         self.closed: set[str] = set()
         """Records whose end was acknowledged."""
         self.pins: dict[str, Pin] = {}
-        self.doomed: set[str] = set()
-        """Tags that are there still, and that a deletion which is not finished will take."""
+        self.doomed: dict[str, set[str]] = {}
+        """Tags that are there still and that a deletion may take, and the records of those that certainly do."""
         self.row_ids: dict[str, int] = {}
         self.begun: set[str] = set()
         """Targets that a copy or an upgrade began."""

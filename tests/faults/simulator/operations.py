@@ -155,7 +155,12 @@ def _plan(writer: Writer, model: Model, draw: random.Random) -> Operation | None
         return None
     plan = values.plan(window, seed, rows)
     attempt = Attempt(rows=[("plans", (values.STAGE, window), plan.digest)])
-    return Operation(attempt, lambda: writer.store.add_plan(plan), f"window {window}, seed {seed}")
+
+    def done(result: None) -> None:
+        if plan.digest not in (recorded := model.committed["plans"][values.STAGE, window]):
+            raise Violation(f"I4: window {window} was recorded as {recorded}, and a plan {plan.digest} was accepted")
+
+    return Operation(attempt, lambda: writer.store.add_plan(plan), f"window {window}, seed {seed}", done)
 
 
 def _train(writer: Writer, model: Model, draw: random.Random) -> Operation | None:

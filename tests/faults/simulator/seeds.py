@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -30,9 +30,9 @@ class Verdict:
         return "\n".join([f"seed {self.seed}: {self.violation}", *(f"    {line}" for line in self.trace)])
 
 
-def judge(seed: int, template: Template, *, shorten: bool = True) -> Verdict:
+def judge(seed: int, template: Template, *, focus: Collection[str] = (), shorten: bool = True) -> Verdict:
     """Run the sequence of a seed; of one that fails, find the shortest that breaks the same invariant."""
-    outcome = run_steps(sequence(seed), template)
+    outcome = run_steps(sequence(seed, focus), template)
     if outcome.violation and shorten:
         number = outcome.violation.partition(":")[0]
         steps = shortest(outcome.steps, lambda some: run_steps(some, template).violation.startswith(f"{number}:"))
@@ -40,13 +40,16 @@ def judge(seed: int, template: Template, *, shorten: bool = True) -> Verdict:
     return Verdict(seed, outcome.violation, tuple(outcome.trace) if outcome.violation else ())
 
 
-def judge_all(seeds: Iterable[int], jobs: int, *, shorten: bool = True) -> Iterator[Verdict]:
-    """Verdicts on some seeds as they come, by so many worker processes."""
+def judge_all(
+    seeds: Iterable[int], jobs: int, *, focus: Collection[str] = (), shorten: bool = True
+) -> Iterator[Verdict]:
+    """Verdicts on some seeds as they come, by so many worker processes. focus: see sequence."""
     numbers = iter(seeds)
     with template_folder() as folder, _workers(folder, jobs) as pool:
         running: set[Future[Verdict]] = set()
         while True:
-            running |= {pool.submit(_judge, seed, shorten) for seed in islice(numbers, AHEAD * jobs - len(running))}
+            following = islice(numbers, AHEAD * jobs - len(running))
+            running |= {pool.submit(_judge, seed, tuple(focus), shorten) for seed in following}
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -62,5 +65,5 @@ def _begin(folder: Path) -> None:
     _template.append(open_template(folder))
 
 
-def _judge(seed: int, shorten: bool) -> Verdict:
-    return judge(seed, _template[0], shorten=shorten)
+def _judge(seed: int, focus: tuple[str, ...], shorten: bool) -> Verdict:
+    return judge(seed, _template[0], focus=focus, shorten=shorten)

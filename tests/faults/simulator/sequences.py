@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 
 WRITERS = 3
@@ -54,13 +55,15 @@ class Step:
         return f"{who}: {self.operation} #{self.choice}{fault}"
 
 
-def sequence(seed: int) -> list[Step]:
-    """The steps of a seed."""
+def sequence(seed: int, focus: Collection[str] = ()) -> list[Step]:
+    """The steps of a seed. focus: operations that every sequence has, as often as commits."""
     draw = random.Random(seed)
-    operations = [name for name in WEIGHTS if name in ALWAYS or draw.random() < ACTIVE]
+    operations = [name for name in WEIGHTS if name in (*ALWAYS, *focus) or draw.random() < ACTIVE]
     faults = [kind for kind in FAULTS if draw.random() < ACTIVE]
     often = draw.choice(operations)
-    weights = [WEIGHTS[name] * (OFTEN if name == often else 1) for name in operations]
+    weights = [
+        WEIGHTS["commit"] if name in focus else WEIGHTS[name] * (OFTEN if name == often else 1) for name in operations
+    ]
     steps = []
     for _ in range(draw.randint(LENGTH - 3, LENGTH + 3)):
         [operation] = draw.choices(operations, weights)
