@@ -434,7 +434,7 @@ class Store:
         Raises DamagedError when clean-up has dropped one of its versions, which it may after a day; MismatchError when
         some of its samples were deleted.
         """
-        snapshots.pin(self.location, self._all_tables(), tag, snapshot, watch=partial(watch, self))
+        snapshots.pin(self.location, self._all_tables(), tag, snapshot, watch=partial(watch, self, is_taken=True))
 
     def release(self, tag: str) -> None:
         """Release a tagged snapshot."""

@@ -239,21 +239,24 @@ def remove_since(store: OpenStore, names: Collection[str]) -> None:
                 pass
 
 
-def watch(store: OpenStore) -> Callable[[Snapshot], bool]:
+def watch(store: OpenStore, *, is_taken: bool = False) -> Callable[[Snapshot], bool]:
     """Read the deletions before a snapshot is taken. Returns a function that checks, once it is pinned, whether it has
     rows that a deletion has removed since.
 
     Either a deletion finds the tags of such a snapshot when it has removed the rows, or this finds the rows gone.
+    is_taken: whether the snapshot was taken already, so that any deletion may be later.
     """
-    finished = {deletion.name for deletion in store.deletions.all() if deletion.finished}
+    earlier = {deletion.name for deletion in store.deletions.all() if deletion.finished and not is_taken}
 
     def is_overtaken(snapshot: Snapshot) -> bool:
-        for deletion in store.deletions.all():
-            if deletion.name not in finished:
-                pinned_rows = rows_to_go(store, deletion.uids, deletion.prompts, snapshot)
-                if not pinned_rows.keys() <= rows_to_go(store, deletion.uids, deletion.prompts).keys():
-                    return True
-        return False
+        later = [deletion for deletion in store.deletions.all() if deletion.name not in earlier]
+        uids = {uid for deletion in later for uid in deletion.uids}
+        prompts = {prompt for deletion in later for prompt in deletion.prompts}
+        if not uids and not prompts:
+            return False
+        pinned_rows = rows_to_go(store, uids, prompts, snapshot)
+        newest_rows = rows_to_go(store, uids, prompts)
+        return any(not np.isin(rows, newest_rows.get(name, [])).all() for name, rows in pinned_rows.items())
 
     return is_overtaken
 

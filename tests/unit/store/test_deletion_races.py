@@ -17,13 +17,17 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.records import Prompt
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.records import Prompt, Snapshot
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.run.delete import preview, repair
 from mopd_dataplane.store import location
 from mopd_dataplane.store.commit.token_stats import write_token_stats
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.maintain import delete_samples
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
+from mopd_dataplane.store.read import snapshot as snapshots
+from mopd_dataplane.store.read.tags import tagged
 
 SAMPLES = [build.sample(number) for number in range(6)]
 GONE = SAMPLES[2]
@@ -311,3 +315,93 @@ def test_an_unfinished_deletion_is_continued_by_its_own_command_only(folder: Sto
     )  # fmt: skip
     assert json.loads(answered.stdout)["continued"] == 1
     check_nothing_is_left(Store.open(folder.uri))
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_snapshot_that_a_deletion_overtakes_is_taken_again(
+    store: Store, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that pins it stalls before its tags are set, or when they are and its record is not."""
+    stalled, go_on, set_tags = threading.Event(), threading.Event(), snapshots._set_tags
+
+    def stalling(tables: Any, tag: str, snapshot: Snapshot) -> None:
+        if moment == "after":
+            set_tags(tables, tag, snapshot)
+        if not stalled.is_set():
+            stalled.set()
+            assert go_on.wait(60)
+        if moment == "before":
+            set_tags(tables, tag, snapshot)
+
+    monkeypatch.setattr(snapshots, "_set_tags", stalling)
+    other = Store.open(store.uri)
+    with ThreadPoolExecutor(1) as threads:
+        pinning = threads.submit(other.snapshot, "window-0")
+        assert stalled.wait(60)
+        delete(store, f"uid = '{GONE.uid}'")
+        go_on.set()
+        snapshot = pinning.result(60)
+    assert snapshots.tags(store) == ["window-0"]
+    for at in (snapshot, store.snapshot("window-0")):
+        assert GONE.uid not in store.samples(["uid"], snapshot=at)["uid"].to_pylist()
+    assert pinned_uids(store, "window-0").isdisjoint({GONE.uid})
+
+
+def test_a_snapshot_that_was_taken_before_a_deletion_is_not_pinned_after_it(store: Store) -> None:
+    snapshot = store.snapshot()
+    delete(store, f"uid = '{GONE.uid}'")
+    with pytest.raises(MismatchError, match="were deleted meanwhile; run the same command again"):
+        store.pin(snapshot, "window-0")
+    assert snapshots.tags(store) == []
+    assert pinned_uids(store, "window-0") == set()
+    store.pin(store.snapshot(), "window-0")
+    assert snapshots.tags(store) == ["window-0"]
+
+
+def test_a_snapshot_that_is_taken_while_rows_go_is_released(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its tags after the deletion looked for those, and its record too."""
+    pins_of = delete_samples.pins_of
+
+    def pinned_after_a_look(where: Store, rows: Any) -> list[str]:
+        tags = pins_of(where, rows)
+        if not snapshots.tags(where):
+            Store.open(store.uri).snapshot("window-0")
+        return tags
+
+    monkeypatch.setattr(delete_samples, "pins_of", pinned_after_a_look)
+    chosen, _ = preview(store, f"uid = '{GONE.uid}'")
+    list(deleting.delete(store, chosen, f"uid = '{GONE.uid}'"))
+    assert pinned_uids(store, "window-0").isdisjoint({GONE.uid})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_killed_processes_left_pinned_is_released(store: Store, finished: bool) -> None:
+    """A deletion, killed when its rows are gone or not at all, and a process that pinned them before and died without
+    a record of its snapshot."""
+    where = f"uid = '{GONE.uid}'"
+    snapshot = store.snapshot()
+    chosen, _ = preview(store, where)
+    if finished:
+        list(deleting.delete(store, chosen, where))
+    else:
+        deletion = chosen.record(store, where)
+        list(delete_samples.remove(store, deletion))
+    tables = {name: store.table_handle(name) for name in store.names()}
+    snapshots._set_tags(tables, "window-0", snapshot)
+    assert GONE.uid in pinned_uids(store, "window-0")
+    if finished:
+        list(repair(store))
+    else:
+        list(deleting.resume(store, deletion))
+    assert pinned_uids(store, "window-0") == set()
+
+
+def pinned_uids(store: Store, tag: str) -> set[str]:
+    """Samples in the versions that Lance holds under a tag, by every table with uids."""
+    uids: set[str] = set()
+    for name in store.names():
+        dataset = store.dataset(name)
+        if "uid" in dataset.schema.names and tag in (versions := tagged(dataset)):
+            pinned = store.table_handle(name).open(versions[tag])
+            uids.update(pinned.to_table(columns=["uid"])["uid"].to_pylist())
+    return uids
