@@ -3,6 +3,8 @@
     python tests/faults/simulation.py --seeds 200                      # seeds 0 to 199
     python tests/faults/simulation.py --seeds 10000 --notes done.jsonl # goes on where it was interrupted
     python tests/faults/simulation.py --seed 17                        # one seed, each step with what became of it
+    python tests/faults/simulation.py --seeds 100 --object-store       # on SeaweedFS
+    python tests/faults/simulation.py --focus delete --focus tag       # sequences with many of these operations
 
 A seed that fails prints the shortest sequence that breaks the same invariant; the exit code is 1. In simulator/:
 
@@ -28,12 +30,17 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from objectservers import seaweedfs
 from simulator.run import open_template, run_steps, template_folder
 from simulator.seeds import judge_all
 from simulator.sequences import WEIGHTS, sequence
@@ -49,19 +56,38 @@ def main() -> int:
     parser.add_argument("--notes", type=Path, help="file for the verdicts; seeds that have one there are left out")
     parser.add_argument("--focus", metavar="OPERATION", action="append", default=[], choices=sorted(WEIGHTS),
                         help="an operation that every sequence has, often; repeatable")  # fmt: skip
+    parser.add_argument("--object-store", action="store_true", help="on a SeaweedFS server, in place of a folder")
     parser.add_argument("--until-failure", action="store_true", help="stop at the first seed that fails")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # workers and their folders go then too
-    if args.seed is not None:
-        return _show(args.seed, args.focus)
+    with _bucket() if args.object_store else nullcontext("") as bucket:
+        return _show(args.seed, args.focus, bucket) if args.seed is not None else _run(args, bucket)
+
+
+@contextmanager
+def _bucket() -> Iterator[str]:
+    """A SeaweedFS server with its data in memory, and the prefix of a bucket there."""
+    with tempfile.TemporaryDirectory(prefix="seaweedfs-", dir="/dev/shm") as scratch:
+        server = seaweedfs(Path(scratch) / "server")
+        os.environ.update(server.environment)
+        try:
+            server.start_with_bucket()
+            yield "s3://bucket/simulated"
+        finally:
+            server.kill()
+
+
+def _run(args: argparse.Namespace, bucket: str) -> int:
+    """Run many seeds, in worker processes."""
     seeds = range(args.first, args.first + args.seeds)
     noted = _read(args.notes)
     failed = sum(bool(noted.get(seed)) for seed in seeds)
     count = sum(seed in noted for seed in seeds)
     start = time.monotonic()
+    todo = (seed for seed in seeds if seed not in noted)
     try:
-        for verdict in judge_all((seed for seed in seeds if seed not in noted), args.jobs, focus=args.focus):
+        for verdict in judge_all(todo, args.jobs, focus=args.focus, bucket=bucket):
             count, failed = count + 1, failed + bool(verdict.violation)
             if verdict.violation:
                 print(verdict, flush=True)
@@ -78,10 +104,10 @@ def main() -> int:
     return int(failed > 0)
 
 
-def _show(seed: int, focus: list[str]) -> int:
+def _show(seed: int, focus: list[str], bucket: str) -> int:
     """Run one seed here."""
     with template_folder() as folder:
-        outcome = run_steps(sequence(seed, focus), open_template(folder))
+        outcome = run_steps(sequence(seed, focus), open_template(folder, bucket))
     print(*outcome.trace, outcome.violation or "every invariant held", sep="\n")
     return int(bool(outcome.violation))
 

@@ -41,6 +41,13 @@ DEFECTS = {
         Step(0, "commit", 808), Step(0, "commit", 200, Fault("suspended", 10)), Step(1, "compact now", 179),
         Step(0, "label", 63), Step(0, "audit", 0),
     ],
+    "a version that was merged and dropped while its files were synced": [
+        Step(1, "commit", 691), Step(1, "label", 618), Step(0, "clock", 131),
+        Step(0, "commit", 775, Fault("suspended", 10)), Step(2, "compact", 645), Step(0, "end", 0),
+    ],
+    "a snapshot that a deletion overtook": [
+        Step(2, "commit", 660), Step(0, "tag", 328, Fault("suspended", 0)), Step(2, "delete", 148), Step(0, "end", 0),
+    ],
     "a copied table in a folder whose name was not synced": [
         Step(1, "import", 191), Step(2, "score", 595), Step(2, "copy where", 331), Step(0, "power loss", 581),
         Step(0, "end", 0),
@@ -97,7 +104,7 @@ def test_a_clearing_that_does_nothing_is_found(template: Template, monkeypatch: 
 def test_a_broken_rule_is_found(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that stalls across a deletion, and does not look at the deletions a second time."""
     commit = Step(0, "commit", 463, Fault("suspended", 0))
-    writer = Writer.open(template.folder / "home", template.folder / "rows")
+    writer = Writer.open(f"{template.folder}/home", template.folder / "rows")
     [uid, *_] = sorted(operation("commit", writer, Model(), commit.choice).attempt.uids)
     choices = (choice for choice in range(1000) if uid in operation("delete", writer, Model(), choice).told)
     delete = Step(1, "delete", next(choices))

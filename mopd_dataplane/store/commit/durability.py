@@ -20,6 +20,7 @@ from lance.fragment import FragmentMetadata
 
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.store.format.lance_errors import is_missing
 from mopd_dataplane.store.format.manifests import manifest, names_of_versions
 
 
@@ -75,8 +76,7 @@ class Barrier:
         self._check_present(dataset.version, [manifest(self._root, dataset.version), *(named - self._acknowledged)])
         self.sync_data(fragments)
         paths = [manifest(self._root, dataset.version)]
-        transaction = dataset.read_transaction(dataset.version)
-        if transaction is not None:
+        if (transaction := self._transaction(dataset)) is not None:
             name = f"{transaction.read_version}-{transaction.uuid}.txn"
             paths += [path] if (path := self._root / "_transactions" / name).exists() else []
         if since is not None and dataset.version > since + 1:
@@ -86,6 +86,15 @@ class Barrier:
         # Files of older versions only need not be checked any more.
         self._synced &= named
         self._acknowledged = named
+
+    def _transaction(self, dataset: lance.LanceDataset) -> lance.Transaction | None:
+        """Read the transaction of a version. Raises LostFileError when the version was dropped meanwhile."""
+        try:
+            return dataset.read_transaction(dataset.version)
+        except OSError as error:
+            if not is_missing(error, "_versions"):
+                raise
+            raise LostFileError.of(self._root, manifest(self._root, dataset.version), "this commit") from error
 
     def _check_present(self, version: int, paths: Iterable[Path]) -> None:
         for path in paths:

@@ -32,88 +32,84 @@ def operation(name: str, writer: Writer, model: Model, choice: int, template: Pa
     return OPERATIONS[name](writer, model, random.Random(choice), template)
 
 
-def _target(writer: Writer, name: str) -> Path:
-    assert writer.store.root is not None
-    return writer.store.root.with_name(name)
-
-
 def _copy(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
-    target = _target(writer, f"copy-{draw.randrange(TARGETS)}")
-    return _compared(model, target, lambda: list(copy_whole(writer.store, str(target))))
+    target = f"{writer.home}/copy-{draw.randrange(TARGETS)}"
+    return _compared(model, target, lambda: list(copy_whole(writer.store, target)))
 
 
 def _copy_where(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
-    target = _target(writer, f"copy-{draw.randrange(TARGETS)}")
+    target = f"{writer.home}/copy-{draw.randrange(TARGETS)}"
     math = {values.sample(number).uid for number in range(values.SAMPLES) if values.sample(number).domain == "math"}
-    return _compared(model, target, lambda: list(copy_samples(writer.store, str(target), WHERE)), math)
+    return _compared(model, target, lambda: list(copy_samples(writer.store, target, WHERE)), math)
 
 
-def _compared(model: Model, target: Path, work: Callable[[], Any], uids: set[str] | None = None) -> Operation:
+def _compared(model: Model, target: str, work: Callable[[], Any], uids: set[str] | None = None) -> Operation:
     """A copy, of these samples or of everything, which is compared once it is done."""
     before = {table: {key: model.allowed(table, key) for key in model.required(table)} for table in model.visible}
-    attempt = Attempt(target=target.name)
+    name = target.rpartition("/")[2]
 
     def done(result: Any) -> None:
         if not _opens(target):
-            raise Violation(f"I12: {target.name} is done, and opens as no store")
-        if target.name not in model.copies:
+            raise Violation(f"I12: {name} is done, and opens as no store")
+        if name not in model.copies:
             compare(model, target, before, uids)
 
-    return Operation(attempt, work, target.name, done)
+    return Operation(Attempt(target=name), work, name, done)
 
 
 def _upgrade(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
-    target, old = _target(writer, "upgraded"), template / "old"
+    target, old = f"{writer.home}/upgraded", template / "old"
 
     def done(result: Any) -> None:
         for table in _OLD:
-            counts = [lance.dataset(str(folder / table)).count_rows() for folder in (old, target)]
+            counts = [lance.dataset(f"{folder}/{table}").count_rows() for folder in (old, target)]
             if counts[0] != counts[1]:
                 raise Violation(f"I12: {table} had {counts[0]} rows, upgraded it has {counts[1]}")
-        model.copies.add(target.name)
+        model.copies.add("upgraded")
 
-    return Operation(Attempt(target=target.name), lambda: list(upgrade_store(old, target)), target.name, done)
+    return Operation(Attempt(target="upgraded"), lambda: list(upgrade_store(old, target)), "upgraded", done)
 
 
-def _opens(folder: Path) -> bool:
-    """Whether a folder opens as a store."""
+def _opens(uri: str) -> bool:
+    """Whether a location opens as a store."""
     try:
-        return folder.exists() and Store.find(folder) is not None
+        return Store.find(uri) is not None
     except MopdError:
         return False
 
 
-def check_targets(model: Model, home: Path) -> None:
+def check_targets(model: Model, home: str) -> None:
     """I12: a target that nobody finished opens as no store; one that was finished stays as it was."""
     for number in range(TARGETS):
-        target = home / f"copy-{number}"
-        is_busy = any(attempt.target == target.name and not attempt.ended for attempt in model.live)
-        if target.name in model.copies:
-            rows = {table: dict(pairs) for table, pairs in Reader(target).rows().items()}
-            if rows != model.copied[target.name]:
-                raise Violation(f"I12: the copy {target.name} has changed since it was complete")
-        elif not is_busy and _opens(target):
-            raise Violation(f"I12: {target.name} opens as a store, and no copy to it is done")
+        name = f"copy-{number}"
+        is_busy = any(attempt.target == name and not attempt.ended for attempt in model.live)
+        if name in model.copies:
+            rows = {table: dict(pairs) for table, pairs in Reader(f"{home}/{name}").rows().items()}
+            if rows != model.copied[name]:
+                raise Violation(f"I12: the copy {name} has changed since it was complete")
+        elif not is_busy and _opens(f"{home}/{name}"):
+            raise Violation(f"I12: {name} opens as a store, and no copy to it is done")
 
 
-def compare(model: Model, target: Path, before: dict[str, dict[Key, set[Value]]], uids: set[str] | None) -> None:
+def compare(model: Model, target: str, before: dict[str, dict[Key, set[Value]]], uids: set[str] | None) -> None:
     """I12: a copy has what its source had from its beginning on, nothing else, and nothing that was deleted."""
+    name = target.rpartition("/")[2]
     rows = {table: dict(pairs) for table, pairs in Reader(target).rows().items()}
     for table in rows if uids is None else _PARTIAL:
         for key, value in rows[table].items():
             uid, prompt = about(table, key)
             allowed = before[table].get(key, set()) | model.allowed(table, key)
             if value not in allowed or (uids is not None and uid not in uids):
-                raise Violation(f"I12: {target.name} has {table} {key} {value}, and may have {allowed}")
+                raise Violation(f"I12: {name} has {table} {key} {value}, and may have {allowed}")
             if model.named(uid, prompt, finished=True) and not model.is_straggler(uid, prompt):
-                raise Violation(f"I12: {target.name} has {table} {key}, which was deleted")
+                raise Violation(f"I12: {name} has {table} {key}, which was deleted")
         for key in before[table]:
             uid, prompt = about(table, key)
             is_copied = uids is None or uid in uids
             if key not in rows[table] and is_copied and not model.named(uid, prompt, finished=False):
-                raise Violation(f"I12: {target.name} lacks {table} {key}, which its source had before")
-    model.copies.add(target.name)
-    model.copied[target.name] = rows
+                raise Violation(f"I12: {name} lacks {table} {key}, which its source had before")
+    model.copies.add(name)
+    model.copied[name] = rows
 
 
 OPERATIONS: dict[str, Callable[[Writer, Model, random.Random, Path], Operation]] = {

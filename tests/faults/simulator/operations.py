@@ -26,15 +26,17 @@ LABEL = "odd"
 class Writer:
     """A process that has a store open."""
 
+    home: str
+    """Folder, or prefix of an object store, with the store and its copies."""
     store: Store
     queue: CommittedQueue
     rows: Path
     """Folder of rows to import."""
 
     @classmethod
-    def open(cls, home: Path, rows: Path) -> Writer:
+    def open(cls, home: str, rows: Path) -> Writer:
         """A process that has just begun."""
-        return cls(Store.open(home / "store"), CommittedQueue(str(home / "store"), "q"), rows)
+        return cls(home, Store.open(f"{home}/store"), CommittedQueue(f"{home}/store", "q"), rows)
 
 
 @dataclass

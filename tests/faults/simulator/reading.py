@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from simulator import values
@@ -20,22 +18,22 @@ Row = tuple[Key, Value]
 class Reader:
     """A process that reads; it reads a table again once its versions have changed.
 
-    template: another reader, whose folder this one's is a copy of.
+    template: another reader, whose store this one's is a copy of.
     """
 
-    def __init__(self, folder: Path, template: Reader | None = None) -> None:
-        self.store = Store.open(folder)
+    def __init__(self, uri: str, template: Reader | None = None) -> None:
+        self.store = Store.open(uri)
         self.row_ids: dict[str, int] = {}
         """Row id of each sample that was seen last."""
         self.sample_rows: list[tuple[str, int]] = []
         """(uid, row id in `samples`) as `rewards` and `scores` name them."""
-        self._folder = folder
+        self._uri = uri
         self._results: dict[str, tuple[tuple[str, ...], Any]] = dict(template._results) if template is not None else {}
         """Result of each reading, and the versions it is of."""
 
     def restart(self) -> None:
         """Go on as a process that has just opened the store."""
-        self.store = Store.open(self._folder)
+        self.store = Store.open(self._uri)
 
     def rows(self) -> dict[str, list[Row]]:
         """Every row of each table; a key that is there twice is listed twice."""
@@ -49,7 +47,7 @@ class Reader:
         """The queue: value by key."""
 
         def values() -> dict[int, str]:
-            queue = CommittedQueue(str(self._folder), "q")
+            queue = CommittedQueue(self._uri, "q")
             keys = queue.keys()
             return {key[0]: value.data.decode() for key, value in zip(keys, queue.get(keys), strict=True)}
 
@@ -62,8 +60,7 @@ class Reader:
         return self._results[name][1]
 
     def _versions(self, part: str) -> list[str]:
-        folder = self._folder / part / "_versions"
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
+        return self.store.location.children(f"{part}/_versions")
 
     def samples(self) -> list[Row]:
         """Samples with the digest of their tokens."""

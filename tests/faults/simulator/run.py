@@ -6,6 +6,7 @@ import gc
 import random
 import shutil
 import tempfile
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from simulator.operations import Operation, Writer, operation
 from simulator.reading import Reader
 from simulator.refusals import is_expected
 from simulator.sequences import Step
-from simulator.world import World, simulated
+from simulator.world import RemoteWorld, World, simulated
 
+from mopd_dataplane.base.file_urls import is_url
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.store.dataset import Store
 
@@ -57,21 +59,27 @@ class Template:
     folder: Path
     reader: Reader
     """A reader that has read all of it."""
+    bucket: str = ""
+    """Prefix of an object store for the stores of sequences; empty: they are in folders."""
 
 
 class Run:
     """A sequence under way."""
 
-    def __init__(self, template: Template, home: Path) -> None:
-        shutil.copytree(template.folder / "home", home)
+    def __init__(self, template: Template, home: str) -> None:
         self.template = template
-        self.world = World(home)
+        if is_url(home):
+            values.make_store(f"{home}/store")
+            self.world: World = RemoteWorld()
+        else:
+            shutil.copytree(template.folder / "home", home)
+            self.world = World(Path(home))
         self.model = Model()
         self.trace: list[str] = []
         self._home = home
         self._writers: dict[int, Writer] = {}
         self._suspended: dict[int, Suspended] = {}
-        self._reader = Reader(home / "store", template.reader)
+        self._reader = Reader(f"{home}/store", None if is_url(home) else template.reader)
         self._checks = 0
 
     def step(self, step: Step) -> None:
@@ -148,20 +156,22 @@ class Run:
         self._writers.pop(writer, None)
 
     def _lose_power(self, draw: random.Random) -> None:
+        """Every writer dies; a disk forgets what was not synced, an object store nothing."""
         after = self.world.power_fails(draw)
         for writer in list(self._suspended):
             self._restart(writer)
         self._writers.clear()
-        self.world.power_returns(after)
-        self.model.lose_power()
-        self._reader = Reader(self._home / "store")
+        if after is not None:
+            self.world.power_returns(after)
+            self.model.lose_power()
+        self._reader = Reader(f"{self._home}/store")
 
     def _end(self, *, audit: bool) -> None:
         """Let every writer come to its end, finish what was begun, and look at all of it once more."""
         for writer in list(self._suspended):
             self._wake(writer)
             self._check()
-        store = Store.open(self._home / "store")
+        store = Store.open(f"{self._home}/store")
         for deletion in store.deletions.unfinished():
             list(deleting.resume(store, deletion))
         if store.deletions.names():
@@ -181,7 +191,7 @@ def run_steps(steps: list[Step], template: Template) -> Outcome:
     """Run a sequence on a store of its own."""
     outcome = Outcome(steps)
     with tempfile.TemporaryDirectory(prefix="simulated-", dir=template.folder) as scratch:
-        run = Run(template, Path(scratch) / "home")
+        run = Run(template, f"{template.bucket}/{uuid.uuid4().hex}" if template.bucket else f"{scratch}/home")
         outcome.trace = run.trace
         with simulated(run.world), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -226,10 +236,10 @@ def template_folder() -> Iterator[Path]:
         yield Path(scratch)
 
 
-def open_template(folder: Path) -> Template:
+def open_template(folder: Path, bucket: str = "") -> Template:
     """Make this process ready to run sequences."""
-    reader = Reader(folder / "home" / "store")
+    reader = Reader(f"{folder}/home/store")
     invariants.check(Model(), reader)
     gc.collect()
     gc.freeze()  # clean-up collects garbage, and from now on has only that of a sequence to look at
-    return Template(folder, reader)
+    return Template(folder, reader, bucket)

@@ -41,11 +41,11 @@ def judge(seed: int, template: Template, *, focus: Collection[str] = (), shorten
 
 
 def judge_all(
-    seeds: Iterable[int], jobs: int, *, focus: Collection[str] = (), shorten: bool = True
+    seeds: Iterable[int], jobs: int, *, focus: Collection[str] = (), bucket: str = "", shorten: bool = True
 ) -> Iterator[Verdict]:
-    """Verdicts on some seeds as they come, by so many worker processes. focus: see sequence."""
+    """Verdicts on some seeds as they come, by so many worker processes. focus: see sequence. bucket: see Template."""
     numbers = iter(seeds)
-    with template_folder() as folder, _workers(folder, jobs) as pool:
+    with template_folder() as folder, _workers(folder, bucket, jobs) as pool:
         running: set[Future[Verdict]] = set()
         while True:
             following = islice(numbers, AHEAD * jobs - len(running))
@@ -56,13 +56,13 @@ def judge_all(
             yield from (future.result() for future in done)
 
 
-def _workers(folder: Path, jobs: int) -> ProcessPoolExecutor:
+def _workers(folder: Path, bucket: str, jobs: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")  # Lance's threads do not survive a fork
-    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(folder,))
+    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(folder, bucket))
 
 
-def _begin(folder: Path) -> None:
-    _template.append(open_template(folder))
+def _begin(folder: Path, bucket: str) -> None:
+    _template.append(open_template(folder, bucket))
 
 
 def _judge(seed: int, focus: tuple[str, ...], shorten: bool) -> Verdict:

@@ -128,13 +128,18 @@ def step(window: int, plan_digest: str, number: int) -> StepMetrics:
     )  # fmt: skip
 
 
-def make_template(folder: Path) -> None:
-    """Make what every sequence begins with: an empty store with a teacher, rows to import, a store of format 1."""
-    store = Store.create(folder / "home" / "store")
+def make_store(uri: str) -> None:
+    """Make an empty store with a teacher and a queue."""
+    store = Store.create(uri)
     store.add_teacher(build.teacher(TEACHER, head_file=""))
     for kind in KINDS:
         store.table_handle(f"signals/{TEACHER}/{kind}").create()
-    CommittedQueue(str(folder / "home" / "store"), "q")
+    CommittedQueue(uri, "q")
+
+
+def make_template(folder: Path) -> None:
+    """Make what every sequence begins with: an empty store with a teacher, rows to import, a store of format 1."""
+    make_store(f"{folder}/home/store")
     source = Store.create(folder / "source")
     source.add_prompts(prompts(list(range(SAMPLES))))
     source.commit_samples([sample(number) for number in range(SAMPLES)])

@@ -10,6 +10,7 @@ import errno
 import os
 import random
 import shutil
+import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -128,8 +129,9 @@ class World:
             moment = path.stat().st_mtime - leap.total_seconds()
             os.utime(path, (moment, moment))
 
-    def power_fails(self, draw: random.Random) -> Path:
-        """Make one of the states in which the disk may come back, in a folder of its own."""
+    def power_fails(self, draw: random.Random) -> Path | None:
+        """Make one of the states in which the disk may come back, in a folder of its own. Returns that folder; None
+        where nothing is lost."""
         after = self.home.with_name(f"{self.home.name}.after")
         self.disk.after_power_loss(after, draw)
         return after
@@ -149,6 +151,22 @@ class World:
             return False
         self._fault, self._struck = None, where
         return True
+
+
+class RemoteWorld(World):
+    """Machines beside an object store: what was written is durable, and the server's clock is not theirs."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="empty-") as scratch:
+            super().__init__(Path(scratch))
+
+    def set_clock(self, leap: timedelta) -> None:
+        """Let the clocks of the writers leap."""
+        self.offset += leap
+
+    def power_fails(self, draw: random.Random) -> Path | None:
+        """Return None: nothing is lost."""
+        return None
 
 
 @contextmanager
