@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -202,17 +203,28 @@ def main() -> int:
 
 
 def find_by_seeds(mutation: Mutation) -> bool:
-    """Whether a seed of the simulator finds a broken rule; prints which, and the invariant that did not hold."""
+    """Whether a seed of the simulator finds a broken rule, and passes where the rule is whole; prints which, and the
+    invariant that did not hold."""
     with _copy() as copy:
         mutate(copy, mutation)
-        focus = [word for operation in mutation.focus for word in ("--focus", operation)]
-        command = [sys.executable, "tests/faults/simulation.py", "--seeds", str(_SEEDS), "--until-failure", *focus]
-        done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True,
-                              timeout=_SEEDS_S)  # fmt: skip
-    print(*(line for line in done.stdout.splitlines() if line.startswith(("seed ", "found "))), sep="\n")
-    if focus:
+        result = _simulate(copy, mutation, "--seeds", str(_SEEDS), "--until-failure")
+    print(*(line for line in result.stdout.splitlines() if line.startswith(("seed ", "found "))), sep="\n")
+    if mutation.focus:
         print(f"in sequences with many: {', '.join(mutation.focus)}")
-    return done.returncode == 1
+    if (failed := re.search(r"^seed (\d+):", result.stdout, re.MULTILINE)) is None:
+        return False
+    with _copy() as copy:
+        if _simulate(copy, mutation, "--first", failed[1], "--seeds", "1").returncode:
+            raise SystemExit(f"{mutation.name}: seed {failed[1]} fails without the mutation too")
+    return True
+
+
+def _simulate(copy: Path, mutation: Mutation, *options: str) -> subprocess.CompletedProcess[str]:
+    focus = [word for operation in mutation.focus for word in ("--focus", operation)]
+    command = [sys.executable, "tests/faults/simulation.py", *options, *focus]
+    return subprocess.run(
+        command, cwd=copy, env=_environment(copy), capture_output=True, text=True, timeout=_SEEDS_S, check=False
+    )
 
 
 def noticed(mutation: Mutation) -> bool:
