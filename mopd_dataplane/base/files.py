@@ -1,5 +1,6 @@
 """Durable local files: written under another name, synced, renamed, the directory synced; detection of full disks."""
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -136,12 +137,26 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
+_named_folders: dict[Path, int] = {}
+"""Folders whose name this process has synced, and their inodes."""
+
+
 def make_durable_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder and those above it that are missing; their names survive a power cut."""
+    """Make a folder and those above it that are missing; their names survive a power cut.
+
+    So does the name of one that is there already: whoever made it may have died before it was synced.
+    """
+    folder = folder.absolute()
     missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
-    folder.mkdir(parents=True, exist_ok=True, mode=mode)
-    for path in missing:
+    there = missing[-1].parent if missing else folder
+    if _named_folders.get(there) != there.stat().st_ino:
+        with contextlib.suppress(PermissionError):  # nor could this user have made it
+            fsync(there.parent)
+        _named_folders[there] = there.stat().st_ino
+    for path in reversed(missing):  # outermost first, so that at most the last one is not synced when this is killed
+        path.mkdir(exist_ok=True, mode=mode if path == folder else 0o777)
         fsync(path.parent)
+        _named_folders[path] = path.stat().st_ino
 
 
 def make_folder(target: Path, fill: Callable[[Path], object]) -> None:

@@ -41,6 +41,7 @@ def check_references(job: Job, where: str) -> None:
                 "before it is trained on; set concurrent = false, or leave collapse_factor out"
             )
         _check_retention(job, stage, where)
+        _check_best(job, stage, where)
         _check_replay(job, stage, at)
         _check_scale(job, stage, at)
         _check_choices(stage, at)
@@ -102,6 +103,22 @@ def _check_retention(job: Job, stage: Stage, where: str) -> None:
         raise JobFileError(
             f"{where}: retain.hidden_passes = {job.retain.hidden_passes} frees hidden states before stage "
             f"{stage.name!r} has passed over its data {passes} times; set it to at least {passes}, or 0"
+        )
+
+
+def _check_best(job: Job, stage: Stage, where: str) -> None:
+    """Refuse to keep the checkpoints of the best versions where none is evaluated while it is still there."""
+    if not job.retain.best_checkpoints:
+        return
+    if not job.eval.every:
+        raise JobFileError(
+            f"{where}: retain.best_checkpoints = {job.retain.best_checkpoints} compares versions by their evaluations, "
+            "and eval.every = 0 evaluates the last version alone; set eval.every = 1, or leave best_checkpoints out"
+        )
+    if stage.concurrent:
+        raise JobFileError(
+            f"{where}: retain.best_checkpoints = {job.retain.best_checkpoints}: the versions of concurrent stage "
+            f"{stage.name!r} are evaluated when it has ended; set concurrent = false, or leave best_checkpoints out"
         )
 
 

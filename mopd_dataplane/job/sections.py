@@ -384,6 +384,9 @@ class Retain(Section):
     checkpoints_every: int = Field(default=0, ge=0)
     """The checkpoint of every so many policy versions stays, so that `mopd fork` and `mopd rewind` can begin there: 1
     keeps that of every version, 0 those of the last two alone. 12 bytes a trained parameter each; in a folder."""
+    best_checkpoints: int = Field(default=0, ge=0)
+    """The checkpoints of so many versions stay too: of those evaluated so far, the ones with the highest mean reward of
+    held-out answers."""
 
 
 class Load(Section):

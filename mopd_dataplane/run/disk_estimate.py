@@ -91,7 +91,7 @@ def estimate_disk(
         )
         if kept := _kept_versions(job, _versions(stage, volume)):
             each = adapters.get(stage.name, student if isinstance(student, str) else student.parameters)
-            sizes.parts[f"{stage.name} checkpoints of {kept} earlier versions (retain.checkpoints_every)"] = (
+            sizes.parts[f"{stage.name} checkpoints of {kept} earlier versions ([retain])"] = (
                 each if isinstance(each, str) else kept * CHECKPOINT_NUMBER_BYTES * each
             )
         if stage.discriminator:
@@ -212,6 +212,7 @@ def _checkpoints(stage: Stage, volume: _Volume | str, versions: int) -> int:
 
 
 def _kept_versions(job: Job, versions: int) -> int:
-    """Versions besides the last ones whose checkpoints `retain` keeps."""
-    every = job.retain.checkpoints_every
-    return len(range(every, versions - KEEP + 1, every)) if every else 0
+    """Versions besides the last ones whose checkpoints `retain` keeps, at most: the best may be among the others."""
+    every, earlier = job.retain.checkpoints_every, max(0, versions - KEEP)
+    regular = len(range(every, earlier + 1, every)) if every else 0
+    return min(earlier, regular + job.retain.best_checkpoints)

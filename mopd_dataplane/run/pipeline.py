@@ -28,7 +28,7 @@ from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
 from mopd_dataplane.run.steps.collapse import check_collapse
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import say_endings
-from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
+from mopd_dataplane.run.steps.evaluate import accuracy, evaluate, keep_best
 from mopd_dataplane.run.steps.plan import lost_windows, plan_window, recorded_windows, trainable_plan
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, store_reference
@@ -125,6 +125,7 @@ def run_in_turn(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
                     training.train(plan_window(now, settings, window, iteration=iteration))
                 if _is_evaluated(run, stage, window + 1):
                     evaluate(now, settings, window + 1)
+                    keep_best(now, settings)
             if not is_new:
                 pace.skip()
             elif left := pace.lap(window + 1):

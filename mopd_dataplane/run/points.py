@@ -95,7 +95,10 @@ def _not_stored(store: Store, stage: Stage, version: int, stored: Collection[int
     newest = newest_version(store, stage)
     why = f"the newest version is {newest}"
     if version <= newest:
-        why = "the optimizer state of that version is not stored any more (retain.checkpoints_every = 1 keeps each)"
+        why = (
+            "the optimizer state of that version is not stored any more (retain.checkpoints_every = 1 keeps each, "
+            "retain.best_checkpoints the best)"
+        )
     closest = min(stored, key=lambda other: (abs(other - version), -other))
     names = ", ".join(f"{stage.name}@{other}" for other in sorted(stored))
     return UnknownNameError(

@@ -6,6 +6,7 @@
     <folder>/step-00000120/state.json                  Position and Identity
     <folder>/step-00000120/checksums.json              bytes and crc32c of each of those files
     <folder>/latest                                    name of the newest complete checkpoint
+    <folder>/best.json                                 policy versions whose checkpoints stay for their answers
 
 Several ranks write through torch.distributed.checkpoint in its safetensors format, whose metadata is JSON in the files'
 own headers; one rank writes the same format straight from its tensors. Both are read through it: any number of ranks
@@ -38,7 +39,7 @@ from mopd_dataplane.base.file_checksums import (
 )
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
-from mopd_dataplane.train.newest import KEEP, LATEST, STATE, name_newest, newest_checkpoint, window_ends
+from mopd_dataplane.train.newest import KEEP, LATEST, STATE, best_versions, name_newest, newest_checkpoint, window_ends
 from mopd_dataplane.train.optimizer import MasterAdamW
 from mopd_dataplane.train.ranks import Ranks
 
@@ -171,7 +172,8 @@ class Checkpoints:
         that is kept."""
         paths = sorted(self.folder.glob("step-*"))
         ends = window_ends(self.folder)
-        versions = {*sorted(ends)[-KEEP:], *(version for version in ends if self._every and not version % self._every)}
+        versions = {*sorted(ends)[-KEEP:], *ends.keys() & best_versions(self.folder)}
+        versions |= {version for version in ends if self._every and not version % self._every}
         needed = {*(path.name for path in paths[-KEEP:]), *(ends[version].name for version in versions)}
         return [path for path in paths if path.name not in needed]
 

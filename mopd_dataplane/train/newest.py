@@ -14,6 +14,8 @@ from mopd_dataplane.errors import DamagedError
 NAME = re.compile(r"step-\d{8,}")
 LATEST = "latest"
 """File that names the newest complete checkpoint."""
+BEST = "best.json"
+"""File that names the policy versions whose checkpoints stay because they answered best."""
 STATE = "state.json"
 """File of a checkpoint that holds its position."""
 KEEP = 2
@@ -68,3 +70,18 @@ def newest_checkpoint(folder: Path) -> str:
 def name_newest(folder: Path, name: str) -> None:
     """Point `latest` at a complete checkpoint, durably."""
     publish_file(folder / LATEST, seal({"checkpoint": name}))
+
+
+def best_versions(folder: Path) -> list[int]:
+    """Read the policy versions whose checkpoints stay because they answered best; none where the file is missing or
+    torn: it is written again after the next evaluation."""
+    try:
+        return [int(version) for version in json.loads((folder / BEST).read_bytes())["versions"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def name_best(folder: Path, versions: list[int]) -> None:
+    """Have the checkpoints of these policy versions stay, durably."""
+    folder.mkdir(parents=True, exist_ok=True)
+    publish_file(folder / BEST, json.dumps({"versions": versions}).encode())

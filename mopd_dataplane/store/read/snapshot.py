@@ -85,8 +85,13 @@ def pin(
 
 
 def _set_tags(tables: Mapping[str, Table], tag: str, snapshot: Snapshot) -> None:
+    """Tag the versions of a snapshot. One that a dying writer did not make durable is made so: a power cut would take
+    it, and its number would go to another version."""
     for name, version in snapshot.versions.items():
-        set_tag(tables[name].open(version), tag, version)
+        dataset = tables[name].open(version)
+        if tables[name].acknowledged() < version:
+            tables[name].make_durable(dataset)
+        set_tag(dataset, tag, version)
 
 
 def tags_of(location: StoreLocation) -> list[str]:

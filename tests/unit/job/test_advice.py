@@ -117,6 +117,20 @@ REFUSALS = [
         ],
     ),
     Refusal(
+        {"retain.best_checkpoints": 1, "eval.every": 0},
+        [
+            ("set eval.every = 1", {"eval.every": 1}),
+            ("leave best_checkpoints out", {"retain.best_checkpoints": GONE}),
+        ],
+    ),
+    Refusal(
+        {**CONCURRENT, "retain.best_checkpoints": 1},
+        [
+            ("set concurrent = false", {_at("concurrent"): False}),
+            ("leave best_checkpoints out", {"retain.best_checkpoints": GONE}),
+        ],
+    ),
+    Refusal(
         {**CONCURRENT, _at("plan.where"): "reward > 0"},
         [("set concurrent = false", {_at("concurrent"): False}), ("leave where out", {_at("plan.where"): GONE})],
     ),

@@ -224,7 +224,7 @@ def test_checkpoints_that_retain_keeps_are_counted(tmp_path: Path, capsys: pytes
     """By hand: of 3 versions the last two stay anyway, so version 1 costs 12 bytes a parameter more."""
     wide = {"config": TINY | {"hidden_size": 1024}}
     said, _ = check(tmp_path, job(tmp_path, student=wide, retain={"checkpoints_every": 1}), capsys)
-    kept = said["disk"]["s checkpoints of 1 earlier versions (retain.checkpoints_every)"]
+    kept = said["disk"]["s checkpoints of 1 earlier versions ([retain])"]
     parameters = float(said["models"]["student"].split()[0]) * 1e6
     assert float(kept.split()[1]) * 1e6 == pytest.approx(12 * parameters, rel=0.05)
 

@@ -13,7 +13,7 @@ import torch
 
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, latest_checkpoint
-from mopd_dataplane.train.newest import window_ends
+from mopd_dataplane.train.newest import name_best, window_ends
 from mopd_dataplane.train.ranks import Ranks
 
 
@@ -38,6 +38,23 @@ def test_a_full_disk_is_named_and_costs_only_the_new_checkpoint(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001"], "the room is back"
     checkpoints.save(Position(step=2), identity, model, optimizer)
     assert latest_checkpoint(tmp_path) == (Position(step=2), identity)
+
+
+def test_the_best_versions_stay_until_others_are_better(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, Ranks.join("cpu"))
+    identity = Identity(stage="s", objective={}, plan_digest="p", snapshot_digest="d")
+    best = {1: [1], 2: [1], 3: [3], 4: [3], 5: [3], 6: [3], 7: [7]}
+    for window in range(8):
+        checkpoints.save(Position(step=window + 1, window=window + 1), identity, model, optimizer)
+        name_best(tmp_path, best.get(window + 1, [7]))
+        stored = sorted(window_ends(tmp_path))
+        last = [version for version in (window, window + 1) if version]
+        assert stored == sorted({*last, *best.get(window, [])}), f"after version {window + 1}"
+    (tmp_path / "best.json").write_text('{"versions": [')
+    checkpoints.save(Position(step=9, window=9), identity, model, optimizer)
+    assert sorted(window_ends(tmp_path)) == [8, 9], "a torn file names none"
 
 
 @pytest.mark.parametrize(("every", "versions"), [(0, [5, 6]), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 5, 6])])
