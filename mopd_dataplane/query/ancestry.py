@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ class Origin:
     version: int
     settings: list[str]
     """Keys of the job that got another value at the point."""
+    rewound: bool = False
+    """Whether the store has the name of the run, which was taken back to the point."""
 
     @property
     def point(self) -> str:
@@ -54,6 +56,8 @@ class Relative:
     origin: Origin | None
     is_this: bool
     """Whether it is the store whose tree it is."""
+    is_left: bool = False
+    """Whether a run was taken back to a point before its end, so that nothing goes on from that end."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,13 @@ def forks_of(store: Store) -> list[Relative]:
 
 def _below(top: _Marked, stores: list[_Marked], depth: int, this: str) -> Iterator[Relative]:
     """A store and its forks."""
-    yield Relative(folder=str(top.folder), depth=depth, origin=top.origin, is_this=top.uuid == this)
-    for other in stores:
-        if other.origin is not None and other.origin.uuid == top.uuid:
-            yield from _below(other, stores, depth + 1, this)
+    forks = [other for other in stores if other.origin is not None and other.origin.uuid == top.uuid]
+    yield Relative(
+        folder=str(top.folder), depth=depth, origin=top.origin, is_this=top.uuid == this,
+        is_left=any(fork.origin is not None and fork.origin.rewound for fork in forks),
+    )  # fmt: skip
+    for fork in forks:
+        yield from _below(fork, stores, depth + 1, this)
 
 
 def _beside(root: Path) -> list[_Marked]:
@@ -116,11 +123,10 @@ def _marked(location: StoreLocation) -> _Marked:
     mark = read_mark(location) or {}
     record = mark.get(FORKED_FROM)
     names = ("uuid", "uri", "stage", "version", "settings")
-    origin = None if record is None else Origin(**{name: record[name] for name in names})
+    rewound = bool((record or {}).get("rewound"))
+    origin = None if record is None else Origin(**{name: record[name] for name in names}, rewound=rewound)
     return _Marked(Path(location.uri), str(mark.get("uuid", "")), origin)
 
 
 def _at(origin: Origin, folder: Path) -> Origin:
-    return Origin(
-        uuid=origin.uuid, uri=str(folder), stage=origin.stage, version=origin.version, settings=origin.settings
-    )
+    return replace(origin, uri=str(folder))

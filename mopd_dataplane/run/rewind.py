@@ -72,7 +72,7 @@ def rewind(uri: str, to: str) -> Rewound:
         shutil.rmtree(waiting, ignore_errors=True)  # of a killed call, which may have meant another point
         backup = _free_name(store, root)
         maker = ForkMaker(store, str((store.read_json(JOB) or {})["store"]), point, (), Progress(quiet=True))
-        result = maker.make(waiting, uri=str(backup))
+        result = maker.make(waiting, uri=str(backup), rewound=True)
         rename_folder(root, backup)
         fault_point("rewind.kept")
         return _give_name(uri, root, waiting, result.shared)

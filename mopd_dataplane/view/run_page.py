@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mopd_dataplane.base.sql_text import literal
+from mopd_dataplane.query.ancestry import Relative, tree_of
 from mopd_dataplane.query.change_marks import change_rows, changed
 from mopd_dataplane.query.exactness import GAPS_BY_POSITION, SAMPLER_GAPS, SELF_CHECKS, gaps_by_position
 from mopd_dataplane.query.job import remembered_job
@@ -57,6 +58,7 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
         "rollouts": rollouts, "scored": scored, "measured": measured, "steps": steps, "evals": evals,
         "times": _times(store, index),
         "changes": _changes(store, index),
+        "forks": [_relative(other) for other in tree_of(store)],
         "self_checks": store.sql(SELF_CHECKS, snapshot=index.snapshot).to_pylist(),
         "sampler_gaps": store.sql(SAMPLER_GAPS, snapshot=index.snapshot).to_pylist(),
         "gaps_by_position": gaps_by_position(store, index.snapshot),
@@ -99,6 +101,17 @@ def _changes(store: Store, index: Index) -> list[dict[str, Any]]:
     """Changes of the job, with the first step behind each, and in words as `text`."""
     rows = change_rows(store, index.snapshot)
     return [{**row, "created_at": row["created_at"].isoformat(), "text": changed(row)} for row in rows]
+
+
+def _relative(other: Relative) -> dict[str, Any]:
+    """A store of a tree of forks, with what it is in words as `text`."""
+    text = ""
+    if other.origin is not None:
+        text = f"{'taken back to' if other.origin.rewound else 'from'} {other.origin.point}"
+    if other.is_left:
+        text = f"{text} (left by a rewind)".strip()
+    names = ("folder", "depth", "is_this", "is_left")
+    return {**{name: getattr(other, name) for name in names}, "text": text}
 
 
 def _times(store: Store, index: Index) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ from mopd_dataplane.run.fork import fork
 from mopd_dataplane.run.rewind import rewind
 from mopd_dataplane.store.commit.changes import read_changes
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.view.run_page import run_page
+from mopd_dataplane.view.shown import Shown
 
 JOB = next(block.text for block in blocks(ROOT / "docs" / "change.md") if block.language == "toml")
 """The job of the page: one teacher, one student, 32 prompts, a checkpoint of every version."""
@@ -269,6 +271,22 @@ def test_a_run_is_taken_back_and_nothing_is_lost(point: str, run: Path, tmp_path
     assert load_job(run).store == str(run)
     gc.collect()
     assert rewind(str(run), "student@2").kept_as == ""
+
+
+def test_what_a_rewind_left_is_grey_in_report_and_viewer(run: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "run-was-student-3"
+    assert rewind(str(run), "student@2").kept_as == str(kept)
+    store = open_store(str(run))
+    tree = [(Path(one.folder).name, one.depth, one.is_this, one.is_left) for one in tree_of(store)]
+    assert tree == [("run-was-student-3", 0, False, True), ("run", 1, True, False)]
+    write_report(store, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f'class="left">{kept} (left by a rewind)</li>' in page
+    assert f"<strong>{run}</strong> taken back to student@2</li>" in page
+    answer = run_page(store, Shown(store).index())
+    assert [(row["text"], row["is_left"]) for row in answer["forks"]] == [
+        ("(left by a rewind)", True), ("taken back to student@2", False),
+    ]  # fmt: skip
 
 
 def test_a_run_that_a_process_has_open_is_not_taken_back(run: Path) -> None:

@@ -132,6 +132,15 @@ function changesTable(changes) {
     { title: "class", word: true, show: (c) => c.change_class }, { title: "when", word: true, show: (c) => c.created_at }, { title: "command", word: true, show: (c) => c.command }], changes);
 }
 
+// The run that this one was forked from, and the forks that lie beside it. What a rewind left is grey.
+function forksTree(forks) {
+  return [h("h2", {}, "Forks"), h("ul", { class: "tree" }, forks.map((f) => {
+    const item = h("li", { class: f.is_left ? "left" : "" }, f.is_this ? h("strong", {}, f.folder) : f.folder, f.text ? ` ${f.text}` : "");
+    item.style.marginLeft = `${1.5 * f.depth}em`;
+    return item;
+  }))];
+}
+
 export async function runPage(main, { params }, { store }) {
   const query = { store: params.store || 0 };
   const [run, state] = await Promise.all([once("run", query, store.digest), isStatic() ? null : once("state", query, store.digest)]);
@@ -169,7 +178,7 @@ export async function runPage(main, { params }, { store }) {
       chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s", ...ofSteps }),
       chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step", ...ofSteps }), extras(steps, ofSteps), kept(run.measured.filter((r) => r.stage === stage), ofSteps))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
-    h("h2", {}, "Changes of the job"), changesTable(run.changes),
+    h("h2", {}, "Changes of the job"), changesTable(run.changes), run.forks.length ? forksTree(run.forks) : null,
     h("h2", {}, "Exactness"), exactness(run.self_checks, run.sampler_gaps, run.gaps_by_position),
     h("h2", {}, "Time"), timeline(run.times, run.steps),
     h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with, 4) : h("p", { class: "empty" }, "The store does not say what it was made with."),
