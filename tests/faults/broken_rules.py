@@ -43,6 +43,8 @@ BROKEN_RULES = [
           "    return Ownership(location, {**record, \"state\": state})",
           "    location.write_json(MARK, source.read_json(MARK))\n"
           "    return Ownership(location, {**record, \"state\": state})"),
+    _rule("make a fork that is not synced", "store/maintain/link_tables.py",
+          "        table.make_durable(table.open())\n", "        table.open()\n", "fork", "power loss"),
     # Time.
     _rule("do not register commits in flight", "store/commit/in_flight.py",
           "    if location.root is None:\n        yield\n        return\n    descriptor = location.lock_file(f\"{table",

@@ -23,8 +23,8 @@ class PowerDisk:
         self._root = root
         self._content: dict[int, bytes] = {}
         """inode -> bytes at its last sync"""
-        self._names: dict[Path, dict[str, int]] = {}
-        """directory -> its names at its last sync, and the inodes they meant"""
+        self._names: dict[int, dict[str, int]] = {}
+        """inode of a directory, which may be renamed -> its names at its last sync, and the inodes they meant"""
 
     def settle(self) -> None:
         """Everything that is there now is on disk."""
@@ -64,12 +64,12 @@ class PowerDisk:
         if not path.is_relative_to(self._root):
             return
         if path.is_dir():
-            self._names[path] = {entry.name: entry.inode() for entry in os.scandir(path)}
+            self._names[path.stat().st_ino] = {entry.name: entry.inode() for entry in os.scandir(path)}
         elif path.is_file():
             self._content[path.stat().st_ino] = path.read_bytes()
 
     def _restore(self, folder: Path, after: Path, draw: random.Random) -> None:
-        synced = self._names.get(folder, {})
+        synced = self._names.get(folder.stat().st_ino, {})
         for entry in sorted(folder.iterdir()):
             inode = entry.stat().st_ino
             certain = synced.get(entry.name) == inode

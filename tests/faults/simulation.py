@@ -4,7 +4,7 @@
     python tests/faults/simulation.py --seeds 10000 --notes done.jsonl # goes on where it was interrupted
     python tests/faults/simulation.py --seed 17                        # one seed, each step with what became of it
     python tests/faults/simulation.py --seeds 100 --object-store       # on SeaweedFS
-    python tests/faults/simulation.py --focus delete --focus tag       # sequences with many of these operations
+    python tests/faults/simulation.py --focus delete --focus fork      # sequences with many of these operations
 
 A seed that fails prints the shortest sequence that breaks the same invariant; the exit code is 1. In simulator/:
 
@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from objectservers import seaweedfs
 from simulator.run import open_template, run_steps, template_folder
 from simulator.seeds import judge_all
-from simulator.sequences import WEIGHTS, sequence
+from simulator.sequences import OF_FORKS, WEIGHTS, sequence
 
 
 def main() -> int:
@@ -54,8 +54,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one, and show its steps")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="worker processes")
     parser.add_argument("--notes", type=Path, help="file for the verdicts; seeds that have one there are left out")
-    parser.add_argument("--focus", metavar="OPERATION", action="append", default=[], choices=sorted(WEIGHTS),
-                        help="an operation that every sequence has, often; repeatable")  # fmt: skip
+    parser.add_argument(
+        "--focus", metavar="OPERATION", action="append", default=[], choices=sorted([*WEIGHTS, *OF_FORKS]),
+        help="an operation that every sequence has, often; repeatable",
+    )  # fmt: skip
     parser.add_argument("--object-store", action="store_true", help="on a SeaweedFS server, in place of a folder")
     parser.add_argument("--until-failure", action="store_true", help="stop at the first seed that fails")
     args = parser.parse_args()

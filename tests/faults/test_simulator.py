@@ -107,6 +107,16 @@ def test_every_operation_and_fault_comes_up_in_the_seeds() -> None:
     assert kinds == {"killed", "suspended", "disk full", "failed sync", "lost reply"}
 
 
+def test_a_fork_and_its_run_do_not_change_each_other(template: Template) -> None:
+    """Either is compacted and cleaned up, and loses samples, while the other is read."""
+    focus = ("fork", "delete", "compact now", "compact a fork", "delete from a fork")
+    outcomes = [run_steps(sequence(seed, focus), template) for seed in range(12)]
+    assert [outcome.violation for outcome in outcomes if outcome.violation] == []
+    lines = [line for outcome in outcomes for line in outcome.trace]
+    for operation_of_forks in focus[-2:]:
+        assert any(operation_of_forks in line and "fork-" in line for line in lines)
+
+
 def test_a_clearing_that_does_nothing_is_found(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [Step(0, "put", 0), Step(0, "put", 50), Step(0, "put", 90), Step(1, "clear", 0)]
     assert run_steps(steps, template).violation == ""

@@ -15,6 +15,8 @@ from simulator.operations import Operation, Writer
 from simulator.reading import Reader
 
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.run import delete as deleting
+from mopd_dataplane.run.fork import fork
 from mopd_dataplane.run.upgrade import upgrade_store
 from mopd_dataplane.run.whole_copy import copy_whole
 from mopd_dataplane.store.dataset import Store
@@ -27,7 +29,11 @@ _PARTIAL = ("samples", "scores", "rewards", "labels")
 _OLD = ("prompts", "samples", "tokens", "rewards", "scores", "steps")
 
 
-def operation(name: str, writer: Writer, model: Model, choice: int, template: Path) -> Operation:
+CALM = ("compact a fork", "delete from a fork")
+"""Operations that nothing befalls: the model follows a fork only where it is whole."""
+
+
+def operation(name: str, writer: Writer, model: Model, choice: int, template: Path) -> Operation | None:
     """The copy or upgrade of a name."""
     return OPERATIONS[name](writer, model, random.Random(choice), template)
 
@@ -80,8 +86,7 @@ def _opens(uri: str) -> bool:
 
 def check_targets(model: Model, home: str) -> None:
     """I12: a target that nobody finished opens as no store; one that was finished stays as it was."""
-    for number in range(TARGETS):
-        name = f"copy-{number}"
+    for name in (f"{kind}-{number}" for kind in ("copy", "fork") for number in range(TARGETS)):
         is_busy = any(attempt.target == name and not attempt.ended for attempt in model.live)
         if name in model.copies:
             rows = {table: dict(pairs) for table, pairs in Reader(f"{home}/{name}").rows().items()}
@@ -112,6 +117,52 @@ def compare(model: Model, target: str, before: dict[str, dict[Key, set[Value]]],
     model.copied[name] = rows
 
 
-OPERATIONS: dict[str, Callable[[Writer, Model, random.Random, Path], Operation]] = {
-    "copy": _copy, "copy where": _copy_where, "upgrade": _upgrade,
+def _fork(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation:
+    """A fork behind everything that the store has."""
+    target = f"{writer.home}/fork-{draw.randrange(TARGETS)}"
+    return _compared(model, target, lambda: fork(writer.store, target, f"{values.LATER}@0"))
+
+
+def _compact_fork(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation | None:
+    if not (forks := forks_of(model)):
+        return None
+    name = draw.choice(forks)
+    return Operation(Attempt(), lambda: Store.open(f"{writer.home}/{name}").compact(now=True), name)
+
+
+def _delete_from_fork(writer: Writer, model: Model, draw: random.Random, template: Path) -> Operation | None:
+    """A deletion from a fork, which the store that it was forked from must not notice."""
+    numbers = {values.sample(number).uid: number for number in range(values.SAMPLES)}
+    present = [(name, str(uid)) for name in forks_of(model) for uid in sorted(map(str, model.copied[name]["samples"]))]
+    if not present:
+        return None
+    name, uid = draw.choice(present)
+    prompt = values.prompt_of(numbers[uid])
+
+    def work() -> None:
+        store = Store.open(f"{writer.home}/{name}")
+        chosen, _ = deleting.preview(store, f"uid = '{uid}'")
+        list(deleting.delete(store, chosen, f"uid = '{uid}'"))
+
+    def done(result: None) -> None:
+        rows = model.copied[name]
+        is_last = not any(values.prompt_of(numbers[str(other)]) == prompt for other in rows["samples"] if other != uid)
+        for table, pairs in rows.items():
+            gone = [
+                key for key in pairs if about(table, key)[0] == uid or (is_last and (table, key) == ("prompts", prompt))
+            ]
+            for key in gone:
+                del pairs[key]
+
+    return Operation(Attempt(), work, f"{uid} of {name}", done)
+
+
+def forks_of(model: Model) -> list[str]:
+    """Forks that are complete."""
+    return sorted(name for name in model.copies if name.startswith("fork"))
+
+
+OPERATIONS: dict[str, Callable[[Writer, Model, random.Random, Path], Operation | None]] = {
+    "copy": _copy, "copy where": _copy_where, "upgrade": _upgrade, "fork": _fork, "compact a fork": _compact_fork,
+    "delete from a fork": _delete_from_fork,
 }  # fmt: skip

@@ -101,7 +101,7 @@ class Run:
                 self._check()
             self._operate(step)
         self._check()
-        if step.operation in ("power loss", "end", "audit", *copies.OPERATIONS):
+        if step.operation in ("power loss", "end", "audit", *copies.OPERATIONS) or copies.forks_of(self.model):
             copies.check_targets(self.model, self._home)
 
     def abandon(self) -> None:
@@ -121,7 +121,8 @@ class Run:
         self.trace[-1] += f": {chosen.told}" if chosen.told else ""
         self.model.begin(chosen.attempt)
         actor = Actor(chosen.work, f"writer {step.writer}, {step.operation}")
-        struck = self.world.run(actor, step.fault, actor.start)
+        fault = None if step.operation in copies.CALM else step.fault
+        struck = self.world.run(actor, fault, actor.start)
         if not actor.is_done:
             self.trace[-1] += f": suspended at {struck}"
             self._suspended[step.writer] = Suspended(actor, chosen, step.operation)

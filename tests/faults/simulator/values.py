@@ -21,6 +21,7 @@ import store_builders as build  # noqa: E402
 
 from mopd_dataplane.interchange.exporter import export_samples  # noqa: E402
 from mopd_dataplane.job import sections  # noqa: E402
+from mopd_dataplane.job.load import check_job  # noqa: E402
 from mopd_dataplane.plan.columns import Columns  # noqa: E402
 from mopd_dataplane.plan.plan import build_window  # noqa: E402
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, sample_uid  # noqa: E402
@@ -29,8 +30,16 @@ from mopd_dataplane.store.queue.committed import CommittedQueue  # noqa: E402
 
 SAMPLES, GROUP = 10, 2
 """Samples there are, and samples of one prompt."""
-TEACHER, STAGE = "t", "student"
+TEACHER, STAGE, LATER = "t", "student", "later"
 KINDS = ("logprob", "hidden")
+
+
+_JOB: dict[str, Any] = {
+    "name": "simulated", "student": {"config": {"model_type": "qwen3"}},
+    "domains": {name: {"source": "store"} for name in ("math", "code")},
+    "plan": {"batch_samples": 8},
+    "stages": [{"name": STAGE, "data": "reference"}, {"name": LATER, "data": "reference", "start": STAGE}],
+}  # fmt: skip
 
 
 class Letters:
@@ -135,6 +144,8 @@ def make_store(uri: str) -> None:
     for kind in KINDS:
         store.table_handle(f"signals/{TEACHER}/{kind}").create()
     CommittedQueue(uri, "q")
+    store.write_json("job.json", check_job(_JOB | {"store": uri}, where="simulator").model_dump(mode="json"))
+    store.add_event(f"done/{STAGE}/v1", STAGE, "stage_done", -1, 1.0, {})
 
 
 def make_template(folder: Path) -> None:
