@@ -97,7 +97,8 @@ def keep_best(run: Run, stage: Stage) -> None:
     """Have the checkpoints of a stage's best versions stay: by their mean reward, and of equals the earlier one."""
     if not (count := run.job.retain.best_checkpoints):
         return
-    rows = run.store.table("evals", ["policy_version", "reward"], filter=f"policy = '{stage.name}'")
+    own = f"policy = '{stage.name}' AND finish_reason <> 'benchmark'"
+    rows = run.store.table("evals", ["policy_version", "reward"], filter=own)
     means = rows.group_by("policy_version").aggregate([("reward", "mean")]).to_pylist()
     ranked = sorted((-row["reward_mean"], row["policy_version"]) for row in means if row["reward_mean"] is not None)
     name_best(run.root / "checkpoints" / stage.name, sorted(version for _, version in ranked[:count]))
