@@ -8,6 +8,7 @@ trainer.py       a trainer process that only reads
 write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by
 commits.py       a store under many small commits: time, memory, files
+fork.py          a fork by the size of its run
 wal.py           speed of the token log
 queue.py         the queue under 1 to 64 writers, beside the disk
 queue_client.py  one of these writers

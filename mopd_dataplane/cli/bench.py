@@ -112,6 +112,28 @@ def commits(
     print_facts(figures)
 
 
+def fork(
+    size: Annotated[
+        list[float] | None, Option("--gb", min=0.001, help="GB of hidden states; repeatable. Default: 0.2, 2.")
+    ] = None,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """A fork by the size of its run: seconds, bytes that both share and bytes of its own.
+
+    A copy of the smallest run's files is timed beside it. The runs are made first, which takes their size on disk.
+    """
+    from mopd_dataplane.bench.fork import measure
+
+    rows = []
+    for figures in measure(folder, size or [0.2, 2.0]):
+        if not as_json:
+            note(", ".join(f"{name} {value:,}" for name, value in figures.items()))
+        rows.append(figures)
+    if as_json:
+        print_json({"runs": rows})
+
+
 def wal(
     sequences: Annotated[int, Option("--sequences", min=1, help="Sequences decoded together.")] = 64,
     seconds: Annotated[float, Option("--seconds", min=0.1, help="Seconds of each part.")] = 3.0,
@@ -360,6 +382,7 @@ def add_to(app: Typer) -> None:
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, commits, "mopd bench commits --commits 2000 --json")
+    register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, queue, "mopd bench queue", "mopd bench queue --processes 16 --seconds 10 --json")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")

@@ -54,6 +54,18 @@ def test_plan_with_a_condition_over_ten_columns(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fork_takes_no_bytes_of_the_run_again(tmp_path: Path) -> None:
+    small, large = figures("fork", "--gb", "0.1", "--gb", "0.05", "--folder", str(tmp_path))["runs"]
+    assert (small["GB"], large["GB"]) == (0.05, 0.1)
+    for run in (small, large):
+        assert run["shared bytes"] > 0.9e9 * run["GB"]
+        assert run["own bytes"] < 2e6
+        assert run["fork, s"] > 0
+    assert small["copy of its files, s"] > 0
+    assert "copy of its files, s" not in large
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_load(tmp_path: Path) -> None:
     found = figures("load", "--samples", "600", "--hidden-samples", "8", "--folder", str(tmp_path))
