@@ -78,5 +78,5 @@ BROKEN_RULES = [
     _rule("clear a key of the queue without a record", "store/queue/committed.py",
           "            self._append([(key, Value(CLEARED, b\"\"), write) for key in cleared])\n", "            pass\n"),
     _rule("release a tag and forget its versions", "store/read/snapshot.py",
-          "        set_tag(tables[name].open(version), tag, version)\n", "        tables[name].open(version)\n"),
+          "        set_tag(dataset, tag, version)\n", ""),
 ]  # fmt: skip

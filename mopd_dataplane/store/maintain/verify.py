@@ -35,7 +35,7 @@ from mopd_dataplane.store.maintain.verify_payload import (
     token_payload,
 )
 from mopd_dataplane.store.maintain.verify_report import Finding, VerifyReport, met
-from mopd_dataplane.store.maintain.verify_rows import audit_rows, files_of
+from mopd_dataplane.store.maintain.verify_rows import audit_columns, audit_rows, files_of
 from mopd_dataplane.store.read.row_reader import scored_rows, take_offsets
 from mopd_dataplane.store.read.snapshot import tags_of
 from mopd_dataplane.store.read.tags import tagged
@@ -91,10 +91,13 @@ def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[s
 
 
 def _rows(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
-    """Check that rows of metadata are as committed; payload is read with the metadata that refers to it."""
+    """Check that rows of metadata are as committed; payload is read with the metadata that refers to it, and here as
+    far as its columns fit together."""
     dataset = opened[table.name]
     read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
-    if not table.spec.heavy:
+    if table.spec.heavy:
+        yield from audit_columns(table.name, dataset)
+    else:
         yield from audit_rows(table.name, dataset, table.spec.key)
 
 
@@ -150,6 +153,7 @@ def _fresh(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[st
     if not fresh:
         return
     if table.spec.heavy:
+        yield from audit_columns(table.name, dataset, seen)
         rows = {int(row) for fragment in fresh for row in fragment_ids(fragment).tolist()}
         yield from _pinned_payload(table.name, opened, rows)
     else:

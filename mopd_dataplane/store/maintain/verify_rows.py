@@ -27,6 +27,23 @@ def audit_rows(
                 yield Finding(name, int(fragment_ids(fragment)[row]), uid, problem)
 
 
+def audit_columns(name: str, dataset: lance.LanceDataset, read: Collection[str] = ()) -> Iterator[Finding]:
+    """Find files of payload whose columns cannot be read together; files in `read` were audited before.
+
+    Payload is read column by column, which Lance does also when the columns of a file do not have equally many rows.
+    """
+    for fragment in dataset.get_fragments():
+        if set(files_of(fragment)) <= set(read):
+            continue
+        if why := left_out(name, "columns", fragment.fragment_id):
+            yield Finding(name, -1, "", f"{', '.join(files_of(fragment))}: {why}")
+            continue
+        try:
+            fragment.to_table(limit=1)
+        except BaseException as error:
+            yield Finding(name, -1, "", f"{', '.join(files_of(fragment))}: cannot be read ({damage(error)})")
+
+
 def files_of(fragment: lance.LanceFragment) -> list[str]:
     """Return the names of a fragment's data files."""
     return [data_file.path for data_file in fragment.data_files()]

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lance
@@ -167,6 +168,36 @@ def test_a_flipped_size_of_hidden_states_is_named(scored: Store) -> None:
     [finding] = Store.open(scored.uri).verify().findings
     assert (finding.table, finding.row, finding.uid) == ("signals/t/hidden", 1, uid(1))
     assert "Lance records 1,07" in finding.problem
+
+
+def test_columns_of_different_lengths_are_named(scored: Store) -> None:
+    """A bit that makes one column of a file of payload longer than the others, which are read one by one."""
+    samples = [build.sample(number) for number in range(3, 11)]
+    rows = scored.commit_samples(samples).rows.tolist()
+    scored.commit_signals("t", "logprob", [build.signal(s, r, "logprob") for s, r in zip(samples, rows, strict=True)])
+    folder = scored.path("signals/t/logprob")
+    path = max((folder / "data").iterdir(), key=lambda file: file.stat().st_size)
+    content = path.read_bytes()
+    for place in range(len(content) * 8 * 3 // 4, len(content) * 8):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        if _has_different_lengths(folder, path.name):
+            break
+    else:
+        pytest.fail("no bit changes the length of a column")
+    [found] = [finding for finding in scored.verify().findings if "differing lengths" in finding.problem]
+    assert (found.table, path.name in found.problem) == ("signals/t/logprob", True)
+
+
+def _has_different_lengths(folder: Path, name: str) -> bool:
+    try:
+        for fragment in lance.dataset(str(folder)).get_fragments():
+            if name in str(fragment.data_files()):
+                fragment.to_table(limit=1)
+    except BaseException as error:
+        return "differing lengths" in str(error)
+    return False
 
 
 def test_a_merge_by_lance_alone_keeps_a_store_sound(scored: Store) -> None:
