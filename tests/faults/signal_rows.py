@@ -87,7 +87,7 @@ class FaultyPool(TeacherPool):
 
 @dataclass(frozen=True)
 class Fault:
-    """A known failure. `named_by` are the checks of which at least one must fail in every case; empty: none can."""
+    """A known failure. `named_by` are the checks of which at least one must fail; empty: none can."""
 
     name: str
     named_by: tuple[str, ...]
@@ -98,6 +98,8 @@ class Fault:
     """Whose weights score a domain; `base` for the policy that the stage starts from."""
     refusal: Callable[[Specialists], None] | None = None
     """Raises what keeps such a teacher out before anything is scored."""
+    least: float = 1.0
+    """Share of the cases in which one of `named_by` must fail."""
 
 
 def shifted(healthy: TeacherForward) -> TeacherForward:
@@ -167,7 +169,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("other chat template", ("lead", "reference", "rival"), render=other_template),
     Fault("other ids in a tokenizer of the same size", ("vocabulary",), refusal=refuse_other_ids),
     Fault("the same, with the student's tokenizer file", ("reference", "likelihood", "lead"), permuted),
-    Fault("other pre-tokeniser, teacher reads its own text", ("lead", "reference", "rival"), render=in_characters),
+    Fault(
+        "other pre-tokeniser, teacher reads its own text", ("lead", "reference", "rival"), render=in_characters,
+        least=0.8,
+    ),
     Fault("swapped teachers", ("rival", "lead"), teacher_of=lambda domain: DOMAINS[1 - DOMAINS.index(domain)]),
     Fault("half-precision overflow", ("finite",), overflowing),
     Fault("stale adapter: the base's weights", ("base",), teacher_of=lambda _: "base"),
@@ -239,9 +244,10 @@ def _some(values: Any) -> Any:
 
 def inject(count: int, seed: int) -> Tally:
     """One case is a fault on one domain of one seed: it must be named by one of its checks, and a healthy teacher by
-    none."""
+    none. A fault that is named in a share of them is one case."""
     torch.set_num_threads(1)
     tally = Tally()
+    named: dict[Fault, list[bool]] = {}
     for one in range(seed, seed + count):
         with tempfile.TemporaryDirectory() as root:
             ward = Ward(Path(root), one)
@@ -250,7 +256,12 @@ def inject(count: int, seed: int) -> Tally:
                     failed = ward.failed(fault, domain)
                     if fault.named_by or fault is FAULTS[0]:
                         passed = bool(failed & set(fault.named_by)) if fault.named_by else not failed
-                        tally.case(passed, f"{fault.name} on {domain}, seed {one}: failed {sorted(failed)}")
+                        if fault.least < 1:
+                            named.setdefault(fault, []).append(passed)
+                        else:
+                            tally.case(passed, f"{fault.name} on {domain}, seed {one}: failed {sorted(failed)}")
+    for fault, cases in named.items():
+        tally.case(sum(cases) >= fault.least * len(cases), f"{fault.name}: named in {sum(cases)} of {len(cases)}")
     return tally
 
 
