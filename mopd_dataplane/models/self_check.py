@@ -170,6 +170,29 @@ def require_same_logits(ours: Tensor, plain: Tensor, *, part: str, model: PreTra
     return SelfCheck(name, dtype, gap, band, len(plain))
 
 
+def require_same_logprobs(
+    gaps: Sequence[tuple[float, int]], model: PreTrainedModel, *, dtype: str, tokens: int, problem: str, advice: str
+) -> SelfCheck:
+    """Judge an engine of another process by its log-probs beside the plain pass of `model`.
+
+    gaps: difference in nat and position of each token that was compared; without any there is no gap. tokens: length
+    of the longest text. problem, advice: beginning and end of the message. Raises MismatchError when the mean
+    difference is above the band of the dtype, and names the first position that is.
+    """
+    name, band = f"{type(model).__name__} ({model.config.model_type})", band_of(dtype)
+    if not gaps:
+        return SelfCheck(name, dtype, None, band, tokens)
+    gap = float(np.mean([gap for gap, _ in gaps]))
+    if not gap <= band:  # also true for a gap of NaN
+        first = next(position for gap, position in gaps if not gap <= band)
+        raise MismatchError(
+            f"{problem}: they differ by {gap:.3g} nat in the mean from the plain pass of {name}, first at position "
+            f"{first}, and {band:g} is allowed in {dtype}. Nothing was sampled. Likely causes: weights of another "
+            f"version, another dtype or attention in the engine; {advice}"
+        )
+    return SelfCheck(name, dtype, gap, band, tokens)
+
+
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, part: str, texts: Sequence[NDArray[np.int64]] = ()) -> SelfCheck:
     """Check that states and LM head, as scorer and trainer use them, are right, and that no token sees a later one.

@@ -13,10 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models.hf import embedding_weight, load_model
-from mopd_dataplane.models.self_check import SelfCheck, affordable_on_host, band_of, fits_into_memory, plain_logits
+from mopd_dataplane.models.self_check import (
+    SelfCheck,
+    affordable_on_host,
+    band_of,
+    fits_into_memory,
+    plain_logits,
+    require_same_logprobs,
+)
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool
@@ -52,17 +58,12 @@ def check_scorer(
         expected = plain.gather(1, torch.from_numpy(text[1:, None]))[:, 0].numpy()
         differences = np.abs(signal.logprob - expected).tolist()
         gaps += [(gap, position) for position, gap in enumerate(differences, start=1)]
-    name, band = f"{type(model).__name__} ({model.config.model_type})", band_of(dtype)
-    gap = float(np.mean([gap for gap, _ in gaps]))
-    if not gap <= band:  # a gap that is not a number is none either
-        first = next(position for gap, position in gaps if not gap <= band)
-        raise MismatchError(
-            f"teacher {teacher!r} does not give the log-probs of {folder}: they differ by {gap:.3g} nat in the mean "
-            f"from the plain pass of {name}, first at position {first}, and {band:g} is allowed in {dtype}. Nothing "
-            "was sampled. Likely causes: weights of another version, another dtype or attention in the engine; serve "
-            f'the folder of teachers.{teacher}.source, set teachers.{teacher}.dtype, or use score.engine = "hf"'
-        )
-    return SelfCheck(name, dtype, gap, band, max(map(len, read)))
+    return require_same_logprobs(
+        gaps, model, dtype=dtype, tokens=max(map(len, read), default=0),
+        problem=f"teacher {teacher!r} does not give the log-probs of {folder}",
+        advice=f"serve the folder of teachers.{teacher}.source, set teachers.{teacher}.dtype, or use score.engine = "
+        '"hf"',
+    )  # fmt: skip
 
 
 def _readable(text: NDArray[np.int64], left_out: Sequence[int]) -> NDArray[np.int64]:

@@ -274,14 +274,14 @@ def test_a_run_is_taken_back_and_nothing_is_lost(point: str, run: Path, tmp_path
 
 
 def test_what_a_rewind_left_is_grey_in_report_and_viewer(run: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "run-was-student-3"
-    assert rewind(str(run), "student@2").kept_as == str(kept)
+    backup = tmp_path / "run-was-student-3"
+    assert rewind(str(run), "student@2").kept_as == str(backup)
     store = open_store(str(run))
     tree = [(Path(one.folder).name, one.depth, one.is_this, one.is_left) for one in tree_of(store)]
     assert tree == [("run-was-student-3", 0, False, True), ("run", 1, True, False)]
     write_report(store, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert f'class="left">{kept} (left by a rewind)</li>' in page
+    assert f'class="left">{backup} (left by a rewind)</li>' in page
     assert f"<strong>{run}</strong> taken back to student@2</li>" in page
     answer = run_page(store, Shown(store).index())
     assert [(row["text"], row["is_left"]) for row in answer["forks"]] == [

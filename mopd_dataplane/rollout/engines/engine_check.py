@@ -14,9 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.hf import load_model
-from mopd_dataplane.models.self_check import SelfCheck, affordable_on_host, band_of, fits_into_memory, plain_logits
+from mopd_dataplane.models.self_check import (
+    SelfCheck,
+    affordable_on_host,
+    band_of,
+    fits_into_memory,
+    plain_logits,
+    require_same_logprobs,
+)
 from mopd_dataplane.rollout.engines.engine import GOING, Engine, Request
 from mopd_dataplane.rollout.engines.sampling import SAMPLER, sample_key
 
@@ -53,17 +59,11 @@ def check_engine(
         plain = plain_logits(model, torch.from_numpy(read))[start - 1 : -1].log_softmax(-1)
         expected = plain.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
         gaps += [(abs(a - b), start + n) for n, (a, b) in enumerate(zip(logprobs, expected, strict=True))]
-    name, band = f"{type(model).__name__} ({model.config.model_type})", band_of(dtype)
-    gap = float(np.mean([gap for gap, _ in gaps]))
-    if not gap <= band:  # a gap that is not a number is none either
-        first = next(position for gap, position in gaps if not gap <= band)
-        raise MismatchError(
-            f"the engine's log-probs of its own tokens are not those of {folder}: they differ by {gap:.3g} nat in the "
-            f"mean from the plain pass of {name}, first at position {first}, and {band:g} is allowed in {dtype}. "
-            "Nothing was sampled. Likely causes: weights of another version, another dtype or attention in the engine; "
-            'load the policy into the server (engine.reload = true), set engine.dtype, or use engine.kind = "hf"'
-        )
-    return SelfCheck(name, dtype, gap, band, max(len(prompt) for prompt in prompts) + NEW_TOKENS)
+    return require_same_logprobs(
+        gaps, model, dtype=dtype, tokens=max(map(len, prompts), default=0) + NEW_TOKENS,
+        problem=f"the engine's log-probs of its own tokens are not those of {folder}",
+        advice='load the policy into the server (engine.reload = true), set engine.dtype, or use engine.kind = "hf"',
+    )  # fmt: skip
 
 
 def _decode(engine: Engine, prompt: NDArray[np.int32], number: int) -> Answer:

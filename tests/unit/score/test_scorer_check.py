@@ -77,6 +77,12 @@ def test_tokens_that_the_teacher_does_not_know_or_exchanges_are_not_read(
     assert not any({0, 7, 9} & set(sample.tokens.tolist()) for sample in read)
 
 
+def test_without_a_text_nothing_is_compared(folders: tuple[Path, Path]) -> None:
+    with closing(pool_of(folders[1])) as pool:
+        passed = check_scorer(pool, "t", folders[0], [], sections.Score(), dtype="float32")
+    assert (passed.gap, passed.tokens) == (None, 0)
+
+
 def test_weights_that_do_not_fit_are_not_compared(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "available_memory", lambda: 1000)
     with closing(pool_of(folders[0])) as pool:
