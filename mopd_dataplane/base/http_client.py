@@ -267,8 +267,8 @@ class HttpClient:
             ) from error
         except (http.HTTPError, http.InvalidURL) as error:
             raise EngineError(
-                f"{call} failed: {type(error).__name__}: {redacted(str(error))[:_SHOWN]}; look at the server, then run "
-                "again to continue"
+                f"{call} could not be carried out ({type(error).__name__}: {redacted(str(error))[:_SHOWN]}); look at "
+                "the server, then run again to continue"
             ) from error
 
     async def _complete(self, call: Call, response: httpx2.Response) -> Answer:

@@ -5,6 +5,7 @@ adapters.py         LoRA adapters in a transformers model: add, switch, save, me
 architecture.py     facts that a config implies: context length, attention, the part before the LM head
 chat_template.py    conversations as tokens: where an answer begins, and the token that ends it
 checkpoint_quantisation.py checkpoints that are published quantised: read as plain weights, or refused
+config_files.py     reads config.json of a model folder
 devices.py          chooses the device of a model, and frees its memory
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 hub.py              models by their Hugging Face name

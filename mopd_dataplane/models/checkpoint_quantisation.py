@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.base.tensor_header import read_tensor_header
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.models.adapter_files import weights_folder
+from mopd_dataplane.models.config_files import read_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,8 +56,8 @@ def read_as_plain(config: PretrainedConfig) -> None:
 
 def _settings(folder: str | Path) -> dict[str, Any]:
     file = weights_folder(folder) / "config.json"
-    settings: dict[str, Any] = json.loads(file.read_text()).get("quantization_config") if file.is_file() else {}
-    return settings or {}
+    settings: dict[str, Any] = read_config(file).get("quantization_config") or {} if file.is_file() else {}
+    return settings
 
 
 def _require_whole_blocks(folder: str | Path) -> None:

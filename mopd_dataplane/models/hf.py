@@ -31,6 +31,7 @@ from mopd_dataplane.models.adapter_files import (
 from mopd_dataplane.models.architecture import attention_implementation, text_decoder
 from mopd_dataplane.models.chat_template import terminators
 from mopd_dataplane.models.checkpoint_quantisation import check_readable, quantisation_method, read_as_plain
+from mopd_dataplane.models.config_files import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +167,7 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
     """
     weights = weights_folder(folder)
     files = (weights / name for name in ("generation_config.json", "config.json"))
-    settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+    settings: dict[str, Any] = next((read_config(file) for file in files if file.is_file()), {})
     configured = settings.get("eos_token_id")
     ids = {
         *(configured if isinstance(configured, list) else [configured]),
@@ -180,7 +181,7 @@ def model_shape(folder: str | Path) -> dict[str, Any]:
     """Return the config of a model folder without the keys that may differ between versions of one model. For an
     adapter, it is the base's."""
     _require_sound(folder)
-    config = json.loads((weights_folder(folder) / "config.json").read_text())
+    config = read_config(weights_folder(folder) / "config.json")
     return {key: value for key, value in config.items() if key not in _BESIDE_SHAPE}
 
 

@@ -132,7 +132,9 @@ def _batches_then_packs(
         left_out["last_batch"] += len(samples) - int(unit_starts[cuts[-2]])
         cuts = cuts[:-1]
     if len(cuts) < 2:
-        raise InputError(f"{len(samples):,} samples do not fill one batch and plan.drop_last is set; nothing is left")
+        raise InputError(
+            f"{len(samples):,} samples do not fill one batch and plan.drop_last is set; set plan.drop_last = false"
+        )
     samples = samples[: unit_starts[cuts[-1]]]
     teachers = int(chosen.teachers.max()) + 2
     strata = np.repeat(np.arange(1, len(cuts)) * teachers, np.diff(unit_starts[cuts]))
@@ -153,7 +155,9 @@ def _packs_then_batches(
     per_step = _packs_per_step(tokens, samples, len(packs), settings)
     steps = len(packs) // per_step if settings.drop_last else -(-len(packs) // per_step)
     if steps == 0:
-        raise InputError(f"{samples:,} samples do not fill one batch and plan.drop_last is set; nothing is left")
+        raise InputError(
+            f"{samples:,} samples do not fill one step and plan.drop_last is set; set plan.drop_last = false"
+        )
     dealt = shuffled[: steps * per_step]
     left_out["last_batch"] += samples - int(packs.sizes[dealt].sum())
     return Layout(packs, teachers.astype(np.int16), dealt, np.minimum(np.arange(steps + 1) * per_step, len(dealt)))

@@ -277,7 +277,7 @@ class StoreLocation:
         except OSError as error:
             if failure := out_of_descriptors(str(path), error):
                 raise failure from None
-            raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a store") from None
+            raise InputError(f"{path} cannot be read: {error.strerror}; give a folder that can be read") from None
 
     def check_new(self) -> None:
         """Check that a folder for a store can be created; an object store is tested by its first write. Raises

@@ -32,8 +32,6 @@ BROKEN_RULES = [
     _rule("give the rows that stay new ids", "store/maintain/remove_rows.py",
           "    fresh.row_id_meta = RowIdSequence(kept_ids).to_inline_metadata()\n", ""),
     # Copies and upgrades.
-    _rule("continue a copy of a source that changed", "store/maintain/copy_target.py",
-          '    elif begun.get("state") != state:', "    elif False:", "copy", "delete"),
     _rule("two writers of one target", "store/maintain/copy_target.py", "        if not try_lock(descriptor):",
           "        if False:", "copy"),
     _rule("copy what was deleted meanwhile", "run/whole_copy.py",
@@ -43,8 +41,6 @@ BROKEN_RULES = [
           "    return Ownership(location, {**record, \"state\": state})",
           "    location.write_json(MARK, source.read_json(MARK))\n"
           "    return Ownership(location, {**record, \"state\": state})"),
-    _rule("make a fork that is not synced", "store/maintain/link_tables.py",
-          "        table.make_durable(table.open())\n", "        table.open()\n", "fork", "power loss"),
     # Time.
     _rule("do not register commits in flight", "store/commit/in_flight.py",
           "    if location.root is None:\n        yield\n        return\n    descriptor = location.lock_file(f\"{table",

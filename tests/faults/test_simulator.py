@@ -69,6 +69,10 @@ SOUND = {
         Step(0, "tag", 351, Fault("suspended", 1)), Step(2, "commit", 411),
         Step(2, "delete", 385, Fault("suspended", 2)), Step(0, "tag", 45), Step(0, "end", 0),
     ],
+    "a fork is refused whose run lost samples meanwhile": [
+        Step(0, "fork", 80, Fault("suspended", 8)), Step(1, "commit", 357), Step(2, "delete", 475),
+        Step(0, "end", 0),
+    ],
     "a put that died while an earlier one was stopped became the last": [
         Step(2, "put", 701), Step(1, "put", 902, Fault("suspended", 10)), Step(2, "put", 822, Fault("killed", 6)),
         Step(1, "commit", 859), Step(0, "end", 0),

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from advice import advises
 from commandline import ENVIRONMENT, run_mopd
 from documented import ROOT, blocks
 
 from mopd_dataplane import open_store
+from mopd_dataplane.base.fault_points import observe
+from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.cli import answers, stores
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.job.load import load_job
@@ -30,7 +33,9 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.query.ancestry import forks_of, origin_of, tree_of
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.delete import delete, preview, repair
-from mopd_dataplane.run.fork import fork
+from mopd_dataplane.run import fork as forking
+from mopd_dataplane.run import rewind as rewinding
+from mopd_dataplane.run.fork import ForkMaker, fork
 from mopd_dataplane.run.rewind import rewind
 from mopd_dataplane.store.commit.changes import read_changes
 from mopd_dataplane.store.dataset import Store
@@ -162,19 +167,87 @@ def test_what_cannot_be_forked_is_refused_with_the_next_step(run: Path, tmp_path
         fork(store, new, "student@9")
     with pytest.raises(JobFileError, match="no stage 'pupil'"):
         fork(store, new, "pupil@1")
-    with pytest.raises(InputError, match="STAGE@VERSION; give a policy version, as student@1"):
+    with advises(" is not STAGE@VERSION; give a policy version, as ") as refused:
         fork(store, new, "student")
-    with pytest.raises(InputError, match="exists already; give the fork a name that nothing has"):
+    assert str(refused.value).endswith("as student@1")
+    with advises(" exists already; give the fork a name that nothing has"):
         fork(store, str(run), "student@2")
-    with pytest.raises(InputError, match=r"s3://b/new is an object store, .* mopd store copy"):
+    with advises("; give a folder for the fork, or copy "):
         fork(store, "s3://b/new", "student@2")
-    with pytest.raises(InputError, match="is the value that the job has at student@2"):
+    with advises(" is the value that the job has at "):
         fork(store, new, "student@2", settings=[f"{RATE}=1e-3"])
     with pytest.raises(
         MismatchError, match=rf"store {new} was made with seed = 0, the job now says 1; this key is fixed"
     ):
         fork(store, new, "student@2", settings=["seed=1"])
     assert not Path(new).exists()
+    fork(store, new, "student@2")
+    run_mopd("store", "copy", run, tmp_path / "copy")
+    fork(store, str(tmp_path / "other"), "student@2", settings=[f"{RATE}=2e-3"])
+
+
+def test_a_point_that_has_no_state_is_refused_with_one_that_has(run: Path, tmp_path: Path) -> None:
+    dump = json.loads((run / "job.json").read_text())
+    store = open_store(str(run))
+
+    def remember(**changes: Any) -> None:
+        job = dict(store.read_json("job.json") or {})
+        store.write_json("job.json", job | changes)
+
+    [student] = [stage for stage in dump.get("stages", (store.read_json("job.json") or {})["stages"])][-1:]
+    earlier = (store.read_json("job.json") or {})["stages"][:-1]
+    remember(stages=[*earlier, student | {"concurrent": True, "iterations": ITERATIONS + 1}])
+    with advises(" is concurrent, so its rollout and its training are at different iterations; "):
+        fork(store, str(tmp_path / "new"), "student@2")
+    fork(store, str(tmp_path / "beginning"), "student@0")
+    remember(stages=[*earlier, student])
+    fork(store, str(tmp_path / "end"), f"student@{ITERATIONS}")
+    later = student | {"name": "later", "start": "student"}
+    remember(stages=[*earlier, student | {"iterations": ITERATIONS + 1}, later])
+    with advises(" comes before and is not finished; give a version "):
+        fork(store, str(tmp_path / "new"), "later@0")
+    fork(store, str(tmp_path / "new"), "student@2")
+    with advises(", so no job made it; give the store of a `mopd run`"):
+        fork(Store.create(tmp_path / "bare"), str(tmp_path / "unmade"), "student@2")
+
+
+def test_a_fork_that_something_came_in_between_of_is_made_by_the_same_command(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, new = open_store(str(run)), str(tmp_path / "new")
+    [uid] = store.sql("SELECT uid FROM samples WHERE stage = 'student' LIMIT 1")["uid"].to_pylist()
+    kept = store.read_json("job.json")
+
+    def delete_now(point: str) -> None:
+        if point == "fork.weights":
+            observe(None)
+            chosen, _ = preview(open_store(str(run)), f"uid = '{uid}'")
+            list(delete(open_store(str(run)), chosen, f"uid = '{uid}'"))
+
+    observe(delete_now)
+    with advises(" were deleted while it was forked; run the same command again"):
+        fork(store, new, "student@2")
+    observe(None)
+    fork(open_store(str(run)), new, "student@2")
+
+    def lose(*arguments: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "policies/student/v1/model.safetensors")
+
+    with monkeypatch.context() as racing:
+        racing.setattr(ForkMaker, "_share_weights", lose)
+        with advises(" while it was forked; run the same command again"):
+            fork(store, str(tmp_path / "second"), "student@2")
+    fork(store, str(tmp_path / "second"), "student@2")
+
+    def overtaken(root: Path, fill: Any) -> None:
+        root.mkdir()
+
+    with monkeypatch.context() as racing:
+        racing.setattr(forking, "make_folder", overtaken)
+        with advises(" was made by another process meanwhile; give the fork another name"):
+            fork(store, str(tmp_path / "third"), "student@2")
+    fork(store, str(tmp_path / "fourth"), "student@2")
+    assert store.read_json("job.json") == kept
 
 
 def test_a_run_on_an_object_store_is_not_forked(s3: str, tmp_path: Path) -> None:
@@ -289,12 +362,23 @@ def test_what_a_rewind_left_is_grey_in_report_and_viewer(run: Path, tmp_path: Pa
     ]  # fmt: skip
 
 
-def test_a_run_that_a_process_has_open_is_not_taken_back(run: Path) -> None:
+def test_a_run_that_a_process_has_open_is_not_taken_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_store(str(run))
     reader = opened.dataset("samples")
-    with pytest.raises(ResourceError, match=rf"is open in process {os.getpid()} .*; end it, then run the same command"):
+    with advises(" is open in ") as refused:
         rewind(str(run), "student@2")
+    assert f"is open in process {os.getpid()}" in str(refused.value)
     assert reader.count_rows()
+    del opened, reader
+    gc.collect()
+    descriptor = os.open(run.parent, os.O_RDONLY | os.O_DIRECTORY)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(rewinding, "LOCK_S", 0.1)
+        assert try_lock(descriptor)
+        with advises("; wait for it to end, then run again"):
+            rewind(str(run), "student@2")
+    os.close(descriptor)
+    assert rewind(str(run), "student@2").point == "student@2"
 
 
 def test_the_run_and_the_point_are_named_wherever_a_fork_is_shown(

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from advice import advises
 import torch
 
 from mopd_dataplane import open_store
@@ -166,6 +167,13 @@ class Dies(Refuses):
         os._exit(1)
 
 
+class Works(Refuses):
+    """A worker that does its task."""
+
+    def work(self) -> str:
+        return "done"
+
+
 def group(worker: type) -> pool.Group:
     return pool.Group("trial", worker, (), {"num_cpus": 0}, 1, deque([pool.Task(())]))
 
@@ -185,9 +193,13 @@ def test_a_task_that_kills_every_worker_is_given_up(
     said: list[str] = []
     with (
         ray_fleet(cluster.address, make_run("dies")),
-        pytest.raises(EngineError, match=r"2 workers of trial died over one task"),
+        advises("see their messages above, and run the same command again to continue"),
     ):
         pool.drive([group(Dies)], done=lambda group, task, result: None, say=said.append)
+    done: list[Any] = []
+    with ray_fleet(cluster.address, make_run("again")):
+        pool.drive([group(Works)], done=lambda group, task, result: done.append(result))
+    assert done == ["done"]
     assert sum("a worker of trial is gone" in line for line in said) == 2
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from advice import advises
 from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
@@ -222,9 +223,12 @@ def test_config_and_tokenizer_that_are_here_are_used_also_for_models_that_are_no
 def test_a_folder_that_no_rehearsal_made_is_left_alone(tmp_path: Path) -> None:
     mine = tmp_path / "store-rehearsal" / "mine"
     mine.mkdir(parents=True)
-    with pytest.raises(InputError, match="left alone"):
+    with advises(" is not a rehearsal's, so it is left alone; move it, or give another --store"):
         rehearse(small_job(tmp_path))
     assert mine.exists()
+    assert rehearse(small_job(tmp_path, store=str(tmp_path / "other"))).folder.name == "other-rehearsal"
+    mine.parent.rename(tmp_path / "moved")
+    rehearse(small_job(tmp_path))
 
 
 def test_a_rehearsal_replaces_the_one_before(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import lance
 import pyarrow.compute as pc
 import pytest
+from advice import advises
 from commandline import ENVIRONMENT, run_mopd
 
 from mopd_dataplane import Store, open_store
@@ -296,10 +297,20 @@ def test_what_cannot_be_upgraded_is_refused_and_nothing_is_written(
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
-    with pytest.raises(InputError, match="is not empty"):
+    with advises(" is not empty; give a folder that does not exist"):
         list(upgrade_store(old, taken))
-    with pytest.raises(InputError, match="overlap"):
+    with advises(" overlap; give a folder of its own"):
         list(upgrade_store(old, old / "inside"))
+    with advises(" is a store already; give another folder"):
+        list(upgrade_store(old, upgraded[1]))
+    begin(old, tmp_path / "half", "upgrade.pinned")
+    half = StoreLocation(tmp_path / "half")
+    half.write_json(PROGRESS, (half.read_json(PROGRESS) or {}) | {"uuid": "0" * 32})
+    with advises(", not of "):
+        list(upgrade_store(old, tmp_path / "half"))
+    shutil.rmtree(tmp_path / "half")
+    list(upgrade_store(old, tmp_path / "half"))
+    Store.open(tmp_path / "half")
     with pytest.raises(MismatchError, match="only one of format 1"):
         list(upgrade_store(upgraded[1], tmp_path / "again"))
     with pytest.raises(MismatchError, match="mopd store upgrade SRC DST"):

@@ -233,7 +233,7 @@ def check_kept(output: StepOutput, needs_record: NDArray[np.bool_]) -> SamplingM
     if output.masks is None or not output.masks.fits(needs_record):
         raise EngineError(
             "the engine gives no sampling masks, which rollout.record asks for; nothing of this step was written; "
-            ' set engine.kind = "hf", or take "sampling_mask" out of rollout.record'
+            'set engine.kind = "hf", or take "sampling_mask" out of rollout.record'
         )
     if not (good := output.masks.holds(output.token_ids)).all():
         bad = int(np.flatnonzero(~good)[0])

@@ -3,7 +3,6 @@
 No payload is read, and nothing here needs torch.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import safe_open
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.config_files import read_config
 from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
@@ -311,7 +311,7 @@ def train_flops(policy: Path, lengths: NDArray[np.int64]) -> float:
     files = sorted(policy.glob("*.safetensors"))
     if not files or not (policy / "config.json").is_file():
         return float("nan")
-    config = json.loads((policy / "config.json").read_text())
+    config = read_config(policy / "config.json")
     parameters = 0
     for file in files:
         with safe_open(file, framework="numpy") as tensors:

@@ -38,6 +38,8 @@ class Attempt:
     releases: str = ""
     target: str = ""
     """Folder that a copy or an upgrade writes."""
+    deletions: frozenset[str] = frozenset()
+    """Records of deletions that were there when it began."""
     began: int = 0
     ended: int = 0
     """Moments of the model; 0 while it goes on."""
@@ -113,6 +115,7 @@ class Model:
         """An operation begins."""
         self.moment += 1
         attempt.began = self.moment
+        attempt.deletions = frozenset(self.deletions)
         self.live.append(attempt)
         self.begun |= {attempt.target} - {""}
 

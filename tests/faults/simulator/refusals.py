@@ -43,7 +43,8 @@ def _is_deleted(attempt: Attempt, model: Model) -> bool:
 
 
 def _is_taken(error: BaseException, attempt: Attempt, model: Model) -> bool:
-    """Whether another operation writes the target, or has written it."""
+    """Whether another operation writes the target, or has written it, or the source of a fork lost samples."""
     if isinstance(error, ResourceError):
-        return any(one.target == attempt.target and not one.ended for one in model.live)
+        is_written = any(one.target == attempt.target and not one.ended for one in model.live)
+        return is_written or bool(model.deletions.keys() - attempt.deletions)
     return isinstance(error, InputError | MismatchError) and attempt.target in {*model.copies, *model.begun}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from advice import advises
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.changes import differences, put
@@ -183,8 +184,14 @@ def test_more_iterations_under_a_constant_rate_need_no_question(tmp_path: Path, 
 
 def test_fewer_iterations_and_a_rate_that_ends_are_asked_for(tmp_path: Path, job: Job) -> None:
     run = begun_run(tmp_path, job)
-    with pytest.raises(MismatchError, match=r"iterations: 3 → 2 \(from iteration 1 on\)"):
+    with advises("go back to those values, accept the change for what is still to come") as refused:
         remember_job(with_job(run, edited(job, iterations=2)), job, never)
+    assert "iterations: 3 → 2 (from iteration 1 on)" in str(refused.value)
+    assert remember_job(with_job(run, job), job, never) == ()
+    other = begun_run(tmp_path / "other", job, trained=0)
+    assert remember_job(with_job(other, edited(job, iterations=2)), job, never) == ()
+    [accepted] = remember_job(with_job(run, edited(job, iterations=2)), job, lambda text: True)
+    assert accepted.after == "2"
     ending = edited(job, train__schedule="linear")
     with pytest.raises(MismatchError, match=r"iterations: 3 → 6 \(from iteration 1 on\)"):
         remember_job(with_job(run, edited(ending, iterations=6)), ending, never)
@@ -202,16 +209,25 @@ def test_a_stage_that_others_stand_on_gets_no_more_iterations(tmp_path: Path, jo
     job = Job.model_validate({**dump, "stages": [*dump["stages"], later]})
     run = begun_run(tmp_path, job)
     run.store.path("policies/later/v1").mkdir(parents=True)
-    with pytest.raises(MismatchError, match=r"stage 'later' has begun with the last policy of 'student'.*go back to 1"):
+    with advises(", which more iterations would replace; go back to ") as refused:
         remember_job(with_job(run, edited(job, iterations=6)), job, lambda text: True)
+    assert "stage 'later' has begun with the last policy of 'student'" in str(refused.value)
+    assert "go back to 1, or give another store" in str(refused.value)
+    assert len(remember_job(with_job(run, edited(job, iterations=1)), job, lambda text: True)) == 1
+    other = begun_run(tmp_path / "other", job, trained=0)
+    assert remember_job(with_job(other, edited(job, iterations=6)), job, never) == ()
 
 
 def test_a_concurrent_stage_takes_free_keys_only(tmp_path: Path, job: Job) -> None:
     job = edited(job, concurrent=True, discriminator=None)
     run = begun_run(tmp_path, job)
     assert len(remember_job(with_job(run, edited(job, train__checkpoint_steps=3)), job, never)) == 1
-    with pytest.raises(MismatchError, match="only free keys may change"):
+    with advises("change; go back to that value, or give another store (--store runs/NAME)") as refused:
         remember_job(with_job(run, edited(job, train__learning_rate=1.0)), job, lambda text: True)
+    assert "only free keys may" in str(refused.value)
+    remember_job(with_job(run, job), job, never)
+    other = begun_run(tmp_path / "other", job, trained=0)
+    assert remember_job(with_job(other, edited(job, train__learning_rate=1.0)), job, never) == ()
 
 
 def test_a_change_is_recorded_once_after_a_kill_before_the_job_was_written(tmp_path: Path, job: Job) -> None:

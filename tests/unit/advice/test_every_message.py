@@ -1,0 +1,91 @@
+"""Every next step that a message names is taken by a test, which says so with `advises` and the message's words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from typer.main import get_command
+
+import mopd_dataplane
+from mopd_dataplane.cli.app import app
+
+PACKAGE = Path(mopd_dataplane.__file__).parent
+TESTS = Path(__file__).parents[2]
+ADVICE = re.compile(r"\b(?:lower|raise|set|give)\b|\brun\b.*\bagain\b", re.DOTALL)
+IN_JOB_FILES = PACKAGE / "job"
+"""Refusals of job files: test_advice.py of that package has them all."""
+NO_STEP = {
+    "has no development endpoints, so engine.reload cannot give it": "",
+}
+
+
+class Message(NamedTuple):
+    """A message that is raised somewhere and names a next step."""
+
+    where: str
+    parts: tuple[str, ...]
+    """What is fixed in it, between its values."""
+
+
+def messages() -> Iterator[Message]:
+    """Every message of the package with a next step."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.is_relative_to(IN_JOB_FILES):
+            continue
+        for statement in ast.walk(ast.parse(file.read_text())):
+            if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
+                parts = tuple(_fixed_parts(statement.exc))
+                if ADVICE.search("…".join(parts)):
+                    yield Message(f"{file.relative_to(PACKAGE)}:{statement.lineno}", parts)
+
+
+def _fixed_parts(call: ast.Call) -> Iterator[str]:
+    for argument in call.args:
+        if isinstance(argument, ast.JoinedStr):
+            values = argument.values
+        elif isinstance(argument, ast.BinOp):
+            values = [node for node in ast.walk(argument) if isinstance(node, ast.Constant)]
+        else:
+            values = [argument]
+        for value in values:
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value
+
+
+def tried() -> set[str]:
+    """Words with which tests say which message's step they take."""
+    words = set()
+    for file in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "advises":
+                assert isinstance(node.args[0], ast.Constant), f"{file.name}:{node.lineno}"
+                words.add(str(node.args[0].value))
+    return words
+
+
+def test_every_next_step_is_taken() -> None:
+    words = tried()
+    untried = [message for message in messages() if not any(one in part for one in words for part in message.parts)]
+    assert not untried, "\n".join(f"{message.where}: {'…'.join(message.parts)}" for message in untried)
+
+
+def test_words_name_one_message() -> None:
+    every = list(messages())
+    for words in tried():
+        named = [message.where for message in every if any(words in part for part in message.parts)]
+        assert len(named) == 1, f"{words!r} is in {named or 'no message'}"
+
+
+def test_commands_that_messages_name_exist() -> None:
+    root = get_command(app)
+    for file in PACKAGE.rglob("*.py"):
+        for text in re.findall(r"`mopd ([a-z]+(?: [a-z]+)?)", file.read_text()):
+            name, _, below = text.partition(" ")
+            command = root.commands.get(name)  # type: ignore[attr-defined]
+            assert command is not None, f"{file.relative_to(PACKAGE)}: `mopd {text}`"
+            if below and hasattr(command, "commands"):
+                assert below in command.commands, f"{file.relative_to(PACKAGE)}: `mopd {text}`"
