@@ -18,3 +18,9 @@ def advises(words: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """
     with pytest.raises(Exception, match=re.escape(words)) as refused:
         yield refused
+
+
+def assert_advised(words: str, text: str) -> None:
+    """What a command printed has these words, which name a next step; the test goes on to take it. words: see
+    `advises`."""
+    assert words in " ".join(text.split())

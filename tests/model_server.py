@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(None)
 
     def do_POST(self) -> None:
-        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null"))
 
     def _answer(self, body: Any) -> None:
         self.server.asked.append((self.path, body))
@@ -83,8 +83,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+DEVELOPMENT = ("/server_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
+
+
 class ModelServer(ThreadingHTTPServer):
-    """Serves the model of a folder, without development endpoints."""
+    """Serves the model of a folder; with a weight version also vLLM's development endpoints."""
 
     daemon_threads = True
 
@@ -126,6 +129,8 @@ class ModelServer(ThreadingHTTPServer):
             return {"data": [{"id": self.name, "root": root, "max_model_len": self.context, "object": "model"}]}
         if path == "/weight_info" and self.weight_version:
             return {"weight_version": self.weight_version}
+        if self.weight_version and path.partition("?")[0] in DEVELOPMENT:
+            return self._develop(path, body)
         if path == "/tokenize":
             return {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False), "count": 1}
         if path != "/v1/completions":
@@ -137,6 +142,14 @@ class ModelServer(ThreadingHTTPServer):
         if not body["stream"]:
             return {"choices": [_choice(*zip(*tokens, strict=True))]}
         return [{"choices": [_choice([token], [value])]} for token, value in tokens]
+
+    def _develop(self, path: str, body: Any) -> Any:
+        """Development endpoints, with which a client loads weights and names them."""
+        if path == "/update_weight_version":
+            self.weight_version = body["new_version"]
+        elif path == "/collective_rpc":
+            self._load(Path(body["kwargs"]["weights_path"]))
+        return {"vllm_config": {}, "success": True}
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
         """[T, V] of every position of a text."""

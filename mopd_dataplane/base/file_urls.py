@@ -96,7 +96,8 @@ def read_file(location: PathOrUrl, most: int | None = None) -> bytes:
         try:
             return file.read() if most is None else file.read(most + 1)
         except OSError as error:
-            raise InputError(f"{location} cannot be read: {error.strerror or error}; give another file") from None
+            problem = error.strerror or str(error)
+            raise InputError(f"{location} cannot be read as a file: {problem}; give another one") from None
 
 
 @contextmanager

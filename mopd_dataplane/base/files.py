@@ -86,7 +86,7 @@ def check_target(target: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise InputError(f"{str(target)[:200]} cannot be written: {error.strerror}; give another file") from None
+        raise InputError(f"{str(target)[:200]} cannot be written to ({error.strerror}); give another file") from None
     if not stat.S_ISREG(kind):
         raise InputError(f"{target} is not a regular file and is left alone; give another file")
 

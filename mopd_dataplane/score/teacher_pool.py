@@ -94,8 +94,8 @@ class TeacherPool:
                 if spec.settings.end == "map":
                     raise MismatchError(
                         f'teacher {name!r} is an adapter, and end = "map" changes the LM head that it shares with its '
-                        'base: set end = "own", or merge it (train.lora.merge = "end" of its stage, or merge_and_unload '
-                        "of peft)"
+                        'base: set end = "own", or merge it (train.lora.merge = "end" of its stage, or '
+                        "merge_and_unload of peft)"
                     )
                 if not self._engine.here:
                     check_for_scoring(spec.folder, url=spec.settings.url, reads=reads)

@@ -27,14 +27,14 @@ from mopd_dataplane import open_store
 from mopd_dataplane.base.fault_points import observe
 from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.cli import answers, stores
-from mopd_dataplane.errors import InputError, JobFileError, MismatchError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import InputError, JobFileError, MismatchError, UnknownNameError
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.models import hf
 from mopd_dataplane.query.ancestry import forks_of, origin_of, tree_of
 from mopd_dataplane.query.report import write_report
-from mopd_dataplane.run.delete import delete, preview, repair
 from mopd_dataplane.run import fork as forking
 from mopd_dataplane.run import rewind as rewinding
+from mopd_dataplane.run.delete import delete, preview, repair
 from mopd_dataplane.run.fork import ForkMaker, fork
 from mopd_dataplane.run.rewind import rewind
 from mopd_dataplane.store.commit.changes import read_changes
@@ -187,15 +187,13 @@ def test_what_cannot_be_forked_is_refused_with_the_next_step(run: Path, tmp_path
 
 
 def test_a_point_that_has_no_state_is_refused_with_one_that_has(run: Path, tmp_path: Path) -> None:
-    dump = json.loads((run / "job.json").read_text())
     store = open_store(str(run))
 
     def remember(**changes: Any) -> None:
         job = dict(store.read_json("job.json") or {})
         store.write_json("job.json", job | changes)
 
-    [student] = [stage for stage in dump.get("stages", (store.read_json("job.json") or {})["stages"])][-1:]
-    earlier = (store.read_json("job.json") or {})["stages"][:-1]
+    *earlier, student = (store.read_json("job.json") or {})["stages"]
     remember(stages=[*earlier, student | {"concurrent": True, "iterations": ITERATIONS + 1}])
     with advises(" is concurrent, so its rollout and its training are at different iterations; "):
         fork(store, str(tmp_path / "new"), "student@2")
@@ -235,7 +233,7 @@ def test_a_fork_that_something_came_in_between_of_is_made_by_the_same_command(
 
     with monkeypatch.context() as racing:
         racing.setattr(ForkMaker, "_share_weights", lose)
-        with advises(" while it was forked; run the same command again"):
+        with advises(": its run removed "):
             fork(store, str(tmp_path / "second"), "student@2")
     fork(store, str(tmp_path / "second"), "student@2")
 

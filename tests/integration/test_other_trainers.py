@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from advice import advises
 from safetensors.torch import load_file
 from scored_store import PACKS, STEPS, TEACHER, add_teacher, tiny_student
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -178,6 +179,12 @@ def test_what_would_be_another_loss_is_refused(
     def made(arguments: TrainingArguments, **others: Any) -> None:
         StoreTrainer(model, arguments, **{"store": scored[0], "stage": "student", "objective": REVERSE, **others})
 
+    half = settings(tmp_path)
+    half.fp16 = True  # which transformers takes on a GPU only
+    with advises("fp16 is not supported here; set bf16, or train in float32"):
+        made(half)
+    made(settings(tmp_path, bf16=True))
+    made(settings(tmp_path))
     with pytest.raises(InputError, match="gradient_accumulation_steps must be 1"):
         made(settings(tmp_path, gradient_accumulation_steps=2))
     with pytest.raises(InputError, match=r"stage 'nobody' has planned windows \[\]"):

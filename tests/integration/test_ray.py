@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from advice import advises
 import torch
+from advice import advises
 
 from mopd_dataplane import open_store
-from mopd_dataplane.errors import EngineError, InputError, ResourceError
+from mopd_dataplane.errors import InputError, ResourceError
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress

@@ -14,7 +14,6 @@ from advice import advises
 from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
-from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job, load_job
 from mopd_dataplane.job.sections import Student

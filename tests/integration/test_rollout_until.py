@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from advice import advises
 
 from mopd_dataplane import open_store
-from mopd_dataplane.errors import InputError, JobFileError
+from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.pipeline import rollout_stage
@@ -141,8 +142,14 @@ def test_a_killed_iteration_ends_with_the_same_samples(tmp_path: Path, point: st
 
 def test_an_iteration_without_an_informative_group_is_refused_with_what_to_do(tmp_path: Path) -> None:
     job = job_of(raw_job(tmp_path / "flat", reward="never"))
-    with pytest.raises(InputError, match=r"each of the 18 groups of iteration 0 are equal.*at_most = 6.*mopd view"):
+    with advises(
+        "answers with mopd view, raise rollout.group_size, or give the stage prompts that it answers"
+    ) as refused:
         rollout_stage(job, job.stage("student"))
+    assert "each of the 18 groups of iteration 0 are equal" in str(refused.value)
+    mended = job_of(raw_job(tmp_path / "mended"))
+    rollout_stage(mended, mended.stage("student"))
+    assert len(samples_of(mended)) >= SIZE
     assert len(samples_of(job)) == PROMPTS * AT_MOST * SIZE
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from advice import assert_advised
 
 from mopd_dataplane import open_store
 from mopd_dataplane.query.measures import measure
@@ -51,5 +52,7 @@ def test_a_job_may_refuse_unhealthy_signals(
     said = " ".join(done.stderr.split())
     assert "teacher 'sums' on domain 'sums', check own: mean log-prob of its own greedy text" in said
     assert 'set stages.student.score.on_unhealthy = "warn"' in said
+    assert_advised(". Nothing was trained on these signals; mend the teacher under a new name, or set ", said)
+    mopd("score", job, "--stage", "student", "--set", 'stages.student.score.on_unhealthy="warn"')
     rows = json.loads(mopd("teachers", job, "--stage", "student", "--samples", "4", "--json").stdout)
     assert all(("own" in row["failed"]) == (row["teacher"] == row["domain"]) for row in rows)

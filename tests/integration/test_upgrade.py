@@ -25,6 +25,8 @@ from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.run.upgrade import upgrade_store
 from mopd_dataplane.run.whole_copy import copy_whole
+from mopd_dataplane.store.location import StoreLocation
+from mopd_dataplane.store.maintain.upgrade import PROGRESS
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 
 DATA = Path(__file__).parents[1] / "data"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from advice import advises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,17 @@ def test_arrays_and_scalars() -> None:
 def test_other_objects_are_refused(value: Any) -> None:
     with pytest.raises(InputError, match=r"cannot be stored"):
         encode(value)
+
+
+def test_what_is_advised_in_place_of_other_objects_is_taken() -> None:
+    with advises(" cannot be stored; give tensors, arrays, numbers, "):
+        encode(object())
+    for value in (torch.ones(2), np.ones(2), 1, 0.5, "a", b"a", [1], (1, 2), {"a": 1}):
+        decode(encode(value))
+    with advises(" cannot be stored; give numbers, strings or lists"):
+        encode(np.array([object()]))
+    for array in (np.array([1]), np.array(["a"]), []):
+        decode(encode(array))
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_an_answer_in_an_unknown_encoding_is_named(client: HttpClient, web: Web)
 
 
 def test_the_url_of_a_server() -> None:
-    with advises("give the server's API root, like http://127.0.0.1:8000/v1"):
+    with advises(": give the server's API root, like http://127.0.0.1:8000/v1"):
         check_root("http://127.0.0.1:8000")
     assert check_root(ROOT) == ROOT
     with advises("is not a URL; give the server's API root"):
@@ -202,7 +202,7 @@ def test_files_by_name_and_url(tmp_path: Path) -> None:
         assert file_urls.read_file(there) == b"here"
     with advises("; give a path, or a URL that begins with hf://"):
         file_urls.read_file("nosuch://x/y")
-    with advises(" cannot be read: "):
+    with advises(" cannot be read as a file: "):
         file_urls.read_file("/proc/self/mem")
     assert file_urls.read_file(rows) == b"{}\n"
 
@@ -240,7 +240,7 @@ def test_targets(tmp_path: Path) -> None:
         files.publish_figure(Figure(), tmp_path / "curve.txt", dpi=10)
     files.publish_figure(Figure(), tmp_path / "curve.png", dpi=10)
     (tmp_path / "file").write_bytes(b"")
-    with advises(" cannot be written: "):
+    with advises(" cannot be written to ("):
         files.check_target(tmp_path / "file" / "below")
     with advises(" is not a regular file and is left alone; give another file"):
         files.check_target(tmp_path)

@@ -77,7 +77,13 @@ def test_rows_of_token_ids(bring: Bring) -> None:
     assert bring(large, vocabulary=Letters(size=6000)).samples == 1
     with advises(" ids; give the right one"):
         bring(IDS | {"sampling_mask_ids": [3, 5000], "sampling_mask_sizes": [1, 1]})
-    assert bring({"prompt_ids": [1, 5], "response_ids": [3, 4]} | {"sampling_mask_ids": [3, 4], "sampling_mask_sizes": [1, 1]}).samples == 1
+    assert (
+        bring(
+            {"prompt_ids": [1, 5], "response_ids": [3, 4]}
+            | {"sampling_mask_ids": [3, 4], "sampling_mask_sizes": [1, 1]}
+        ).samples
+        == 1
+    )
     with advises(": the row names no "):
         bring(IDS, domain="")
     assert bring({"prompt_ids": [1, 6], "response_ids": [3, 4]}, domain="words").samples == 1

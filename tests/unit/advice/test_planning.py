@@ -78,7 +78,7 @@ def test_columns_and_routes() -> None:
     with advises("; give one value per sample in each"):
         columns_of(3, loss_tokens=np.ones(2, np.int32))
     columns_of(3, loss_tokens=np.ones(3, np.int32))
-    values: dict[str, Any] = dict.fromkeys(SAMPLE_COLUMNS, [0, 0])
+    values: dict[str, Any] = {name: [0, 0] for name in SAMPLE_COLUMNS}
     values |= {"domain": ["sums"] * 2, "stage": ["s"] * 2, "group_id": ["a", "b"], "writer": ["w"] * 2}
     values |= {"writer_seq": [0, 1], "finish_reason": ["stop"] * 2, "uid": ["a", "b"]}
     rows = pa.table({name: values[name] for name in SAMPLE_COLUMNS})

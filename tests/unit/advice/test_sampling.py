@@ -33,6 +33,13 @@ from mopd_dataplane.testing.toy_engine import ToyEngine
 
 Change = Callable[[StepOutput], StepOutput]
 EOS = 2
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
 
 
 class Sick(ToyEngine):
@@ -163,7 +170,7 @@ def test_a_model_whose_code_fails_in_the_sampler(model: Path, monkeypatch: pytes
 
     with monkeypatch.context() as broken:
         broken.setattr(type(engine._decoders[0].model.model), "forward", fail)
-        with advises('sampler: '):
+        with advises(") cannot be decoded by the built-in "):
             decode(engine, make_requests(1, max_new_tokens=2))
     assert decode(HfEngine(model, slots=2), make_requests(1, max_new_tokens=2))
 
@@ -207,10 +214,9 @@ def test_streams_of_a_server_that_was_mended_go_on(
             _ = streams.ready
     for _ in range(5):
         stream = streams.begin_again(stream.name, again=0)
-    with advises("kept: look at the server, then run again to continue") as refused:
+    with advises(" times; every logged token is "):
         for _ in range(5):
             stream = streams.begin_again(stream.name, again=0)
-    assert " was cut " in str(refused.value)
     streams, stream = opened(20, 21, again=2)
     streams.arrive(stream.name, [20, 21, 30], [-1.0, -1.0, -1.0])
     output, _ = streams.step()
@@ -231,8 +237,7 @@ def test_logs_that_another_process_writes(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def holding(lock: Path) -> Iterator[None]:
     """Another process has the lock until the block ends."""
-    code = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.flock(f, 2); print('locked', flush=True); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     try:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,27 @@ import pytest
 import reasoning_gym
 import torch
 from advice import advises
+from model_server import ModelServer, serve_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from mopd_dataplane import Store
+from mopd_dataplane.bench.train_memory import check_whole_model
 from mopd_dataplane.job import sections
+from mopd_dataplane.job.load import check_job
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.models.vllm_adapters import check_for_scoring
 from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.policies import Policies
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.steps.server_identity import check_teacher_server
+from mopd_dataplane.run.work_folder import open_work
+from mopd_dataplane.score import scorer, vllm_logprobs
 from mopd_dataplane.score.discriminator import WEIGHTS, Discriminator, Pair
-from mopd_dataplane.score import vllm_logprobs
 from mopd_dataplane.score.reward import Unscorable, resolve_reward
-from mopd_dataplane.score.scorer import Scorable, score_samples
+from mopd_dataplane.score.scorer import Scorable, model_input, score_samples
+from mopd_dataplane.score.signal_kinds import signal_kind
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.timed_reward import TimedReward
 from mopd_dataplane.score.vllm_states import predicting
@@ -50,7 +62,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | {"adapter": root / "adapter"}
 
 
-def pool_of(folders: dict[str, Path], *names: str, settings: dict[str, Any] | None = None, **options: Any) -> TeacherPool:
+def pool_of(
+    folders: dict[str, Path], *names: str, settings: dict[str, Any] | None = None, **options: Any
+) -> TeacherPool:
     specs = {
         name: TeacherSpec(folders[name], sections.Teacher(**({"source": str(folders[name])} | (settings or {}))))
         for name in names
@@ -118,8 +132,9 @@ def test_a_text_past_the_context_of_a_teacher(folders: dict[str, Path]) -> None:
 def test_a_teacher_of_other_weights_gets_another_name(folders: dict[str, Path], tmp_path: Path) -> None:
     with closing(pool_of(folders, "one")) as pool:
         pool.register("one", tmp_path)
-    with closing(pool_of(folders | {"one": folders["two"]}, "one")) as pool, advises(
-        "signals of both cannot share a name: give the new teacher another name"
+    with (
+        closing(pool_of(folders | {"one": folders["two"]}, "one")) as pool,
+        advises("signals of both cannot share a name: give the new teacher another name"),
     ):
         pool.register("one", tmp_path)
     with closing(pool_of(folders, "two")) as pool:
@@ -130,8 +145,9 @@ def test_a_teacher_whose_weights_are_at_a_server(folders: dict[str, Path], tmp_p
     url = {"source": "", "url": "http://127.0.0.1:8000/v1"}
     specs = {"far": TeacherSpec(None, sections.Teacher(**url))}
     tokenizer = hf.load_tokenizer(folders["one"])
-    with closing(TeacherPool(specs, student_tokenizer=tokenizer)) as pool, advises(
-        '.source, or set score.engine = "vllm" and score.reads = "prompt_logprobs"'
+    with (
+        closing(TeacherPool(specs, student_tokenizer=tokenizer)) as pool,
+        advises('.source, or set score.engine = "vllm" and score.reads = "prompt_logprobs"'),
     ):
         pool.register("far", tmp_path)
     with closing(TeacherPool(specs, student_tokenizer=tokenizer, engine="vllm", reads="prompt_logprobs")) as pool:
@@ -202,3 +218,99 @@ def test_the_discriminator(folders: dict[str, Path], tmp_path: Path) -> None:
     again.update(pairs, epochs=1)
     again.save(tmp_path / "v2")
     assert (tmp_path / "v2" / WEIGHTS).is_file()
+
+
+class Text:
+    """Log-probs of a text, as a server gives them; no server is asked here."""
+
+    vocab_size = 98
+
+
+def test_what_log_probs_of_text_do_not_tell_is_read_from_states(folders: dict[str, Path]) -> None:
+    reads = sections.Score(engine="vllm", reads="prompt_logprobs", batch_tokens=64)
+    item = model_input(sample(), None)
+    warm = model_input(replace(sample(), temperature=0.7), None)
+    reader: Any = Text()
+    with advises("teacher's own top-k only; set score.reads = "):
+        list(scorer._said_of_text(reader, "one", [signal_kind("hidden", ())], [item], reads))
+    with advises("models would not agree; set score.reads = "):
+        list(scorer._said_of_text(reader, "one", [signal_kind("logprob", ())], [warm], reads))
+    with closing(pool_of(folders, "one")) as pool:
+        samples = [sample(), replace(sample(), uid="1" * 32, temperature=0.7)]
+        signals = list(score_samples(pool, "one", ("logprob", "hidden"), samples, sections.Score(batch_tokens=64)))
+    assert len(signals) == 4
+
+
+def test_what_is_read_of_teachers_in_vllm(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = {"engine": "vllm", "reads": "prompt_logprobs"}
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(TeacherPool, "reader", lambda pool, name: Text())  # vLLM's is not started for this
+        with advises(" runs in vLLM, and its transformers model is needed; set score.engine = 'hf'"):
+            pool_of(folders, "one", **text).model("one")
+    with closing(pool_of(folders, "one", engine="hf")) as pool:
+        assert pool.model("one") is not None
+    pool = pool_of(folders, "one", **text)
+    with serve_model(folders["one"]) as server:
+        with advises('; set score.reads = "states", or end = "own"'):
+            pool._vllm_reader(folders["one"], "float32", {}, server.url, (1, 2))
+        pool._vllm_reader(folders["one"], "float32", {}, server.url, ()).close()
+    assert score(pool_of(folders, "one", settings={"end": "map"}), "one", sample()) == 1
+
+
+def test_adapters_that_vllm_reads(folders: dict[str, Path], tmp_path: Path) -> None:
+    url = "http://127.0.0.1:8000/v1"
+    with advises(' is by default; set score.reads = "states", or take out url'):
+        check_for_scoring(folders["adapter"], url=url, reads="prompt_logprobs")
+    check_for_scoring(folders["adapter"], url=url, reads="states")
+    check_for_scoring(folders["adapter"], url="", reads="prompt_logprobs")
+    model = get_peft_model(hf.load_model(folders["one"]), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    model.peft_config["default"].base_model_name_or_path = str(folders["one"])
+    model.save_pretrained(tmp_path / "head")
+    with advises('set score.reads = "states", or give its merged form'):
+        pool_of(folders | {"head": tmp_path / "head"}, "head", engine="vllm", reads="prompt_logprobs")
+    pool_of(folders | {"head": tmp_path / "head"}, "head", engine="vllm", reads="states")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    hf.load_tokenizer(folders["one"]).save_pretrained(tmp_path / "merged")
+    pool_of(folders | {"head": tmp_path / "merged"}, "head", engine="vllm", reads="prompt_logprobs")
+
+
+def test_the_benchmark_of_memory_takes_whole_models(folders: dict[str, Path], tmp_path: Path) -> None:
+    with advises(" is an adapter; give the folder of a whole model: its base, or its merged form"):
+        check_whole_model(folders["adapter"])
+    check_whole_model(folders["one"])
+    merged = PeftModel.from_pretrained(hf.load_model(folders["one"]), folders["adapter"]).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    check_whole_model(tmp_path / "merged")
+
+
+def test_a_server_with_the_model_that_the_store_knows(folders: dict[str, Path], tmp_path: Path) -> None:
+    def run_of(name: str, url: str) -> Run:
+        job = check_job(
+            {
+                "name": "j", "store": str(tmp_path / "store"), "student": {"path": str(folders["one"])},
+                "domains": {"d": {"source": "x.jsonl"}},
+                "teachers": {name: {"source": str(folders["one"]), "url": url}},
+                "routing": {"d": name}, "objectives": {"o": {"policy_gradient": {}}},
+                "score": {"engine": "vllm", "reads": "prompt_logprobs"},
+                "stages": [{"name": "s", "objective": "o", "plan": {"batch_samples": 4}}],
+            },
+            where="job",
+        )  # fmt: skip
+        store = Store.create(tmp_path / "store")
+        return Run(job, store, Policies(job, open_work(store, "")), Progress(quiet=True))
+
+    def check(name: str, server: ModelServer) -> None:
+        run = run_of(name, server.url)
+        settings = {"url": server.url}
+        with closing(pool_of(folders | {name: folders["one"]}, name, settings=settings, engine="vllm",
+                             reads="prompt_logprobs")) as pool:  # fmt: skip
+            check_teacher_server(run, run.job.stages[0], pool, name)
+
+    with serve_model(folders["one"]) as server:
+        check("t", server)
+        server.exchange_weights(folders["two"])
+        with advises(" nat: serve that model again, or give the new "):
+            check("t", server)
+        check("new", server)
+        server.exchange_weights(folders["one"])
+        check("t", server)

@@ -115,9 +115,7 @@ def test_a_copy_that_another_process_took_over(tmp_path: Path, store: Store) -> 
     list(copy_whole(store, str(tmp_path / "elsewhere")))
 
 
-def test_a_store_that_changes_while_it_is_copied(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_changes_while_it_is_copied(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(100))
     with monkeypatch.context() as restless:
         restless.setattr(whole_copy, "_moving", lambda source: next(looks))

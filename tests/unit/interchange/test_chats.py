@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from advice import advises
 from chat_templates import chat_tokenizer
 
 from mopd_dataplane import Store, create_store
@@ -160,7 +161,7 @@ def test_an_answer_without_a_thought_begins_before_it_and_is_counted(tmp_path: P
 def test_a_rewritten_conversation_is_refused_or_cut_into_a_sample_for_each_answer(tmp_path: Path) -> None:
     sure = {"role": "user", "content": "Sure?"}
     rows = [{"step": 1, "prompt": [QUESTION], "completion": [THOUGHT, sure, THOUGHT], "right": 1.0}]
-    with pytest.raises(InputError, match=r"rows\.jsonl:1: .*message 1 in another way.*--rewritten split"):
+    with advises("; --rewritten split makes each answer a sample of its own, or give token ids"):
         bring(tmp_path, rows, source="trl")
     (tmp_path / "store").rename(tmp_path / "empty")
     _, report, texts = bring(tmp_path, rows, source="trl", rewritten="split")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from advice import advises
 from families import FAMILIES
 
-from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.sections import Student as StudentSettings
 from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
 from mopd_dataplane.models.hf import load_model
@@ -56,8 +56,10 @@ def test_the_trainer_refuses_a_sequence_whose_states_depend_on_its_neighbours(tm
     assert has_length_dependent_rope(model.config)
     student = Student(model)
     batch = _batch(129)
-    with pytest.raises(MismatchError, match="129 tokens is past the original context"):
+    with advises("frequencies are fixed (yarn)") as refused:
         student(batch, lambda states, head: states)
+    assert "129 tokens is past the original context" in str(refused.value)
+    assert "set plan.pack_tokens = 128 and plan.overlong = 'drop'" in str(refused.value)
     assert student(_batch(128), lambda states, head: states).shape == (1, 64)
 
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from advice import advises
 from decoding import TINY, TOLERANCE, Shelf, decode, make_requests
-from model_server import Handler, ModelServer, changes, cuts_before, fails, sends, serve_model
+from model_server import Handler, Misbehave, ModelServer, changes, cuts_before, fails, sends, serve_model
 
 from mopd_dataplane.base import http_client
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import HasIdentity
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
@@ -86,8 +89,11 @@ def test_a_stock_server_of_another_folder_is_refused(server: ModelServer, tiny_m
     server.folder = Path("/models/another")
     with pytest.raises(MismatchError, match=r"serves '/models/another' \(weight version unknown\)"):
         ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
-    with pytest.raises(MismatchError, match="has no development endpoints"):
+    with advises("VLLM_SERVER_DEV_MODE=1, on an address that only this run can reach"):
         ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded", reload=True)
+    server.weight_version = "another"  # as a server of that mode has one
+    ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded", reload=True).close()
+    assert server.weight_version == weights_digest(tiny_model)
 
 
 @pytest.mark.parametrize("how", [sends(b"busy", status=429), sends(b"", status=500), cuts_before])
@@ -136,11 +142,51 @@ def test_a_stream_that_is_cut_goes_on_behind_the_tokens_that_came(
 
 
 def test_a_stream_that_is_always_cut_ends_the_run_with_its_tokens_kept(
-    engine: ServerEngine, server: ModelServer
+    engine: ServerEngine, server: ModelServer, tiny_model: Path
 ) -> None:
+    requests = make_requests(1, max_new_tokens=20)
     server.misbehave = cuts_stream(1)
-    with pytest.raises(EngineError, match=r"sample \d+ was cut 6 times; every logged token is kept"):
-        decode(engine, make_requests(1, max_new_tokens=20))
+    with advises(" times; every logged token is kept") as refused:
+        decode(engine, requests)
+    assert "was cut 6 times" in str(refused.value)
+    server.misbehave = None
+    again = ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
+    assert decode(again, requests)
+    again.close()
+
+
+def test_a_server_that_was_looked_after_goes_on(
+    server: ModelServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(1, max_new_tokens=4)
+
+    def answers() -> Any:
+        engine = ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded")
+        try:
+            return decode(engine, requests)
+        finally:
+            server.misbehave = None
+            engine.close()
+
+    def from_the_stream_on(how: Misbehave) -> Misbehave:
+        return lambda connection, reply: isinstance(reply, list) and how(connection, reply)
+
+    whole = answers()
+    server.misbehave = from_the_stream_on(sends(b"no such thing", status=404))
+    with advises(" broke off a completion ("):
+        answers()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(call_timeout, "DEADLINE_S", 0.3)
+        server.misbehave = silent_stream
+        with advises(" has said nothing for "):
+            answers()
+    assert answers() == whole
+
+
+def test_a_server_without_this_packages_sampler_draws_with_its_own(server: ModelServer, tiny_model: Path) -> None:
+    with advises(' and this package installed, or set engine.noise = "seeded"'):
+        ServerEngine(tiny_model, url=server.url, slots=2, noise="keyed")
+    ServerEngine(tiny_model, url=server.url, slots=2, noise="seeded").close()
 
 
 def test_a_new_token_that_is_impossible_is_refused(engine: ServerEngine, server: ModelServer) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from advice import advises
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.sealed_json import seal
-from mopd_dataplane.errors import DamagedError, MismatchError
+from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.run.work_folder import open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.remote.artifacts import ArtifactStore
@@ -105,8 +107,12 @@ def test_a_work_folder_of_another_store_is_refused(s3: str, tmp_path: Path) -> N
     first = Store.create(f"{s3}/one")
     assert open_work(first, str(tmp_path / "work")).root == tmp_path / "work"
     open_work(first, str(tmp_path / "work"))
-    with pytest.raises(MismatchError, match="belongs to store"):
-        open_work(Store.create(f"{s3}/two"), str(tmp_path / "work"))
+    second = Store.create(f"{s3}/two")
+    with advises("; delete the folder, or name another one: --set work="):
+        open_work(second, str(tmp_path / "work"))
+    assert open_work(second, str(tmp_path / "other")).root == tmp_path / "other"
+    shutil.rmtree(tmp_path / "work")
+    assert open_work(second, str(tmp_path / "work")).root == tmp_path / "work"
 
 
 def test_a_local_folder_that_another_node_published_otherwise_is_replaced(s3: str, tmp_path: Path) -> None:

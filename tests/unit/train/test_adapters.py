@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from advice import advises
 from families import FAMILIES
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
@@ -156,8 +157,12 @@ def test_a_stage_continues_the_adapter_it_starts_from(policy: Path, windows: Cal
     assert losses(spec)[0] < losses(first)[0]
     assert json.loads((version(spec, 2) / BASE).read_text())["digest"] == hf.weights_digest(policy)
     torch.testing.assert_close(logits(hf.load_model(version(first, 2))), logits(hf.load_model(Path(spec.start))))
-    with pytest.raises(MismatchError, match=r"adapter of rank 4, train\.lora\.r = 8"):
+    with advises(", or have the stage that it comes from merge its adapter") as refused:
         train(make_spec(version(first, 2), tmp_path / "other", lora=Lora(r=8)), windows())
+    assert "adapter of rank 4, train.lora.r = 8; set it to 4" in str(refused.value)
+    assert train(make_spec(version(first, 2), tmp_path / "same", lora=Lora(r=4)), windows())
+    hf.save_policy(hf.load_merged(version(first, 2)), version(first, 2), tmp_path / "merged")
+    assert train(make_spec(tmp_path / "merged", tmp_path / "new", lora=Lora(r=8)), windows())
 
 
 def test_weights_are_trained_from_the_merged_form_of_an_adapter(

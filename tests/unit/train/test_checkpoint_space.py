@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from advice import advises
 
-from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, latest_checkpoint
 from mopd_dataplane.train.newest import name_best, window_ends
 from mopd_dataplane.train.ranks import Ranks
@@ -32,7 +32,7 @@ def test_a_full_disk_is_named_and_costs_only_the_new_checkpoint(
 
     with monkeypatch.context() as patched:
         patched.setattr("mopd_dataplane.train.checkpoint.save_file", full)
-        with pytest.raises(ResourceError, match=r"no space for a checkpoint in .*: free some, run again"):
+        with advises(": free some, run again"):
             checkpoints.save(Position(step=2), identity, model, optimizer)
     assert latest_checkpoint(tmp_path) == (Position(step=1), identity)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001"], "the room is back"
