@@ -14,7 +14,7 @@ from mopd_dataplane.base.extras import require
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, suffix_of
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, PromptError, ResourceError, UnknownNameError, nearest, require_known
-from mopd_dataplane.interchange.row_files import rows_in
+from mopd_dataplane.interchange.row_files import check_text, rows_in
 from mopd_dataplane.interchange.rows import conversation_text, read_messages
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.models.chat_template import Messages, answer_tokens, render_messages
@@ -302,6 +302,8 @@ def _from_rows(path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterato
             messages = [*messages[:-1], {**messages[-1], "content": filled}]
             filled = conversation_text(messages)
         context = str(row.get("teacher_context", ""))
+        for name, value in (("text", filled), ("answer", str(row.get("answer", ""))), ("teacher_context", context)):
+            check_text(value, name, location)
         yield {
             "text": filled,
             "answer": str(row.get("answer", "")),

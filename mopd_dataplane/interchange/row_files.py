@@ -13,6 +13,8 @@ from mopd_dataplane.errors import InputError
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _LINE_BYTES = 256 << 20
 """Longest line of a JSONL file, in bytes: about twenty million tokens."""
+LONGEST = 1 << 24
+"""Most characters of a text, and most token ids of a row: tokenising takes about a hundred times the text's memory."""
 _ROWS = 64
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -93,13 +95,18 @@ def text(fields: Fields, name: str, location: str, *, default: str | None = None
         return default
     if not isinstance(value, str):
         raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected text")
-    check_unicode(value, name, location)
+    check_text(value, name, location)
     return value
 
 
-def check_unicode(value: str, name: str, location: str) -> None:
-    """Check that a text has no half of a surrogate pair, which JSON can write and our files cannot. Raises
-    InputError."""
+def check_text(value: str, name: str, location: str) -> None:
+    """Check that a text is not too long to tokenise, and has no half of a surrogate pair, which JSON can write and our
+    files cannot. Raises InputError."""
+    if len(value) > LONGEST:
+        raise InputError(
+            f"{location}: field {name!r} has {len(value):,} characters; at most {LONGEST:,} are taken: leave the row "
+            "out, or cut it"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -150,6 +157,11 @@ def integers(value: Any, name: str, location: str) -> list[int]:
     """Return a list of non-negative integers that fit 32 bits."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InputError(f"{location}: field {name!r} is {_shown(value)}, expected a list of token ids")
+    if len(value) > LONGEST:
+        raise InputError(
+            f"{location}: field {name!r} has {len(value):,} values; at most {LONGEST:,} are taken: leave the row out, "
+            "or cut it"
+        )
     for position, item in enumerate(value):
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 1 << 31:
             raise InputError(

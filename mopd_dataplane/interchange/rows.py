@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.row_files import Fields, check_unicode, integer, number, objects, part, text
+from mopd_dataplane.interchange.row_files import Fields, check_text, integer, number, objects, part, text
 from mopd_dataplane.models.chat_template import NO_OPTIONS, THOUGHT_FIELDS, ChatOptions, Messages
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _content(value: Any, name: str, location: str) -> str:
         text_of_piece = piece.get("text") if isinstance(piece, dict) and piece.get("type", "text") == "text" else piece
         if not isinstance(text_of_piece, str):
             raise InputError(f"{location}: {name} holds {piece!r:.60}; only text is imported")
-        check_unicode(text_of_piece, name, location)
+        check_text(text_of_piece, name, location)
         texts.append(text_of_piece)
     return "".join(texts)
 

@@ -15,6 +15,7 @@ import pytest
 
 from mopd_dataplane import Store, create_store, open_store
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.interchange import row_files
 from mopd_dataplane.interchange.exporter import KINDS, export_samples
 from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
 from mopd_dataplane.models.chat_template import AnswerTokens, ChatOptions
@@ -343,3 +344,16 @@ def test_a_uid_with_other_tokens_is_named_and_nothing_is_written(
         bring("plain", [other] if stored else [row, other], name="2.jsonl")
     assert store.samples().to_pylist() == before
     assert store.table("prompts").num_rows == len(before)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a" * 33, "response": "b"}, {"prompt_ids": [1], "response_ids": [2] * 33}])
+def test_a_row_that_no_model_reads_is_refused_before_it_is_tokenised(
+    store: Store, bring: Callable[..., ImportReport], row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of 200 MB took all memory of a machine of 24 GB."""
+    monkeypatch.setattr(row_files, "LONGEST", 32)
+    with pytest.raises(InputError, match=r"1\.jsonl:2: field '\w+' has 33 \w+; at most 32 are taken"):
+        bring("plain", [GOOD, row])
+    assert store.samples(["uid"]).num_rows == 0
+    monkeypatch.setattr(row_files, "LONGEST", 33)
+    assert bring("plain", [GOOD, row]).samples == 2

@@ -11,6 +11,7 @@ import pytest
 from chat_templates import CHAT_FAMILIES, chat_tokenizer
 
 from mopd_dataplane.errors import PromptError
+from mopd_dataplane.interchange import row_files
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.prompts import load_prompts, render
 
@@ -145,3 +146,11 @@ def test_a_template_that_cannot_be_filled_or_is_a_bomb_is_refused(tmp_path: Path
         load_prompts("sums", Domain(source=str(file), template=template, train=1, eval=0))
     fitting = Domain(source=str(file), template="{text:>9}", train=1, eval=0)
     assert [prompt.text for prompt in load_prompts("sums", fitting)] == ["     2+2?"]
+
+
+def test_a_prompt_that_no_model_reads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "LONGEST", 32)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "a" * 33}) + "\n")
+    with pytest.raises(PromptError, match=r"domain 'd': .*: row 2: field 'text' has 33 characters; at most 32"):
+        load_prompts("d", Domain(source=str(rows), train=2))
