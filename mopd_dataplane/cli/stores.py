@@ -84,7 +84,7 @@ def verify(
 def compact(
     store: StoreUri,
     now: Annotated[
-        bool, Option("--now", help="Drop old versions now, not after a day, except those that a process has open.")
+        bool, Option("--now", help="Drop recent versions too, except those that a process has open.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -431,8 +431,8 @@ class Store:
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; does nothing when the tag exists.
 
-        Raises DamagedError when clean-up has dropped one of its versions, which it may after a day; MismatchError when
-        some of its samples were deleted.
+        Raises DamagedError when clean-up has dropped one of its versions, which it may once SNAPSHOTS_HELD others were
+        taken; MismatchError when some of its samples were deleted.
         """
         snapshots.pin(self.location, self._all_tables(), tag, snapshot, watch=partial(watch, self, is_taken=True))
 

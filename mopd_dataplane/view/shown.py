@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import MopdError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, MopdError, ResourceError, UnknownNameError
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.store.location import MARK
 from mopd_dataplane.store.read import snapshot as snapshots
@@ -71,6 +71,8 @@ class Shown:
         self.store = store
         self.follow = follow and snapshot is None
         self._pinned = snapshot
+        self._handles: list[object] = []
+        """What keeps the versions of `snapshot` from clean-up."""
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._index: Index | None = None
@@ -143,8 +145,16 @@ class Shown:
             self.index().fill(self.queries.aside)
 
     def at(self, snapshot: Snapshot) -> Shown:
-        """This store as it was, with the labels of today."""
+        """This store as it was, with the labels of today; clean-up leaves its versions alone as long as this object
+        lives. Raises UnknownNameError when clean-up was first."""
         shown = Shown(self.store, tokenizer=self._tokenizer, snapshot=snapshot)
+        try:
+            shown._handles = [self.store.dataset(name, snapshot) for name in snapshot.versions]
+        except DamagedError:
+            raise UnknownNameError(
+                f"{self.store.uri} was written to for too long since that moment, which was not pinned; choose a "
+                "snapshot, or look at the newest"
+            ) from None
         shown.labelled = self.labelled
         return shown
 

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from advice import advises
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import InputError, ResourceError
@@ -189,6 +188,8 @@ def test_a_workers_error_ends_the_run_as_itself(cluster: Any, make_run: Callable
 def test_a_task_that_kills_every_worker_is_given_up(
     cluster: Any, make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from advice import advises  # workers import this file, and not what stands beside it
+
     monkeypatch.setattr(pool, "DEATHS", 2)
     said: list[str] = []
     with (

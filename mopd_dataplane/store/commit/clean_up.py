@@ -1,9 +1,9 @@
 """Clean-up of old versions of a table, and of files that interrupted commits left.
 
-Ages are measured by the wall clock, which may leap, or differ between two nodes. So an age only selects among versions
-that nothing needs: older than the newest acknowledged one, with no tag, and, in a folder, open in no process. In a
-folder nothing is deleted while a commit is in flight (in_flight.py). On an object store, which has no locks, a node
-deletes nothing if its clock differs from the server's.
+What goes is older than the newest acknowledged version, has no tag, and, in a folder, is open in no process. There
+nothing is deleted while a commit is in flight (in_flight.py), and the newest RECENT versions stay for readers on other
+machines, whose locks are not seen. An object store has no locks: versions of the last day stay, by the server's clock,
+and a node whose clock differs deletes nothing.
 """
 
 import gc
@@ -25,7 +25,11 @@ from mopd_dataplane.store.read.open_versions import free_versions
 from mopd_dataplane.store.read.tags import drop_versions, remove_torn_tags, tagged
 
 KEEP = timedelta(days=1)
-"""Untagged versions younger than this are left alone: a reader on another machine may use them."""
+"""Age up to which untagged versions on an object store are left alone."""
+RECENT = 8
+"""Number of newest versions in a folder that are left alone."""
+EVERY = 16
+"""Number of versions beyond them with which a commit cleans up, so that the cost is spread."""
 STAGED_S = 600.0
 """How long a file that Lance began to write must be untouched before it is taken for that of a killed process."""
 COMMITS_S = 10.0
@@ -52,31 +56,32 @@ def clean_up(
     dataset: lance.LanceDataset,
     acknowledged: int,
     *,
-    older_than: timedelta | None = KEEP,
+    now: bool = False,
     needed: Collection[int] = (),
     readers_keep: bool = True,
     wait: bool = False,
 ) -> CleanedUp:
     """Drop the versions before the acknowledged one that are old enough and that nothing needs.
 
-    older_than: None drops versions of every age. needed: versions that stay besides those that are tagged.
-    readers_keep: versions that a process of this machine has open stay too. wait: wait for commits in flight.
+    now: however new they are. needed: versions that stay besides those that are tagged. readers_keep: versions that a
+    process of this machine has open stay too. wait: wait for commits in flight.
     """
     if location.root is None:
         offset = location.clock_offset()
         if abs(offset) > CLOCK_TOLERANCE:
             return CleanedUp(hindrance=f"the clock of this machine is {abs(offset)} off that of the object store")
-        old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
+        old = _old_versions(location, table, dataset, acknowledged, needed, now=now)
         return CleanedUp(len(old), drop_versions(dataset, old))
     with no_commit_in_flight(location, table, COMMITS_S if wait else 0.0) as committers:
         if committers:
             return CleanedUp(hindrance=f"a commit is in flight: {', '.join(committers)}")
         _sweep_staged(location.root / table)
         remove_torn_tags(dataset, lambda tag: location.has(f"snapshots/{tag}.json"))
-        old = _old_versions(location, table, dataset, acknowledged, older_than, needed)
+        old = _old_versions(location, table, dataset, acknowledged, needed, now=now)
         if not readers_keep:
             return CleanedUp(len(old), drop_versions(dataset, old))
-        gc.collect()  # frees unreferenced handles, and so the versions that they hold
+        if now:
+            gc.collect()  # frees unreferenced handles, and so the versions that they hold
         with free_versions(location.root / table, old) as (free, readers):
             freed = drop_versions(dataset, free)
     return CleanedUp(len(free), freed, {version: ", ".join(names) for version, names in readers.items()})
@@ -101,13 +106,14 @@ def _old_versions(
     table: str,
     dataset: lance.LanceDataset,
     acknowledged: int,
-    older_than: timedelta | None,
     needed: Collection[int],
+    *,
+    now: bool,
 ) -> list[int]:
-    if older_than is None and location.root is not None:
-        versions = names_of_versions(location.root / table)
+    if location.root is not None:
+        versions = names_of_versions(location.root / table)[0 if now else RECENT :]
     else:
-        until = datetime.max if older_than is None else datetime.now() - older_than
+        until = datetime.max if now else datetime.now() - KEEP
         entries: list[dict[str, Any]] = dataset.versions()  # type: ignore[assignment]
         versions = [entry["version"] for entry in entries if entry["timestamp"] < until]
     stays = {*tagged(dataset).values(), *needed}

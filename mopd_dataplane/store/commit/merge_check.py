@@ -1,7 +1,7 @@
 """Compares the rows that a merge has copied, or a deletion has kept, before they are committed.
 
-The files that a merge replaces are dropped a day later, and then only the copy is left. So each copied row of payload
-is compared with the original, and each row of metadata with the checksum with which it was committed. A damaged
+The files that a merge replaces are dropped a few commits later, and then only the copy is left. So each copied row of
+payload is compared with the original, and each row of metadata with the checksum with which it was committed. A damaged
 metadata file stays unmerged, and is named, until it is restored.
 """
 

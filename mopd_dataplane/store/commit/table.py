@@ -25,14 +25,21 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.store.commit.acknowledged import Acknowledged
-from mopd_dataplane.store.commit.clean_up import clean_up
+from mopd_dataplane.store.commit.clean_up import EVERY, RECENT, clean_up
 from mopd_dataplane.store.commit.durability import Barrier, LostFileError
 from mopd_dataplane.store.commit.fragments import is_crowded, merge_small
 from mopd_dataplane.store.commit.in_flight import writing_files
 from mopd_dataplane.store.commit.keys import KeyDirectory
 from mopd_dataplane.store.format.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
 from mopd_dataplane.store.format.lance_errors import environment_failure, is_overtaken, is_panic, writing
-from mopd_dataplane.store.format.manifests import crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
+from mopd_dataplane.store.format.manifests import (
+    crc_of_manifest,
+    manifest,
+    names_of_versions,
+    newest_version,
+    set_aside,
+    torn_manifests,
+)
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.store.format.row_ids import ids_of_files
 from mopd_dataplane.store.location import StoreLocation
@@ -43,7 +50,7 @@ from mopd_dataplane.store.remote.network import answering
 ATTEMPTS = 64
 BACKOFF_S = 0.005
 CLEAN_UP_S = 3600.0
-"""Interval in seconds at which a committing process drops old versions, which stay for a day."""
+"""Interval in seconds at which a committing process drops old versions on an object store."""
 FIRST_COMMIT = 2
 """Version of the first rows of a dataset; 1 is the empty one."""
 
@@ -74,6 +81,8 @@ class Table:
             self.barrier = Barrier(self._folder, location.root)
         self._acknowledged = Acknowledged(location, name)
         self._clean_up_at = 0.0
+        self._most_versions = RECENT + EVERY
+        """Number of versions in the folder that begins the next clean-up."""
         self._newest = 0
         """Newest version that this process has seen, in a folder."""
         self._torn: dict[int, Path] = {}
@@ -359,21 +368,29 @@ class Table:
         return fragments
 
     def tidied(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
-        """The version with its small files merged when there are too many, else the same."""
-        if blob_columns(self.spec) or not (limit := is_crowded(dataset)):
-            return dataset
+        """The version with its small files merged when there are too many, else the same; old versions are dropped."""
+        limit = 0 if blob_columns(self.spec) else is_crowded(dataset)
         try:
-            with writing_files(self._location, self.name):
-                merge_small(dataset, limit, self.barrier)
-            if time.monotonic() >= self._clean_up_at:  # Lance reads every manifest to find the old ones
-                clean_up(self._location, self.name, dataset, self.acknowledged())
-                self._clean_up_at = time.monotonic() + CLEAN_UP_S
+            if limit:
+                with writing_files(self._location, self.name):
+                    merge_small(dataset, limit, self.barrier)
+            self._drop_old_versions(dataset, is_merged=bool(limit))
         except DamagedError as error:  # the commit stands; damaged files stay unmerged
             warnings.warn(str(error), stacklevel=2)
         except OSError as error:
             if not is_overtaken(error):
                 raise
-        return self.open()
+        return self.open() if limit else dataset
+
+    def _drop_old_versions(self, dataset: lance.LanceDataset, *, is_merged: bool) -> None:
+        """Drop old versions now and then: Lance reads every manifest for it."""
+        if self._folder is None:
+            if is_merged and time.monotonic() >= self._clean_up_at:
+                clean_up(self._location, self.name, dataset, self.acknowledged())
+                self._clean_up_at = time.monotonic() + CLEAN_UP_S
+        elif len(names_of_versions(self._folder)) >= self._most_versions:
+            clean_up(self._location, self.name, dataset, self.acknowledged())
+            self._most_versions = len(names_of_versions(self._folder)) + EVERY
 
     def _swap(self, dataset: lance.LanceDataset, fresh: list[FragmentMetadata]) -> lance.LanceDataset | None:
         """Commit `fresh` on exactly this version. Returns None when another commit came first or the reply was lost."""

@@ -7,7 +7,7 @@ from typing import Any
 import lance
 
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.commit.clean_up import KEEP, CleanedUp, clean_up
+from mopd_dataplane.store.commit.clean_up import CleanedUp, clean_up
 from mopd_dataplane.store.commit.fragments import merge_small
 from mopd_dataplane.store.commit.in_flight import writing_files
 from mopd_dataplane.store.commit.table import ATTEMPTS, Table
@@ -25,7 +25,7 @@ LARGE_FILE = 1 << 30
 def describe(location: StoreLocation, tables: Mapping[str, Table]) -> dict[str, Any]:
     """Return counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
 
-    freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it a day later.
+    freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it later.
     """
     report = {}
     for name, table in tables.items():
@@ -54,7 +54,7 @@ def _data_sizes(sizes: Mapping[str, int]) -> Counter[str]:
 
 
 def compact(location: StoreLocation, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
-    """Merge small files, and drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
+    """Merge small files, and drop old versions that no snapshot pins; see clean_up. Rows keep their ids.
 
     now: drop every version that no snapshot pins and no process of this machine has open, however young (in a folder;
     the readers of an object store cannot be known). Files of hidden states are not merged: that would rewrite every
@@ -75,7 +75,7 @@ def _tidy(location: StoreLocation, table: Table, now: bool) -> Iterator[tuple[st
             table.name,
             dataset,
             table.acknowledged(),
-            older_than=None if now and location.root is not None else KEEP,
+            now=now and location.root is not None,
             wait=True,
         )
         yield "versions_dropped", done.versions
@@ -111,7 +111,7 @@ def _reasons(
     if done.hindrance:
         left = f"not cleaned up, because {done.hindrance}; run the command again later"
     elif not now:
-        left = "of versions of the last day, or left by interrupted commits; `--now` drops what nobody reads"
+        left = "of recent versions, or left by interrupted commits; `--now` drops what nobody reads"
     elif location.root is None:
         left = "of versions of the last day: on an object store nobody can tell who reads them"
     yield {"why": left, "bytes": sum(held_bytes[file] for file in rest)}

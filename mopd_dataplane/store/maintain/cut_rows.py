@@ -93,7 +93,7 @@ def cut_rows(store: Store, point: Point) -> dict[str, int]:
             removed[name] = count
     for name in removed:
         table = store.table_handle(name)
-        clean_up(store.location, name, table.open(), table.acknowledged(), older_than=None)
+        clean_up(store.location, name, table.open(), table.acknowledged(), now=True)
     return removed
 
 

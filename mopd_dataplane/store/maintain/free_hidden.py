@@ -79,7 +79,7 @@ def free_files(
             table.name,
             table.open(),
             table.acknowledged(),
-            older_than=None,
+            now=True,
             needed=needed,
             readers_keep=False,
             wait=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -32,8 +32,6 @@ VALUE = ("kind", "value", "dtype", "shape", "crc", "log", "seq")
 """Columns of a value and its write."""
 FOLDED: Key = (-1, "")
 """Key of the row that names the last batch of each log in the dataset; frameworks number samples from 0 on."""
-KEEP = timedelta(minutes=10)
-"""Versions younger than this keep their files: a reader may be at work on them."""
 MOVE_BELOW = 0.25
 """Share of a file's rows below which its values are written anew, so that the file can go."""
 PINS = 4
@@ -156,7 +154,7 @@ class QueueTable:
 
     def sweep(self) -> int:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
-        process writes at that moment. Their bytes leave the disk KEEP later."""
+        process writes at that moment. Their bytes leave the disk with the versions that hold them; see clean_up."""
         with self.location.committing(self.table.name):
             dataset = self.table.open_to_write()
             moving, unneeded = _needs(dataset)
@@ -173,7 +171,7 @@ class QueueTable:
                 with writing(self.uri):
                     if not self.table.commit_at(dataset, operation):
                         return 0
-            clean_up(self.location, self.table.name, self.table.open(), self.table.acknowledged(), older_than=KEEP)
+            clean_up(self.location, self.table.name, self.table.open(), self.table.acknowledged())
             return len(unneeded)
 
 

@@ -108,7 +108,7 @@ def test_clean_up_keeps_the_acknowledged_version_and_what_is_newer(store: Store)
     for _ in range(2):
         assert table.append_on(table.open(), none) is not None
     assert table.acknowledged() == acknowledged
-    clean_up(store.location, table.name, table.open(), acknowledged, older_than=None)
+    clean_up(store.location, table.name, table.open(), acknowledged, now=True)
     assert names_of_versions(root_of(store)) == [acknowledged + 2, acknowledged + 1, acknowledged]
 
 

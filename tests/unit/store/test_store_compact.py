@@ -19,7 +19,7 @@ import store_builders as build
 
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.commit import fragments, merge_check
-from mopd_dataplane.store.commit.clean_up import STAGED_S
+from mopd_dataplane.store.commit.clean_up import EVERY, RECENT, STAGED_S
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain import compaction
 from mopd_dataplane.store.read.open_versions import free_versions
@@ -127,7 +127,7 @@ def whys(report: dict[str, Any], table: str) -> list[str]:
 
 
 def test_now_leaves_one_version_of_few_files(store: Store) -> None:
-    commit(store, 0, 30)
+    commit(store, 0, 5)
     report = store.compact()
     assert report["tokens"]["bytes_freed"] == 0
     assert "`--now` drops what nobody reads" in whys(report, "tokens")[0]
@@ -139,9 +139,28 @@ def test_now_leaves_one_version_of_few_files(store: Store) -> None:
     for table in ("tokens", "samples"):
         assert data_files(store, table) == 1
         assert len(list(Path(store.uri, table, "_versions").glob("*.manifest"))) == 1
-    assert store.read_tokens(np.arange(30), verify=True).num_rows == 30
-    commit(store, 30, 32)
-    assert Store.open(store.uri).read_tokens(np.arange(32), verify=True).num_rows == 32
+    assert store.read_tokens(np.arange(5), verify=True).num_rows == 5
+    commit(store, 5, 7)
+    assert Store.open(store.uri).read_tokens(np.arange(7), verify=True).num_rows == 7
+
+
+def test_a_long_run_keeps_as_many_files_as_it_began_with(store: Store) -> None:
+    """Of the versions that nobody needs, commits leave the newest; what a process or a snapshot needs stays."""
+    commit(store, 0, 1)
+    pinned = store.snapshot("pinned")
+    reader = Store.open(store.uri).dataset("samples")
+    counts = []
+    for number in range(1, 5):
+        commit(store, 40 * (number - 1) + 1, 40 * number + 1)
+        counts.append(sum(1 for path in Path(store.uri).rglob("*") if path.is_file()))
+        for table in ("tokens", "samples"):
+            versions = len(list(Path(store.uri, table, "_versions").glob("*.manifest")))
+            assert RECENT <= versions <= RECENT + 2 * EVERY + 2
+    assert max(counts) < 1.3 * counts[0]
+    assert reader.count_rows() == 1
+    assert store.samples(["uid"], snapshot=pinned).num_rows == 1
+    assert store.samples(["uid"]).num_rows == 161
+    assert store.verify().ok
 
 
 def test_what_a_process_reads_stays_and_it_is_named(store: Store) -> None:
