@@ -51,6 +51,10 @@ def import_(
             "refuse, or split into a sample for each answer.",
         ),
     ] = "refuse",
+    follow: Annotated[
+        bool,
+        Option("--follow", help="Go on as files grow and come, until Ctrl-C; a row that is not whole yet is left."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Import rollouts of another framework as samples, with their prompts and rewards.
@@ -59,7 +63,11 @@ def import_(
     an answer, messages are written by the chat template; such samples have no log-probs. Log-probs of a reference model
     become a teacher's signals. All rows are checked before anything is written. Importing the same rows again adds
     nothing.
+
+    With --follow a training run of another framework is imported while it writes, and `mopd view --follow` shows it.
     """
+    from mopd_dataplane.base.stop_request import StopRequest
+    from mopd_dataplane.interchange.follow import follow_rollouts
     from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
     from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
     from mopd_dataplane.models import hf
@@ -69,10 +77,15 @@ def import_(
     settings = ImportSettings(
         format=source, stage=stage, domain=domain, policy=policy, teacher=teacher, rewritten=rewritten
     )
-    with Progress(stderr()).step(stage or "import", source, total=None, unit="samples") as (advance, _):
+    shown = Progress(stderr())
+    with shown.step(stage or "import", source, total=None, unit="samples") as (advance, _):
         read = hf.load_tokenizer(model_folder(tokenizer, weights=False))
         vocabulary = TokenizerVocabulary(read, hf.tokenizer_digest(read), template=template)
-        report = import_rollouts(store, path, settings, vocabulary, progress=advance)
+        if follow:
+            with StopRequest() as stop:
+                report = follow_rollouts(store, path, settings, vocabulary, stop=stop, progress=advance, say=shown.say)
+        else:
+            report = import_rollouts(store, path, settings, vocabulary, progress=advance)
     print_json(report) if as_json else print_facts(plain(report))
 
 

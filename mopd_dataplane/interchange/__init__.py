@@ -8,6 +8,8 @@ trajectories.py    older trajectories of prime-rl, and the files of tinker-cookb
 chats.py           chat completions, supervised fine-tuning, preferences
 vocabulary.py      encodes text and messages as the model to train reads them
 importer.py        Row -> samples, prompts, rewards and signals; all rows are checked before anything is written
+followed_files.py  files that another program still writes: each complete row once
+follow.py          imports the rows of followed files as they come
 teachers_in.py     the teachers of imported signals, and their LM heads
 signal_entries.py  signals as entries of an exported row, and back
 exporter.py        samples of a store -> a Parquet, JSONL or Arrow file, or a folder of Hugging Face datasets

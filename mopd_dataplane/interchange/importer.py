@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS, STATED
-from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
+from mopd_dataplane.interchange.row_files import SUFFIXES, Fields, read_rows
 from mopd_dataplane.interchange.rows import Row, conversation_text
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.interchange.teachers_in import Teachers
@@ -109,33 +109,44 @@ def import_rollouts(
     type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content, or a
     teacher name with which the store has scored.
     """
-    reader = find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_at(path, SUFFIXES)
     target = Store.find(store) if isinstance(store, str) else store
     teachers = Teachers(target, [str(path), *files], (vocabulary.digest, vocabulary.size))
-    prompts = _check(target, path, _samples(reader, files, settings, vocabulary), teachers)
+    prompts = known_prompts(target)
+    if not check_rows(target, prompts, _samples(files, settings, vocabulary), teachers):
+        raise InputError(f"{path}: no rows")
     tokenizer = vocabulary.file()
     if isinstance(store, str):
         store = Store.create(store)
     keep_tokenizer(store, vocabulary.digest, tokenizer)
     teachers.bring(store)
     report, places, divided = ImportReport(), set[str](), set[str]()
-    for batch in _batches(_samples(reader, files, settings, vocabulary)):
+    for batch in batches(_samples(files, settings, vocabulary)):
         places |= {row.location for row, _, _ in batch}
         divided |= {row.location for row, _, _ in batch if row.is_part}
         report.ignored = sorted({*report.ignored, *(name for row, _, _ in batch for name in row.ignored)})
-        _write(store, batch, prompts, report)
+        write_rows(store, batch, prompts, report)
         progress(report.samples)
     report.rows, report.split = len(places), len(divided)
-    detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
-    text = "\0".join([settings.format, settings.stage, *(Path(file).name for file in files)])
-    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # the same when the import is repeated
-    store.add_event(f"import/{name}", settings.stage, "import", -1, float(report.samples), detail)
+    record_import(store, settings, files, report)
     return report
 
 
-def _batches(converted: Iterator[tuple[Row, Prompt, Sample]]) -> Iterator[list[tuple[Row, Prompt, Sample]]]:
-    batch: list[tuple[Row, Prompt, Sample]] = []
+def record_import(store: Store, settings: ImportSettings, files: Sequence[str], report: ImportReport) -> None:
+    """Record an event about an import, under a name that is the same when the import is repeated."""
+    detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
+    text = "\0".join([settings.format, settings.stage, *(Path(file).name for file in files)])
+    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    store.add_event(f"import/{name}", settings.stage, "import", -1, float(report.samples), detail)
+
+
+Converted = tuple[Row, Prompt, Sample]
+"""A row with its prompt and its sample."""
+
+
+def batches(converted: Iterator[Converted]) -> Iterator[list[Converted]]:
+    """Yield the rows in batches that are committed at once."""
+    batch: list[Converted] = []
     heavy = 0
     for entry in converted:
         batch.append(entry)
@@ -147,14 +158,19 @@ def _batches(converted: Iterator[tuple[Row, Prompt, Sample]]) -> Iterator[list[t
         yield batch
 
 
-def _check(
-    store: Store | None, path: PathOrUrl, converted: Iterator[tuple[Row, Prompt, Sample]], teachers: Teachers
-) -> dict[str, Prompt]:
+def known_prompts(store: Store | None) -> dict[str, Prompt]:
+    """Return the prompts of a store by name; none for a store that is still to be made."""
+    return {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
+
+
+def check_rows(
+    store: Store | None, prompts: dict[str, Prompt], converted: Iterable[Converted], teachers: Teachers
+) -> int:
     """Convert every row, and compare its prompt and its uid with those of that name in the store and in other rows.
 
-    Returns the prompts by name. A question that was imported in another format before stays as it was.
+    prompts: those of the store by name, to which new ones are added; a question that was imported in another format
+    before stays as it was. Returns the number of samples. Raises InputError naming file and row.
     """
-    prompts_by_id = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
     places: list[str] = []
     uids: list[str] = []
     crcs: list[int] = []
@@ -164,20 +180,18 @@ def _check(
         crcs.append(sample_crc(sample))
         for said in row.signals:
             teachers.check(said, row.location, sample.response_len, sample.loss_tokens)
-        before = prompts_by_id.setdefault(prompt.prompt_id, prompt)
+        before = prompts.setdefault(prompt.prompt_id, prompt)
         if not _is_same_question(prompt, before):
             raise InputError(
                 f"{row.location}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in "
                 "a row before; rename it, or leave prompt_id out"
             )
-    if not places:
-        raise InputError(f"{path}: no rows")
     for other in other_content(store.dataset("samples") if store is not None else None, uids, crcs)[:1]:
         raise InputError(
             f"{places[other]}: uid {uids[other]} is the name of a sample with other tokens, log-probs or masks, in the "
             "store or in a row before; leave uid out, and it follows from the content"
         )
-    return prompts_by_id
+    return len(places)
 
 
 def _is_same_question(prompt: Prompt, other: Prompt) -> bool:
@@ -186,9 +200,8 @@ def _is_same_question(prompt: Prompt, other: Prompt) -> bool:
     return replace(prompt, source=other.source, text=shown) == other
 
 
-def _write(
-    store: Store, batch: list[tuple[Row, Prompt, Sample]], prompts: dict[str, Prompt], report: ImportReport
-) -> None:
+def write_rows(store: Store, batch: list[Converted], prompts: dict[str, Prompt], report: ImportReport) -> None:
+    """Commit rows that were checked, with their prompts, rewards and signals, and count them in the report."""
     store.add_prompts([prompts[name] for name in {prompt.prompt_id: None for _, prompt, _ in batch}])
     samples = [sample for _, _, sample in batch]
     receipt = store.commit_samples(samples)
@@ -212,22 +225,35 @@ def _write(
         report.signals += store.commit_signals(teacher, kind, signals)
 
 
-def _samples(
-    reader: Callable[..., Any], files: Sequence[str], settings: ImportSettings, vocabulary: Vocabulary
-) -> Iterator[tuple[Row, Prompt, Sample]]:
+def _samples(files: Sequence[str], settings: ImportSettings, vocabulary: Vocabulary) -> Iterator[Converted]:
     """Yield every row with its prompt and its sample, checked."""
-    seen: dict[str, int] = {}
-    groups: dict[str, int] = {}
-    ordinal = 0
+    conversion = Conversion(settings, vocabulary)
     for file in files:
         for location, fields in read_rows(file):
-            for row in _rows_of(reader, settings.format, fields, location):
-                for part in _divided(row, settings, vocabulary):
-                    try:
-                        yield _converted(part, settings, vocabulary, seen, groups, ordinal)
-                    except (MismatchError, EngineError) as error:
-                        raise InputError(f"{location}: {error}") from None
-                    ordinal += 1
+            yield from conversion.samples(location, fields)
+
+
+class Conversion:
+    """Makes samples of the rows of one import. Equal rows become samples of their own, by how many came before."""
+
+    def __init__(self, settings: ImportSettings, vocabulary: Vocabulary) -> None:
+        """Raises UnknownNameError for an unknown format."""
+        self._reader = find_plugin("mopd.importers", settings.format, FORMATS)
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._seen: dict[str, int] = {}
+        self._groups: dict[str, int] = {}
+        self._ordinal = 0
+
+    def samples(self, location: str, fields: Fields) -> Iterator[Converted]:
+        """Yield the samples of one row of a file. Raises InputError naming the row."""
+        for row in _rows_of(self._reader, self._settings.format, fields, location):
+            for part in _divided(row, self._settings, self._vocabulary):
+                try:
+                    yield _converted(part, self._settings, self._vocabulary, self._seen, self._groups, self._ordinal)
+                except (MismatchError, EngineError) as error:
+                    raise InputError(f"{location}: {error}") from None
+                self._ordinal += 1
 
 
 def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], location: str) -> list[Row]:

@@ -11,7 +11,7 @@ from mopd_dataplane.base.file_urls import PathOrUrl, open_file, suffix_of
 from mopd_dataplane.errors import InputError
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
-_LINE_BYTES = 256 << 20
+LINE_BYTES = 256 << 20
 """Longest line of a JSONL file, in bytes: about twenty million tokens."""
 LONGEST = 1 << 24
 """Most characters of a text, and most token ids of a row: tokenising takes about a hundred times the text's memory."""
@@ -40,20 +40,23 @@ def rows_in(content: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
 
 def _jsonl(lines: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
     number = 0
-    while line := lines.readline(_LINE_BYTES + 1):
+    while line := lines.readline(LINE_BYTES + 1):
         number += 1
-        location = f"{file}:{number}"
-        if len(line) > _LINE_BYTES:
-            raise InputError(f"{location}: longer than {_LINE_BYTES:,} bytes; is this one JSON object a line?")
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{location}: not JSON ({error})") from None
-        if not isinstance(fields, dict):
-            raise InputError(f"{location}: a {type(fields).__name__}; each line must be one JSON object")
-        yield location, fields
+        if line.strip():
+            yield f"{file}:{number}", read_line(line, f"{file}:{number}")
+
+
+def read_line(line: bytes, location: str) -> Fields:
+    """Parse a line of a JSONL file. Raises InputError when it holds no object."""
+    if len(line) > LINE_BYTES:
+        raise InputError(f"{location}: longer than {LINE_BYTES:,} bytes; is this one JSON object a line?")
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{location}: not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{location}: a {type(fields).__name__}; each line must be one JSON object")
+    return fields
 
 
 def _tabular(content: BinaryIO, file: PathOrUrl) -> Iterator[tuple[str, Fields]]:
