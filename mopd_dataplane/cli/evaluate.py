@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Option, Typer
 
 from mopd_dataplane.cli.answers import StoreUri
-from mopd_dataplane.cli.jobs import Given, OneStage, choose_stage, load
+from mopd_dataplane.cli.jobs import ANSWERS, Given, OneStage, choose_stage, load
 from mopd_dataplane.cli.output import note, print_json, print_text, print_title, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
@@ -59,7 +59,7 @@ def teachers(
     `routing`.
     """
     loaded = load(of.job, overrides)
-    chosen = choose_stage(loaded, of.stage, sampled=True)
+    chosen = choose_stage(loaded, of.stage, data=ANSWERS)
 
     from mopd_dataplane.run.steps.compare_teachers import compare_teachers
     from mopd_dataplane.score.routing import propose_routing, routing_toml

@@ -306,24 +306,33 @@ def load(path: str, overrides: Overrides) -> Job:
     return load_job(path, overrides=[*(overrides.set_ or []), *extra])
 
 
-def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
-    """The named stage, or the only one that fits; `sampled` asks for stages that roll out.
+ANSWERS = ("rollout", "stored")
+"""`data` of the stages whose answers a model gave: here, else elsewhere."""
+
+
+def choose_stage(job: Job, name: str | None, *, data: Sequence[str] = ()) -> Stage:
+    """The named stage, or the only one whose `data` is the first of these that the job has; of any, without these.
 
     Raises JobFileError naming the stages when the choice is open.
     """
     if name is not None:
         return job.stage(name)
-    fitting = [stage for stage in job.stages if stage.data == "rollout" or not sampled]
+    kinds = [[stage for stage in job.stages if stage.data == kind] for kind in data] or [list(job.stages)]
+    fitting = next(filter(None, kinds), [])
     if len(fitting) == 1:
         return fitting[0]
-    names = ", ".join(stage.name for stage in fitting) or "none"
-    raise JobFileError(f"job {job.name!r} has {len(fitting)} stages that fit ({names}); choose one with --stage NAME")
+    names = ", ".join(stage.name for stage in fitting or job.stages)
+    how_many = f"{len(fitting)} stages that fit ({names})" if fitting else f"no stage that fits (it has {names})"
+    raise JobFileError(f"job {job.name!r} has {how_many}; choose one with --stage NAME")
+
+
+STAGES_OF = {"rollout_stage": ("rollout",), "score_stage": ANSWERS, "reward_stage": ANSWERS}
 
 
 def one_stage(function: str, of: OneStage, overrides: Given, **options: Any) -> None:
     """Run one function of the pipeline on one stage and print what it returns."""
     job = load(of.job, overrides)
-    stage = choose_stage(job, of.stage, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
+    stage = choose_stage(job, of.stage, data=STAGES_OF.get(function, ()))
     work: Callable[..., Any] = getattr(mopd_dataplane, function)
     summary = plain(work(job, stage, console=stderr(), **options))
     print_json(summary) if overrides.as_json else print_facts(summary)

@@ -51,7 +51,7 @@ def serve(
 
     if target.endswith(".toml") or (Path(target) / "job.toml").exists():
         job = load(target, Overrides(set_))
-        chosen = choose_stage(job, stage, sampled=False)
+        chosen = choose_stage(job, stage)
         uri = job.store
         sources = {"topk_source": chosen.score.topk_source, "verifier": chosen.verifier}
         spec = LoadSpec.for_stage(chosen.name, job.load, job.objective(chosen), **sources)

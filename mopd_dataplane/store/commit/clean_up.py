@@ -80,7 +80,7 @@ def clean_up(
         old = _old_versions(location, table, dataset, acknowledged, needed, now=now)
         if not readers_keep:
             return CleanedUp(len(old), drop_versions(dataset, old))
-        if now:
+        if wait:
             gc.collect()  # frees unreferenced handles, and so the versions that they hold
         with free_versions(location.root / table, old) as (free, readers):
             freed = drop_versions(dataset, free)

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from advice import advises
 from typer.testing import CliRunner
 
 from mopd_dataplane import Store
 from mopd_dataplane.cli.app import app
-from mopd_dataplane.cli.jobs import _rates
+from mopd_dataplane.cli.jobs import ANSWERS, _rates, choose_stage
+from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.integrations.verifiers import _task
+from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.query.compare import compare_policies, read_stage
 from mopd_dataplane.query.lineage import find_sample
@@ -23,6 +26,11 @@ from mopd_dataplane.view.export import export_redpen
 from mopd_dataplane.view.shown import Shown
 
 MakeStore = Callable[..., Store]
+JOB: dict[str, Any] = {
+    "name": "j", "store": "runs/j", "student": {"path": "p"}, "domains": {"d": {"source": "x.jsonl"}},
+    "teachers": {"t": {"source": "student"}}, "routing": {"d": "t"}, "objectives": {"o": {"policy_gradient": {}}},
+    "stages": [{"name": "s", "objective": "o", "plan": {"batch_samples": 4}}],
+}  # fmt: skip
 
 
 class Refused(Exception):
@@ -108,16 +116,24 @@ def test_a_page_of_corrections_needs_signals(tmp_path: Path, make_store: MakeSto
     assert (tmp_path / "scored.html").stat().st_size
 
 
+def test_the_stage_of_a_command() -> None:
+    def job(*data: str) -> Job:
+        stages = [{"name": f"s{i}", "objective": "o", "data": kind} for i, kind in enumerate(data)]
+        return check_job(JOB | {"stages": stages, "plan": {"batch_samples": 4}}, where="job")
+
+    assert choose_stage(job("reference", "rollout", "stored"), None, data=ANSWERS).name == "s1"
+    assert choose_stage(job("reference", "stored"), None, data=ANSWERS).name == "s1"
+    with pytest.raises(JobFileError, match=r"has 2 stages that fit \(s0, s1\); choose one with --stage NAME"):
+        choose_stage(job("rollout", "rollout"), None, data=ANSWERS)
+    assert choose_stage(job("rollout", "rollout"), "s1", data=ANSWERS).name == "s1"
+    with pytest.raises(JobFileError, match=r"has no stage that fits \(it has s0\); choose one with --stage NAME"):
+        choose_stage(job("reference"), None, data=ANSWERS)
+
+
 def test_prompts_of_verifiers() -> None:
     prompt = Prompt(prompt_id="p", domain="d", text="2 + 2", answer="4")
     with advises(" is no task of verifiers; give its domain source 'verifiers', or another "):
         _task(prompt)
     domain = {"source": "verifiers", "dataset": "some-taskset", "environment": "verifiers", "reward": "verifiers"}
-    job: dict[str, Any] = {
-        "name": "j", "store": "runs/j", "student": {"path": "p"}, "domains": {"d": domain},
-        "teachers": {"t": {"source": "student"}}, "routing": {"d": "t"},
-        "objectives": {"o": {"policy_gradient": {}}},
-        "stages": [{"name": "s", "objective": "o", "plan": {"batch_samples": 4}}],
-    }  # fmt: skip
-    check_job(job, where="job")
-    check_job(job | {"domains": {"d": {"source": "x.jsonl", "reward": "exact"}}}, where="job")
+    check_job(JOB | {"domains": {"d": domain}}, where="job")
+    check_job(JOB | {"domains": {"d": {"source": "x.jsonl", "reward": "exact"}}}, where="job")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
-from mopd_dataplane.store.commit import fragments
+from mopd_dataplane.store.commit import clean_up, fragments
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.maintain import compaction
 from mopd_dataplane.store.read import row_reader
 
 
@@ -23,7 +21,7 @@ def commit(store: Store, first: int, last: int) -> None:
 
 
 def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "KEEP", timedelta(0))
+    monkeypatch.setattr(clean_up, "RECENT", 0)
     commit(store, 0, 5)
     pinned, loose = store.snapshot(tag="plan-0"), Store.open(store.uri).snapshot()
     assert pinned == loose
@@ -110,7 +108,7 @@ def test_a_pin_that_died_halfway_is_taken_again(store: Store) -> None:
 
 
 def test_a_snapshot_can_be_pinned_after_it_was_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "KEEP", timedelta(0))
+    monkeypatch.setattr(clean_up, "RECENT", 0)
     commit(store, 0, 2)
     taken = store.snapshot()
     commit(store, 2, 3)

@@ -72,8 +72,8 @@ def test_clean_up_goes_on_past_a_torn_tag_unless_a_snapshot_needs_it(tmp_path: P
     labels = store.table_handle("labels")
     tags = tmp_path / "s" / "labels" / "_refs" / "tags"
     (tags / "torn.json").write_bytes(b"")
-    clean_up(store.location, "labels", labels.open(), labels.acknowledged(), older_than=None)
+    clean_up(store.location, "labels", labels.open(), labels.acknowledged(), now=True)
     assert [path.name for path in tags.iterdir()] == ["pinned.json"]
     (tags / "pinned.json").write_bytes(b"")
     with pytest.raises(DamagedError, match="snapshot pinned needs it; nothing was cleaned up"):
-        clean_up(store.location, "labels", labels.open(), labels.acknowledged(), older_than=None)
+        clean_up(store.location, "labels", labels.open(), labels.acknowledged(), now=True)
