@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import open_store
+from mopd_dataplane.store.read.snapshot import tags
 
 RETAIN = """
 [retain]
@@ -32,6 +33,24 @@ fault_points.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point
 sys.argv = ["mopd", *sys.argv[1:]]
 main()
 """
+
+
+def test_snapshots_of_the_newest_windows_stay_and_files_with_them(
+    finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
+) -> None:
+    """Also of windows that an earlier run pinned, before the job said how many; the run is sound and goes on."""
+    job = write_job(tmp_path)
+    shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
+    store = open_store(str(tmp_path / "store"))
+    assert {"student-0", "student-1"} <= set(tags(store))
+    more = ("--set", "stages.student.iterations=5", "--set", "retain.snapshots=2")
+    mopd("run", job, "--stage", "student", *more)
+    assert [tag for tag in tags(store) if tag.startswith("student-")] == ["student-3", "student-4"]
+    assert store.plans("student") == list(range(5))
+    assert store.verify().ok
+    before = store.samples(["uid"]).num_rows
+    mopd("run", job, "--stage", "student", *more)
+    assert store.samples(["uid"]).num_rows == before
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The lifetime of hidden states: those that are not needed any more are freed while training continues.
+"""The lifetime of hidden states and snapshots: those that are not needed any more are freed while training continues.
 
 decide    rows trained on often enough, too old, or dropped for good; never rows of a window still to be trained
 record    an event `free` with the rows, before a byte goes: the planner and a continued run go by it
@@ -14,15 +14,26 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import recorded_windows, window_tag
 from mopd_dataplane.store.commit.token_stats import free_token_stats
+from mopd_dataplane.store.read.snapshot import tags
 
 
 def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
-    """Free the hidden states and statistics of a stage whose lifetime under the job's [retain] is over.
+    """Free the hidden states, statistics and snapshots of a stage whose lifetime under the job's [retain] is over.
 
     windows_done: windows that are never trained again, since a checkpoint lies behind them.
     """
     _free_stats(run, stage, windows_done)
     _free_hidden(run, stage, windows_done)
+    _release_snapshots(run, stage, windows_done)
+
+
+def _release_snapshots(run: Run, stage: Stage, windows_done: int) -> None:
+    """Release the snapshots of trained windows but the newest."""
+    if most := run.job.retain.snapshots:
+        pinned = set(tags(run.store))
+        for window in range(min(windows_done, run.policies.latest(stage)) - most):
+            if (tag := window_tag(stage, window)) in pinned:
+                run.store.release(tag)
 
 
 def _free_stats(run: Run, stage: Stage, windows_done: int) -> None:
