@@ -389,7 +389,7 @@ class Retain(Section):
     held-out answers."""
     snapshots: int = Field(default=0, ge=0)
     """The snapshots of so many trained windows stay pinned, besides those of windows that a kill may bring back; 0
-    keeps all. What only a released one names leaves the disk: its window cannot be loaded again, nor shown as it was."""
+    keeps all. What only a released one names leaves the disk: its window cannot be loaded again or shown as it was."""
 
 
 class Load(Section):
