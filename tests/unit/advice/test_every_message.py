@@ -22,7 +22,7 @@ IN_JOB_FILES = PACKAGE / "job"
 
 
 class Message(NamedTuple):
-    """A message that is raised somewhere and names a next step."""
+    """A message of an error that names a next step."""
 
     where: str
     parts: tuple[str, ...]
@@ -34,11 +34,16 @@ def messages() -> Iterator[Message]:
     for file in sorted(PACKAGE.rglob("*.py")):
         if file.is_relative_to(IN_JOB_FILES):
             continue
-        for statement in ast.walk(ast.parse(file.read_text())):
-            if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
-                parts = tuple(_fixed_parts(statement.exc))
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and _is_of_an_error(call.func):
+                parts = tuple(_fixed_parts(call))
                 if ADVICE.search("…".join(parts)):
-                    yield Message(f"{file.relative_to(PACKAGE)}:{statement.lineno}", parts)
+                    yield Message(f"{file.relative_to(PACKAGE)}:{call.lineno}", parts)
+
+
+def _is_of_an_error(name: ast.expr) -> bool:
+    called = name.id if isinstance(name, ast.Name) else name.attr if isinstance(name, ast.Attribute) else ""
+    return called.endswith(("Error", "Gone", "Abandoned"))
 
 
 def _fixed_parts(call: ast.Call) -> Iterator[str]:

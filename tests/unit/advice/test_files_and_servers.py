@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +17,17 @@ from pathlib import Path
 import fsspec
 import pytest
 from advice import advises
+from pydantic import BaseModel
 
 from mopd_dataplane.base import file_urls, files, http_client
 from mopd_dataplane.base.http_client import Call, HttpClient, check_root
+from mopd_dataplane.base.log.flusher import Flusher
 from mopd_dataplane.base.log.segment_file import SegmentFile
 from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.base.processes import exit_error
 from mopd_dataplane.base.secrets import check_server_url
+from mopd_dataplane.cli import app as app_errors
+from mopd_dataplane.errors import InputError
 
 ROOT = "http://127.0.0.1:8000/v1"
 
@@ -329,3 +337,94 @@ def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.write_text("Reward = 'a reward, in another length'\n")
     sys.modules.pop("advised_plugin", None)
     assert find_plugin("mopd.rewards", "advised_plugin:Reward", {}) == "a reward, in another length"
+
+
+class Form(BaseModel):
+    """What an answer should have."""
+
+    rank: int
+
+
+def test_an_answer_of_another_form_is_taken_once_it_has_its_own(client: HttpClient, web: Web) -> None:
+    def answers(content: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+        def answer(handler: BaseHTTPRequestHandler) -> None:
+            _begin(handler, 200, len(content))
+            handler.wfile.write(content)
+
+        return answer
+
+    def rank() -> int:
+        return client.request(Call(method="GET", url=f"{web.url}/v1/x", deadline_s=5.0)).read(Form).rank
+
+    web.answer = answers(b'{"rank": "first"}')
+    with advises("; nothing of it was stored: check that the url is that of a vLLM server, then run again to continue"):
+        rank()
+    web.answer = answers(b'{"rank": 1}')
+    assert rank() == 1
+
+
+def test_a_process_that_may_open_more_files(tmp_path: Path) -> None:
+    """Below its limit of descriptors it opens what it could not."""
+
+    def read() -> bytes:
+        try:
+            return (tmp_path / "file").read_bytes()
+        except OSError as error:
+            failure = files.out_of_descriptors("the file", error)
+            assert failure is not None
+            raise failure from None
+
+    (tmp_path / "file").write_bytes(b"here")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    opened.enter_context((tmp_path / "file").open())
+            with advises("nothing is damaged: raise the limit, or close stores that are not used, then run again"):
+                read()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert read() == b"here"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_log_whose_thread_died_is_written_by_the_next_run() -> None:
+    def die() -> None:
+        raise ValueError("no such thing")
+
+    def synced(sync: Callable[[], None]) -> bool:
+        flusher = Flusher(0.0, sync, lambda: None)
+        flusher.start()
+        flusher.wrote(1)
+        try:
+            flusher.wait(1)
+        finally:
+            flusher.stop()
+        return True
+
+    with advises("the thread that syncs the log died: "):
+        synced(die)
+    assert synced(lambda: None)
+
+
+def test_a_part_that_ended_is_started_by_the_same_command() -> None:
+    def run(code: str) -> None:
+        if ended := subprocess.run([sys.executable, "-c", code], check=False).returncode:
+            raise exit_error("a part", ended)
+
+    with advises("; run the same command again to continue"):
+        run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(InputError, match="mend it and run the same command again to continue"):
+        run("raise SystemExit(2)")
+    run("")
+
+
+def test_a_place_that_the_system_refuses(tmp_path: Path) -> None:
+    """The system's refusal is stood in for: nobody refuses root."""
+    refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "closed"))
+    with advises("; give another place, or the right to use it"):
+        raise app_errors._known(refused)
+    (tmp_path / "open").write_bytes(b"")

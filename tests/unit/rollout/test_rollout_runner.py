@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from advice import advises
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.log.framing import read_segment
-from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, PromptError, ResourceError
+from mopd_dataplane.errors import EngineError, MismatchError, PromptError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import StepOutput
@@ -497,7 +498,7 @@ def test_an_engine_that_never_answers_is_given_up(
             return super().step()
 
     monkeypatch.setattr("mopd_dataplane.rollout.engines.call_timeout.DEADLINE_S", 0.2)
-    with pytest.raises(DeadlineError, match=r"the engine has not answered in 0\.2 s"):
+    with advises(" s; every logged token is kept: end this process, look at the "):
         roll(shelf, engine=Stuck(slots=8))
     monkeypatch.undo()
     roll(shelf)
