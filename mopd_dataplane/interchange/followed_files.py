@@ -35,7 +35,7 @@ class _Position:
     head: bytes = b""
     """Digest of the first HEAD_BYTES of what was read."""
     state: tuple[int, int] = _UNREAD
-    """Size and time of change of a file that is read whole."""
+    """Size and time of change when it was read last."""
 
 
 @dataclass
@@ -60,7 +60,10 @@ class FollowedFiles:
         for file in self.names():
             with suppress(FileNotFoundError):  # renamed or deleted since it was listed
                 position = self._positions.setdefault(_identity(file), _Position())
-                yield from _new_lines(file, position) if file.endswith(".jsonl") else self._new_file(file, position)
+                if (state := _state(file)) != position.state:
+                    is_of_lines = file.endswith(".jsonl")
+                    yield from _new_lines(file, position) if is_of_lines else self._rows_of(file)
+                    position.state = _UNREAD if file in self.waiting else state
 
     def names(self) -> list[str]:
         """List the files that are there now."""
@@ -72,23 +75,20 @@ class FollowedFiles:
     def _has_changed(self, file: str) -> bool:
         with suppress(FileNotFoundError):
             position = self._positions.get(_identity(file), _Position())
-            if position.offset:
-                return _head(file, position.offset) != position.head
-            return position.state not in (_UNREAD, _state(file))
+            if position.state in (_UNREAD, _state(file)):
+                return False
+            return not file.endswith(".jsonl") or _head(file, position.offset) != position.head
         return False
 
-    def _new_file(self, file: str, position: _Position) -> Iterator[tuple[str, Fields]]:
-        state = _state(file)
-        if position.state != _UNREAD:
-            return
+    def _rows_of(self, file: str) -> list[tuple[str, Fields]]:
+        """Read a whole file; one that cannot be read to its end yet gives nothing, and waits."""
         try:
             rows = list(read_rows(file))
         except InputError as error:
             self.waiting[file] = str(error)
-            return
+            return []
         self.waiting.pop(file, None)
-        position.state = state
-        yield from rows
+        return rows
 
 
 def _new_lines(file: str, position: _Position) -> Iterator[tuple[str, Fields]]:
@@ -101,8 +101,7 @@ def _new_lines(file: str, position: _Position) -> Iterator[tuple[str, Fields]]:
             position.offset, position.lines = lines.tell(), position.lines + 1
             if fields is not None:
                 yield f"{file}:{position.lines}", fields
-    if position.offset:
-        position.head = _head(file, position.offset)
+    position.head = _head(file, position.offset)
 
 
 def _state(file: str) -> tuple[int, int]:
