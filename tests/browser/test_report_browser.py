@@ -40,8 +40,9 @@ def screenshot(chromium: str, page: Path, folder: Path, *options: str) -> np.nda
 
 def test_every_section_is_laid_out_without_complaint(chromium: str, page: Path, tmp_path: Path) -> None:
     done = visit(chromium, page, tmp_path, "--dump-dom")
-    assert done.stdout.count("<section") == 15
-    assert done.stdout.count("<svg") == 16
+    written = page.read_text()
+    for element in ("<section", "<svg"):
+        assert done.stdout.count(element) == written.count(element) > 14, "none is cut off or doubled"
     assert "CONSOLE" not in done.stderr, "a script, style or resource was refused"
 
 
@@ -56,6 +57,6 @@ def test_light_and_dark_are_both_readable(chromium: str, page: Path, tmp_path: P
 
 
 def test_plots_show_their_series_colours(chromium: str, page: Path, tmp_path: Path) -> None:
-    picture = screenshot(chromium, page, tmp_path)
+    picture = screenshot(chromium, page, tmp_path, f"--window-size={WIDTH},{3 * HEIGHT}")
     for colour in ((0x24, 0x58, 0xD3), (0xC8, 0x50, 0x0F), (0x0B, 0x84, 0x57)):
         assert (np.abs(picture - colour).max(axis=2) < 12).sum() > 500

@@ -152,11 +152,16 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def values_of(table: pa.Table) -> list[list[Any]]:
-    """Return the columns of an answer as Python values. Raises QueryError for a time that Python cannot represent."""
+    """Return the columns of an answer as Python values: decimals, which DuckDB makes of `1.5` and of a sum of integers,
+    as int or float. Raises QueryError for a time that Python cannot represent."""
     columns = []
     for name, column in zip(table.column_names, table.columns, strict=True):
         try:
-            columns.append(column.to_pylist())
+            values = column.to_pylist()
+            if pa.types.is_decimal(column.type):
+                number = int if column.type.scale == 0 else float
+                values = [value if value is None else number(value) for value in values]
+            columns.append(values)
         except (OverflowError, ValueError) as error:
             raise QueryError(f"column {name!r}: {error}; cast it to varchar") from error
     return columns

@@ -12,6 +12,7 @@ from mopd_dataplane import Store
 from mopd_dataplane.errors import QueryError, UnknownNameError
 from mopd_dataplane.store.read.decode import find_decoder
 from mopd_dataplane.store.read.describe import columns, relations
+from mopd_dataplane.store.sql.query import values_of
 from mopd_dataplane.store.sql.views import View, views
 
 
@@ -152,3 +153,9 @@ def test_unknown_names_are_answered_with_the_nearest(demo_store: Store) -> None:
         columns(demo_store, "response")
     with pytest.raises(QueryError, match="did you mean 'accuracy'"):
         demo_store.sql("select * from acuracy")
+
+
+def test_decimals_are_numbers(store: Store) -> None:
+    table = store.sql("select 1.5 as a, sum(x) as b, null::decimal(4, 1) as c from (values (1), (2)) as t(x)")
+    assert values_of(table) == [[1.5], [3], [None]]
+    assert [type(value) for [value] in values_of(table)[:2]] == [float, int]
