@@ -126,7 +126,10 @@ def test_a_store_that_does_not_exist_yet_is_waited_for(make_store: Callable[...,
     try:
         assert "there is no store at" in server.stderr.readline()
         make_store(tmp_path / "later", prompts=1)
-        assert '"samples":12' in stores_at(server.stdout.readline().strip())
+        address, until = server.stdout.readline().strip(), time.monotonic() + 60
+        while '"samples":12' not in stores_at(address):  # it may have looked while the store was being written
+            assert time.monotonic() < until
+            time.sleep(0.5)
     finally:
         server.terminate()
         server.wait(timeout=60)
