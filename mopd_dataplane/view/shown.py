@@ -146,11 +146,13 @@ class Shown:
 
     def at(self, snapshot: Snapshot) -> Shown:
         """This store as it was, with the labels of today; clean-up leaves its versions alone as long as this object
-        lives. Raises UnknownNameError when clean-up was first."""
+        lives. Raises UnknownNameError when clean-up was first, DamagedError for a pinned snapshot."""
         shown = Shown(self.store, tokenizer=self._tokenizer, snapshot=snapshot)
         try:
             shown._handles = [self.store.dataset(name, snapshot) for name in snapshot.versions]
         except DamagedError:
+            if self.seen(snapshot.digest) is None:
+                raise
             raise UnknownNameError(
                 f"{self.store.uri} was written to for too long since that moment, which was not pinned; choose a "
                 "snapshot, or look at the newest"

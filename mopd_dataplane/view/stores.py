@@ -45,7 +45,9 @@ class ShownStores:
         with self._lock:
             view_at = newest
             if snapshot is not None and not newest.stands_at(snapshot):
-                view_at = pinned.setdefault(snapshot.digest, newest.at(snapshot))
+                if snapshot.digest not in pinned:
+                    pinned[snapshot.digest] = newest.at(snapshot)
+                view_at = pinned[snapshot.digest]
                 pinned.move_to_end(snapshot.digest)
             gone = [pinned.popitem(last=False)[1] for _ in range(len(pinned) - KEPT_SNAPSHOTS)]
             others = [shown for shown in (newest, *pinned.values()) if shown is not view_at and shown.rows]
