@@ -111,7 +111,7 @@ SAMPLES = TableSpec(
         _field("iteration", pa.int32(), "iteration of the run that asked for it"),
         _field("domain", _STRING, "domain of the prompt"),
         _field("effort", _STRING, "effort mode of the prompt"),
-        _field("stage", _STRING, "job stage that owns the sample"),
+        _field("stage", _STRING, "job stage that owns the sample; FOLDER/STAGE for a sample of another store"),
         _field("writer", _STRING, "engine replica or importer"),
         _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
         _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
@@ -130,7 +130,11 @@ SAMPLES = TableSpec(
         _field("resume", _STRING, "none, exact or statistical"),
         _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
         _field("tokenizer", _STRING, "tokenizer digest"),
-        _field("payload_row", pa.int64(), "row id of the payload in `tokens`"),
+        _field(
+            "payload_row",
+            pa.int64(),
+            "row id of the payload in `tokens`; from 2^40 on: in another store",
+        ),
         _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
         _CREATED_AT,
         _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
@@ -206,7 +210,11 @@ SCORES = TableSpec(
         _field("teacher", _STRING, "teacher name"),
         _field("kind", _STRING, "logprob, topk, hidden, or the name of another package's kind"),
         _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
-        _field("payload_row", pa.int64(), "row id of the payload in signals/<teacher>/<kind>"),
+        _field(
+            "payload_row",
+            pa.int64(),
+            "row id of the payload in signals/<teacher>/<kind>; from 2^40 on: in another store",
+        ),
         _field("payload_crc", pa.int64(), "crc32c over the payload, 0 to 2^32 - 1"),
         _field("codec", _STRING, "encoding of the payload"),
         _field("rows", pa.int32(), "positions covered", unit="tokens"),
@@ -315,6 +323,19 @@ CHANGES = TableSpec(
 )
 
 
+LINKS = TableSpec(
+    "links",
+    "One row is a sample of another store that a stage trains on. Its metadata is in `samples`, its payload there.",
+    (
+        _field("stage", _STRING, "job stage that trains on it"),
+        _field("uid", _STRING, "sample"),
+        _field("store", _STRING, "location of the other store"),
+        _CREATED_AT,
+    ),
+    key=("stage", "uid"),
+)
+
+
 def _halves(name: str, doc: str, unit: str = "nat") -> pa.Field:
     return _field(name, _list_of("f2"), f"[M] {doc}; null when not computed or freed", null=True, unit=unit)
 
@@ -375,11 +396,12 @@ TABLES: dict[str, TableSpec] = {
     spec.name: spec
     for spec in (
         PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, TOKEN_STATS, EVALS, EVENTS, LABELS, CHANGES,
+        LINKS,
     )
 }  # fmt: skip
 """The fixed tables, in the order of the flow."""
 
-LATER = frozenset({TOKEN_STATS.name, CHANGES.name})
+LATER = frozenset({TOKEN_STATS.name, CHANGES.name, LINKS.name})
 """Fixed tables that a store made by an older version may lack until something is written to them."""
 
 SIGNALS: dict[str, TableSpec] = {

@@ -20,6 +20,7 @@ from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import bench_teacher, lengths_of
 from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
 from mopd_dataplane.job import sections
+from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.run.conditions import with_conditions
@@ -174,7 +175,8 @@ def _columns(store: Store, snapshot: Any, first: int, count: int) -> Columns:
     def route(domain: str, effort: str) -> str:
         return domain.replace("domain", "teacher")
 
-    samples = scan_stage(store, BENCH_RUN, None, SAMPLE_COLUMNS, snapshot, first=first, limit=count)
+    stage = Stage(name=BENCH_RUN, plan=sections.Plan(batch_samples=1))
+    samples = scan_stage(store, stage, None, SAMPLE_COLUMNS, snapshot, first=first, limit=count)
     return collect_columns(samples, count, route=route, teachers=TEACHERS)
 
 

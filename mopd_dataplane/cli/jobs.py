@@ -317,13 +317,17 @@ def choose_stage(job: Job, name: str | None, *, data: Sequence[str] = ()) -> Sta
     """
     if name is not None:
         return job.stage(name)
-    kinds = [[stage for stage in job.stages if stage.data == kind] for kind in data] or [list(job.stages)]
+    kinds = [[stage for stage in job.stages if _data_of(stage) == kind] for kind in data] or [list(job.stages)]
     fitting = next(filter(None, kinds), [])
     if len(fitting) == 1:
         return fitting[0]
     names = ", ".join(stage.name for stage in fitting or job.stages)
     how_many = f"{len(fitting)} stages that fit ({names})" if fitting else f"no stage that fits (it has {names})"
     raise JobFileError(f"job {job.name!r} has {how_many}; choose one with --stage NAME")
+
+
+def _data_of(stage: Stage) -> str:
+    return "stored" if stage.is_stored else str(stage.data)
 
 
 STAGES_OF = {"rollout_stage": ("rollout",), "score_stage": ANSWERS, "reward_stage": ANSWERS}

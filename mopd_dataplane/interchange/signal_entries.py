@@ -17,8 +17,7 @@ from mopd_dataplane.interchange.row_files import Fields, floats, integer, intege
 from mopd_dataplane.records import Signal, Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import FREED, check_teacher
-from mopd_dataplane.store.read.row_reader import header_columns, take_rows
-from mopd_dataplane.tables import TEACHERS, signal_table
+from mopd_dataplane.tables import TEACHERS
 
 _ARRAYS = tuple(field for kind in SIGNAL_KINDS for field in of_signal(kind))
 _FACTS = ("mean_reverse_kl", "logprob_std")
@@ -106,8 +105,7 @@ class SignalsOut:
     def _entries(self, teacher: Teacher, kind: str, rows: list[int]) -> list[dict[str, Any] | None]:
         store, snapshot = self._store, self._snapshot
         scored = store.signal_rows(teacher.name, kind, rows, snapshot)
-        payload = store.dataset(signal_table(teacher.name, kind), snapshot)
-        headers = take_rows(payload, scored["payload_row"].to_pylist(), header_columns(payload, kind)).to_pylist()
+        headers = store.signal_headers(teacher.name, kind, scored, snapshot).to_pylist()
         here = [index for index, header in enumerate(headers) if header.get("codec") != FREED]
         arrays = store.read_signal(teacher.name, kind, [rows[index] for index in here], snapshot, verify=True)
         entries: list[dict[str, Any] | None] = [None] * len(rows)

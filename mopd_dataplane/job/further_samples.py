@@ -1,10 +1,16 @@
-"""Sections about samples beyond those of an iteration's own prompts: further prompts, and older samples."""
+"""Sections about samples beyond those of an iteration's own prompts: further prompts, older samples, other stores."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+
+from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.job.section import Section
+
+WORDS = ("reference", "rollout", "stored")
+"""Where a stage's samples come from, unless they are in other stores."""
 
 
 class Until(Section):
@@ -24,3 +30,46 @@ class Replay(Section):
     """Iterations before the window's own whose samples may join it."""
     share: float = Field(gt=0, lt=1)
     """Share of the window's samples that are older ones."""
+
+
+class SourceStore(Section):
+    """Samples of another store."""
+
+    store: str = Field(min_length=1)
+    """Its folder or URI. It is only read."""
+    where: str = ""
+    """Condition on its samples, which its own tables answer; default: all of them."""
+    stage: str = ""
+    """Stage whose samples are taken; default: those of every stage."""
+
+
+def _named_store(value: Any) -> Any:
+    """Read a text as the store alone, without a condition."""
+    return {"store": value} if isinstance(value, str) else value
+
+
+class OtherStores(Section):
+    """Samples of other stores, whose payload stays there."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+    sources: tuple[Annotated[SourceStore, BeforeValidator(_named_store)], ...] = Field(alias="from", min_length=1)
+    """Stores in the order in which they are read: a sample that several of them have is taken from the first."""
+
+
+def _read_data(value: Any) -> Any:
+    """Refuse what is neither a word nor a table of other stores, in one message instead of one for each form."""
+    if isinstance(value, dict):
+        try:
+            return OtherStores.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(
+                f'{problems_text(error)}; a table of other stores is {{ from = ["runs/a", {{ store = "runs/b", '
+                'where = "reward > 0", stage = "student" }] }'
+            ) from None
+    if not isinstance(value, OtherStores) and value not in WORDS:
+        raise ValueError(f'data is {", ".join(map(repr, WORDS))} or a table {{ from = ["runs/a"] }}')
+    return value
+
+
+Data = Annotated[Literal["reference", "rollout", "stored"] | OtherStores, BeforeValidator(_read_data)]
+"""Where the samples of a stage come from."""

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
+from mopd_dataplane.job.further_samples import Data, OtherStores, SourceStore
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.job.section import Fixed, Free, Section
@@ -29,8 +30,10 @@ class Stage(Section):
     """Name of the stage, by which later stages, teachers, policies and tables refer to it."""
     start: Fixed[str] = "init"
     """`init` (the student as configured), or the name of an earlier stage."""
-    data: Fixed[Literal["reference", "rollout", "stored"]] = "rollout"
-    """Reference answers (off-policy), rollouts, or what the store already holds under the stage's name (imports)."""
+    data: Fixed[Data] = "rollout"
+    """Reference answers (off-policy), rollouts, what the store already holds under the stage's name (imports), or
+    samples of other stores, whose payload stays there: `{ from = ["runs/a", { store = "runs/b", where = "reward > 0",
+    stage = "student" }] }`."""
     domains: tuple[str, ...] = ()
     """Default: every domain of the job."""
     examples: Fixed[int] = Field(default=0, ge=0)
@@ -57,6 +60,16 @@ class Stage(Section):
     def iteration_of(self, window: int) -> int | None:
         """The iteration that a window covers; None for reference or imported data, which one window covers whole."""
         return window if self.data == "rollout" else None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its samples exist before it begins: in this store, or in others."""
+        return self.data == "stored" or bool(self.sources)
+
+    @property
+    def sources(self) -> tuple[SourceStore, ...]:
+        """Other stores whose samples it trains on."""
+        return self.data.sources if isinstance(self.data, OtherStores) else ()
 
     @property
     def verifier(self) -> str:

@@ -111,12 +111,21 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[list[
 
 
 def section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section that an annotation holds, and whether under names of the job's own."""
+    """The section that an annotation holds, and whether under names of the job's own.
+
+    A key that may also be something else than a table holds none: it is one value.
+    """
     stack, named = [annotation], False
     while stack:
         kind = stack.pop()
+        if typing.get_origin(kind) in (typing.Union, types.UnionType) and len(_but_none(kind)) > 1:
+            return None, False
         if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Section):
             return kind, named
         named = named or typing.get_origin(kind) in (dict, tuple)
         stack.extend(typing.get_args(kind))
     return None, False
+
+
+def _but_none(union: Any) -> list[Any]:
+    return [kind for kind in typing.get_args(union) if kind is not type(None)]

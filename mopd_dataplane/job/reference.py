@@ -143,6 +143,8 @@ def _another(kind: str, default: str) -> str:
 
 def _type(schema: dict[str, Any]) -> str:
     """The type of a JSON Schema in the words of TOML."""
+    if "$ref" in schema:
+        return "table"
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
     if "enum" in schema or "const" in schema:

@@ -19,8 +19,10 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, of_signal
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.read.lists import Lists
-    from mopd_dataplane.store.read.row_reader import PayloadReader
+    from mopd_dataplane.store.linked.readers import JoinedLists, Reader
+    from mopd_dataplane.store.read import lists
+
+    Lists = lists.Lists | JoinedLists
 
 PLAIN = tuple(field.column for field in PAYLOAD if field.axis != "span")
 """Columns of `tokens` that every pack needs."""
@@ -28,7 +30,7 @@ VERSIONS = tuple(field.column for field in PAYLOAD if field.axis == "span")
 """Columns that packs need if the policy changed in the middle of a response."""
 
 Arrays = dict[str, Any]
-Wanted = Mapping[tuple[str, str], tuple["PayloadReader", NDArray[np.int64]]]
+Wanted = Mapping[tuple[str, str], tuple["Reader", NDArray[np.int64]]]
 """(teacher, signal kind) → its reader, and the sample rows to read: [n], sorted, distinct."""
 
 
@@ -53,7 +55,7 @@ class Payload:
     """
 
     def __init__(
-        self, tokens: PayloadReader, placed: Placed, signals: Wanted, *, recorded: Sequence[str], verify: bool
+        self, tokens: Reader, placed: Placed, signals: Wanted, *, recorded: Sequence[str], verify: bool
     ) -> None:
         """Look the samples up. recorded: columns that the packs need besides PLAIN."""
         self._placed = placed

@@ -34,11 +34,12 @@ from mopd_dataplane.run.steps.plan import window_tag
 from mopd_dataplane.run.work_folder import Work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import FORKED_FROM, write_mark
+from mopd_dataplane.store.linked.sources import FOLDER as SOURCES
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.copy_tables import pin_tables
 from mopd_dataplane.store.maintain.cut_rows import Point, cut_rows
 from mopd_dataplane.store.maintain.deletion_records import FOLDER as DELETIONS
-from mopd_dataplane.store.maintain.link_tables import link_tables
+from mopd_dataplane.store.maintain.share_tables import share_tables
 from mopd_dataplane.store.read.decode import KEPT
 from mopd_dataplane.train.metrics import FILE as METRICS
 from mopd_dataplane.train.metrics import MetricsReader
@@ -127,9 +128,9 @@ class ForkMaker:
         source, point = self._source, self._point
         _refuse_unfinished(source)
         deletions = source.deletions.names()
-        link_tables(source, location, pin_tables(source, self._tags()), self._shared)
+        share_tables(source, location, pin_tables(source, self._tags()), self._shared)
         fault_point("fork.tables")
-        for name in (KEPT, DELETIONS):
+        for name in (KEPT, DELETIONS, SOURCES):
             self._share_folder(location, name)
         copy = Store(location)
         cut_rows(copy, point)

@@ -29,6 +29,7 @@ from mopd_dataplane.run.steps.collapse import check_collapse
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import say_endings
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate, keep_best
+from mopd_dataplane.run.steps.link import check_links, link_sources
 from mopd_dataplane.run.steps.plan import lost_windows, plan_window, recorded_windows, trainable_plan
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, store_reference
@@ -141,10 +142,14 @@ def _at(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage]]:
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
-    """The samples of a window: reference answers, rollouts with their rewards, or what was imported."""
+    """The samples of a window: reference answers, rollouts with their rewards, what was imported, or what other stores
+    have."""
     if stage.data == "reference":
         store_reference(run, stage)
-    elif stage.data == "stored":
+    elif stage.is_stored:
+        if stage.sources:
+            link_sources(run, stage)
+            check_links(run, stage)
         if run.job.objective(stage).needs_rewards:
             reward(run, stage)
     elif stage.rollout.until:

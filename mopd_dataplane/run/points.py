@@ -52,7 +52,7 @@ def find_point(store: Store, name: str) -> Point:
         version=version,
         step=ends[version].step,
         later=tuple(other.name for other in later),
-        imported=tuple(other.name for other in (stage, *later) if other.data == "stored"),
+        imported=tuple(other.name for other in (stage, *later) if other.is_stored),
         teachers=tuple(_later_teachers(job, stage, later)),
     )
 

@@ -36,6 +36,7 @@ from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems, check_adapter
 from mopd_dataplane.run.conditions import condition_problems
 from mopd_dataplane.run.environments import environments_of
+from mopd_dataplane.run.other_stores import source_problems
 from mopd_dataplane.run.prompt_lengths import prompt_problems
 from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.reward import resolve_reward
@@ -85,7 +86,7 @@ def preflight(job: Job) -> Checked:
         _teacher(look, name)
     _packages(look)
     _devices(look)
-    for key, problem in (*adapter_problems(job), *condition_problems(job)):
+    for key, problem in (*adapter_problems(job), *condition_problems(job), *source_problems(job)):
         look.refuse(key, problem)
     return Checked(look.findings, look.prompts)
 
@@ -170,7 +171,7 @@ def deleted_prompts(store: Store, domain: str) -> int:
 def _is_verified(job: Job, domain: str) -> bool:
     """Whether some answer of a domain is verified: held-out ones, and those of every stage that rolls out."""
     stages = [stage for stage in job.stages if domain in job.domains_of(stage)]
-    rewarded = [stage for stage in stages if stage.data == "stored" and job.objective(stage).needs_rewards]
+    rewarded = [stage for stage in stages if stage.is_stored and job.objective(stage).needs_rewards]
     held_out = job.domains[domain].eval or job.domains[domain].tune
     return bool(held_out or rewarded or [stage for stage in stages if stage.data == "rollout"])
 

@@ -272,7 +272,7 @@ def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
         "max_prompt_tokens": prompt, "max_new_tokens": new, "prompts_per_iteration": 0,
         "group_size": min(rollout["group_size"], GROUP),
     }  # fmt: skip
-    group = rollout["group_size"] if stage["data"] == "rollout" else 1
+    group = 1 if stage["data"] == "reference" else rollout["group_size"]
     if small.reads_bytes:
         plan["pack_tokens"] = max(plan["pack_tokens"], prompt + new)
     if plan["batch_samples"]:
@@ -287,6 +287,9 @@ def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
     if stage["data"] == "stored":
         stage["data"] = "rollout"
         small.replaced[f"stages.{name}.data"] = "what was imported is in the job's own store: rollouts"
+    elif stage["data"] not in ("rollout", "reference"):
+        stage["data"] = "rollout"
+        small.replaced[f"stages.{name}.data"] = "samples of other stores are not those of a random model: rollouts"
     stage["iterations"] = min(stage["iterations"], ITERATIONS)
     if stage["discriminator"]:
         stage["discriminator"]["batch_pairs"] = min(stage["discriminator"]["batch_pairs"], BATCH)

@@ -11,15 +11,23 @@ from numpy.typing import NDArray
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.tables import LINKS
 
 Rows = NDArray[np.int64]
 CHUNK = 512
 """Samples read, scored and committed together: the most work that a kill can lose."""
 
 
+def linked_uids(store: Store, stage: str, snapshot: Snapshot | None = None) -> pa.Array:
+    """Uids of the samples of other stores that a stage trains on."""
+    if not store.table_handle(LINKS.name).was_made() or (snapshot and LINKS.name not in snapshot.versions):
+        return pa.array([], pa.string())
+    return store.table(LINKS.name, ["uid"], f"stage = '{stage}'", snapshot)["uid"].combine_chunks()
+
+
 def scan_stage(
     store: Store,
-    stage: str,
+    stage: Stage,
     iteration: int | range | None,
     columns: Sequence[str],
     snapshot: Snapshot | None = None,
@@ -32,9 +40,10 @@ def scan_stage(
 
     Metadata is scanned whole, or from row `first` on as many as `limit`.
     """
-    read = [*dict.fromkeys([*columns, "stage", "iteration"])]
+    linked = linked_uids(store, stage.name, snapshot) if stage.sources else None
+    read = [*dict.fromkeys([*columns, "iteration", "stage", *([] if linked is None else ["uid"])])]
     for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
-        mask = pc.equal(batch["stage"], stage)
+        mask = pc.equal(batch["stage"], stage.name) if linked is None else pc.is_in(batch["uid"], value_set=linked)
         if isinstance(iteration, range):
             iterations = batch["iteration"]
             inside_range = pc.and_(pc.greater_equal(iterations, iteration.start), pc.less(iterations, iteration.stop))
@@ -42,18 +51,27 @@ def scan_stage(
         elif iteration is not None:
             mask = pc.and_(mask, pc.equal(batch["iteration"], iteration))
         inside = mask.true_count
-        columns_batch = batch.select(list(columns))
+        columns_batch = (batch if linked is None else _with_groups_apart(batch)).select(list(columns))
         if inside == batch.num_rows:
             yield rows, columns_batch
         elif inside:
             yield rows[mask.to_numpy(zero_copy_only=False)], columns_batch.filter(mask)
 
 
+def _with_groups_apart(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Samples of several stages with groups by stage: two stages give their groups the same names."""
+    if "group_id" not in batch.schema.names:
+        return batch
+    index = batch.schema.get_field_index("group_id")
+    groups = pc.binary_join_element_wise(batch["stage"], batch["group_id"], "\0")
+    return batch.set_column(index, batch.schema.field(index), groups)
+
+
 def stage_samples(
     store: Store, stage: Stage, iteration: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
 ) -> tuple[Rows, pa.Table]:
     """Rows of a stage's samples (of one iteration, or of all), and the asked columns of them, aligned."""
-    parts = list(scan_stage(store, stage.name, iteration, columns, snapshot))
+    parts = list(scan_stage(store, stage, iteration, columns, snapshot))
     stored = store.dataset("samples", snapshot).schema
     schema = pa.schema([stored.field(name) for name in columns])
     rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])

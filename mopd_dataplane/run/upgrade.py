@@ -22,6 +22,7 @@ from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.run.whole_copy import copy_log_folder
 from mopd_dataplane.store.commit.table import Table
+from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import write_mark
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.copy_target import one_writer
@@ -63,7 +64,7 @@ def _upgrade(old: Path, location: StoreLocation, root: Path) -> Iterator[str]:
         work(old, root)
         fault_point(f"upgrade.{name}")
         yield name
-    report = verify(location, {name: Table(location, name) for name in versions}, deep=True)
+    report = verify(location, {name: Table(location, name) for name in versions}, Store(location).sources, deep=True)
     if not report.ok:
         said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
         raise DamagedError(

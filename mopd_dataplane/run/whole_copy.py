@@ -25,6 +25,7 @@ from mopd_dataplane.rollout.log.recovery import epoch_folders
 from mopd_dataplane.run.delete import resume
 from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.linked.sources import FOLDER as SOURCES
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.copy_files import (
     WEIGHTS,
@@ -169,6 +170,8 @@ def _copy_rest(source: Store, location: StoreLocation, owner: Ownership, cut: Cu
         yield part
     copy_heads(source, location)
     copy_job(source, location)
+    for name in source.location.children(SOURCES):
+        copy_file(source, location, f"{SOURCES}/{name}")
     yield "files"
     leave_out = partial(_leave_out, source, location, owner, cut.finished)
     finish_copy(source, location, owner, cut.tables.newest, leave_out)

@@ -19,6 +19,7 @@ from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.query.text import one_line
 from mopd_dataplane.store.format.lance_errors import reading
+from mopd_dataplane.store.linked.references import is_own
 from mopd_dataplane.store.read.row_reader import check_echo
 from mopd_dataplane.store.read.token_scan import find_run, scan_tokens
 from mopd_dataplane.view.matches import MOST_MATCHES, Matches
@@ -119,7 +120,7 @@ class Search:
 
     def _parts(self, tokens: lance.LanceDataset) -> Iterator[tuple[pa.Table, pa.Array, int]]:
         """Some samples at a time with their tokens, and how many were looked at so far."""
-        few = self.total < SCAN_SHARE * self._index.total
+        few = self.total < SCAN_SHARE * self._index.total or not is_own(self._rows["payload_row"]).all()
         if self._run is not None and self.total and not few:
             samples = self._store.dataset("samples", self._index.snapshot)
             rows, payload_rows, prompts = (

@@ -6,6 +6,7 @@ reward.py            rewards of stored samples; only missing ones are computed
 verifiers.py         the outcome of one answer by its domain's reward function
 held_out.py          rewards of held-out answers, scored again on request
 rounds.py            further prompts for an iteration until enough groups have different rewards
+link.py              samples of other stores, with their rewards and signals
 score.py             teachers' signals of stored samples; only missing ones are computed
 teacher_prompts.py   prompts as a teacher reads them
 signal_health.py     health of teachers' signals: measured with every scoring pass, judged before training

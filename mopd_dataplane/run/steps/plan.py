@@ -209,7 +209,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
     columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
-    if stage.data == "stored" and not isinstance(iteration, range):
+    if stage.is_stored and not isinstance(iteration, range):
         _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
@@ -217,7 +217,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     unscorable = event_rows(run.store, stage, UNSCORABLE, snapshot)
     unreadable = event_rows(run.store, stage, UNREADABLE, snapshot)
     planner = collect_columns(
-        scan_stage(run.store, stage.name, iteration, columns, snapshot),
+        scan_stage(run.store, stage, iteration, columns, snapshot),
         run.store.dataset("samples", snapshot).count_rows(),
         route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
         teachers=teachers,
@@ -230,7 +230,8 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     if not len(planner) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(planner):
-        how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --stage {stage.name}"
+        how = f"mopd import FORMAT PATH --stage {stage.name}" if stage.is_stored else "mopd rollout JOB"
+        how = f"mopd run JOB --stage {stage.name}" if stage.sources else how
         raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
     return planner
 

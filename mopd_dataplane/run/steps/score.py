@@ -23,6 +23,7 @@ from mopd_dataplane.run.check_texts import check_texts
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.exactness import has_self_check, record_self_check
 from mopd_dataplane.run.stage_rows import UNREADABLE, Rows, chunks, event_rows, stage_samples
+from mopd_dataplane.run.steps.link import take_signals
 from mopd_dataplane.run.steps.probe_teachers import probe_start, probe_teacher
 from mopd_dataplane.run.steps.server_identity import check_teacher_server
 from mopd_dataplane.run.steps.signal_health import check_health, measure_signals, record_health
@@ -51,6 +52,9 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     tokenizer, weights or quantisation do not fit, and after scoring when `score.on_unhealthy` refuses a signal.
     """
     check_precision(run, stage)
+    if stage.sources and _missing(run, stage, iteration):
+        with closing(register_teachers(run, stage)):
+            take_signals(run, stage)
     work = _missing(run, stage, iteration)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}

@@ -43,7 +43,7 @@ def finish_copy(
     looked_at: list[str] | None = None
     while (there := source.deletions.names()) != looked_at:
         leave_out([source.deletions.read(name) for name in there if name not in (looked_at or ())])
-        report = verify(location, {name: Table(location, name) for name in names}, deep=True)
+        report = verify(location, {name: Table(location, name) for name in names}, Store(location).sources, deep=True)
         if not report.ok:
             said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
             raise DamagedError(

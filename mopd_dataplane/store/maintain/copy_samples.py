@@ -2,7 +2,7 @@
 object store.
 
     samples, tokens, signals, scores, rewards, labels,
-    token_stats                                          of the samples that match
+    links, token_stats                                          of the samples that match
     prompts, evals                                       all but those of prompts without a matching sample
     teachers, steps, events                              whole, with heads, policies, discriminators and the job
 
@@ -15,7 +15,6 @@ removed from the copy too.
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
-import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,6 +29,7 @@ from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.store.format.row_checksums import wrong_rows
+from mopd_dataplane.store.linked.readers import SignalTables, read_signal, signal_headers, signal_payload
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.copy_files import copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.maintain.copy_target import (
@@ -43,18 +43,16 @@ from mopd_dataplane.store.maintain.copy_target import (
 from mopd_dataplane.store.maintain.delete_samples import remove
 from mopd_dataplane.store.maintain.deletion_records import Deletion
 from mopd_dataplane.store.read.row_reader import (
-    read_signal,
     signal_crcs,
-    take_payload,
     take_rows,
     token_crcs,
 )
 from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
-from mopd_dataplane.tables import ROW_CRC, TABLES
+from mopd_dataplane.tables import ROW_CRC, TABLES, signal_table
 
 ROWS, BYTES = 4096, 64 << 20
 """Bounds of one commit of copied payload: rows and bytes."""
-_OTHERS = ("teachers", "steps", "events", "changes", "rewards", "labels", "prompts", "evals", "token_stats")
+_OTHERS = ("teachers", "steps", "events", "changes", "rewards", "labels", "links", "prompts", "evals", "token_stats")
 """Tables without payload, in the order of copying."""
 _WHOLE, _OF_PROMPTS = ("teachers", "steps", "events", "changes"), ("prompts", "evals")
 
@@ -81,9 +79,8 @@ def _copy_rows(
         Table(location, name).create()
     copy = _Copy(source, location, at)
     yield f"samples: {copy.samples(rows):,}"
-    for name in source.names():
-        if name.startswith("signals/"):
-            yield f"{name}: {copy.signals(name):,}"
+    for teacher, kind in copy.scored():
+        yield f"{signal_table(teacher, kind)}: {copy.signals(teacher, kind):,}"
     for name, count in copy.others().items():
         yield f"{name}: {count:,}"
     copy_weights(source, location)
@@ -140,15 +137,20 @@ class _Copy:
             fault_point("copy.samples")
         return self._samples.open().count_rows()
 
-    def signals(self, name: str) -> int:
+    def scored(self) -> list[tuple[str, str]]:
+        """Return (teacher, kind) of every signal of the source."""
+        scores = self._source.table("scores", ["teacher", "kind"], snapshot=self._at)
+        return sorted(set(zip(scores["teacher"].to_pylist(), scores["kind"].to_pylist(), strict=True)))
+
+    def signals(self, teacher: str, kind: str) -> int:
         """Copy one signal of the copied samples. Returns how many the copy has."""
-        _, teacher, kind = name.split("/")
-        old = self._source.dataset(name, self._at)
+        name = signal_table(teacher, kind)
+        tables = self._source.signal_tables(teacher, kind, self._at)
         scores, table = Table(self._location, "scores"), Table(self._location, name)
         scored = self._source.table("scores", None, f"teacher = '{teacher}' AND kind = '{kind}'", self._at)
         scored = self._of_ours(_sound("scores", scored))
         if kind == "hidden" and scored.num_rows:  # freed states are not copied
-            codecs = take_rows(old, scored["payload_row"].to_numpy(), ["codec"])["codec"]
+            codecs = signal_headers(tables, scored)["codec"]
             scored = scored.filter(pc.not_equal(codecs, FREED))
         if not scored.num_rows:
             return 0
@@ -159,7 +161,7 @@ class _Copy:
             if (scores.find(part)[0] >= 0).all():
                 continue
             places, count = place_payload(
-                table, part["uid"].to_pylist(), _recorded(part), _payload(old, table, kind, part),
+                table, part["uid"].to_pylist(), _recorded(part), _payload(tables, table, part),
                 lambda version, rows: signal_crcs(version, kind, rows),
             )  # fmt: skip
             table.make_durable(count)
@@ -234,24 +236,18 @@ def _recorded(metadata: pa.Table) -> Callable[[list[int]], list[int]]:
     return lambda places: [crcs[row] for row in places]
 
 
-def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -> Callable[[list[int]], pa.Table]:
+def _payload(tables: SignalTables, table: Table, part: pa.Table) -> Callable[[list[int]], pa.Table]:
     """Return a function that reads rows of a signal and compares their checksums."""
-    if kind == "hidden":
+    if tables.kind == "hidden":
         uids, codecs = part["uid"].to_pylist(), part["codec"].to_pylist()
 
         def states(chosen: list[int]) -> pa.Table:
-            stored = read_signal(old, kind, part.take(chosen), verify=True)
+            stored = read_signal(tables, part.take(chosen), verify=True)
             return payload_table(
                 table,
-                [Signal(uid=uids[i], sample_row=0, kind=kind, codec=codecs[i], hidden=bits)
+                [Signal(uid=uids[i], sample_row=0, kind="hidden", codec=codecs[i], hidden=bits)
                  for i, bits in zip(chosen, stored, strict=True)],
             )  # fmt: skip
 
         return states
-
-    def lists(chosen: list[int]) -> pa.Table:
-        some = part.take(chosen)
-        read_signal(old, kind, some, verify=True)
-        return take_payload(old, some["payload_row"].to_numpy(), old.schema.names)
-
-    return lists
+    return lambda chosen: signal_payload(tables, part.take(chosen))

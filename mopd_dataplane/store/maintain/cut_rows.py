@@ -15,9 +15,10 @@ from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.store.commit.clean_up import clean_up
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.lance_errors import reading
+from mopd_dataplane.store.linked.references import is_own
 from mopd_dataplane.store.maintain.delete_samples import blobs_of, events_of, rows_of
 from mopd_dataplane.store.maintain.remove_rows import remove_rows
-from mopd_dataplane.tables import CHANGES, TOKEN_STATS, signal_table
+from mopd_dataplane.tables import CHANGES, LINKS, TOKEN_STATS, signal_table
 
 Rows = NDArray[np.int64]
 NOTHING = "false"
@@ -122,8 +123,11 @@ def rows_after(store: Store, point: Point) -> Iterator[tuple[str, Rows]]:
     yield "plans", _ids(_rows(store, "plans", [], point.after(f"`window` >= {point.version}")))
     if CHANGES.name in names:
         yield CHANGES.name, _ids(_rows(store, CHANGES.name, [], point.after(f"iteration > {point.version}")))
+    if LINKS.name in names and point.later:
+        yield LINKS.name, _ids(_rows(store, LINKS.name, [], f"stage IN ({_listed(point.later)})"))
+    payload_rows = samples["payload_row"].to_numpy()
     yield "samples", rows
-    yield "tokens", samples["payload_row"].to_numpy()
+    yield "tokens", payload_rows[is_own(payload_rows)]
     if point.teachers:
         yield "teachers", _ids(_rows(store, "teachers", [], f"name IN ({_listed(point.teachers)})"))
 
@@ -136,7 +140,9 @@ def _signals_after(store: Store, point: Point, sample_rows: Rows) -> Iterator[tu
     yield "scores", _ids(scores)[gone]
     payload = scores["payload_row"].to_numpy()
     for teacher, kind in sorted(set(zip(teachers[gone], kinds[gone], strict=True))):
-        yield signal_table(teacher, kind), payload[gone & (teachers == teacher) & (kinds == kind)]
+        chosen = payload[gone & (teachers == teacher) & (kinds == kind)]
+        if len(own := chosen[is_own(chosen)]):
+            yield signal_table(teacher, kind), own
 
 
 def _rows(store: Store, name: str, columns: list[str], condition: str | None = None) -> pa.Table:

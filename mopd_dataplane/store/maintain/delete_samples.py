@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 BYTES = 64 << 20
 """Approximate bytes of hidden states that are copied at once."""
-_OF_SAMPLES = ("labels", "token_stats", "rewards", "scores")
+_OF_SAMPLES = ("labels", "links", "token_stats", "rewards", "scores")
 """Tables with a column `uid` that point to samples."""
 _OF_PROMPTS = ("evals", "prompts")
 """Tables whose rows go with their prompt."""
@@ -312,7 +312,7 @@ def pins_of(store: OpenStore, rows_by_table: dict[str, Rows]) -> list[str]:
 def _states(store: OpenStore, name: str, dataset: lance.LanceDataset, rows: Rows) -> Iterator[pa.RecordBatch]:
     """Read rows of signals/<teacher>/hidden with their bytes, compared with the checksums in `scores`."""
     _, teacher, kind = name.split("/")
-    table, reader = store.table_handle(name), store.hidden_reader(teacher)
+    table, reader = store.table_handle(name), store.own_hidden_reader(teacher)
     crcs = scored_rows(store.dataset("scores"), teacher, kind).select(["uid", "payload_row", "payload_crc"])
     header = take_rows(dataset, rows, header_columns(dataset, kind))
     sizes = header["rows"].to_numpy().astype(np.int64) * header["row_bytes"].to_numpy()

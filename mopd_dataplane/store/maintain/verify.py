@@ -13,6 +13,8 @@ from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.store.format.manifests import crc_of_manifest
 from mopd_dataplane.store.format.row_ids import fragment_ids, row_ids
+from mopd_dataplane.store.linked.references import ROW_BITS
+from mopd_dataplane.store.linked.sources import Sources
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletions
 from mopd_dataplane.store.maintain.verify_deleted import (
@@ -22,6 +24,7 @@ from mopd_dataplane.store.maintain.verify_deleted import (
     audit_rows_of_deleted,
 )
 from mopd_dataplane.store.maintain.verify_files import audit_files
+from mopd_dataplane.store.maintain.verify_linked import audit_linked_samples, audit_linked_signals, own_rows
 from mopd_dataplane.store.maintain.verify_payload import (
     LENGTHS,
     UNKNOWN,
@@ -44,8 +47,11 @@ from mopd_dataplane.tables import TABLES, signal_table
 _HEADERS = {"topk": ["k", "topk_source"], "hidden": ["codec", "rows", "row_bytes"]}
 
 
-def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
-    """See Store.verify. Every kind of damage becomes a finding; an audit does not fail."""
+def verify(location: StoreLocation, tables: Mapping[str, Table], sources: Sources, *, deep: bool) -> VerifyReport:
+    """See Store.verify. Every kind of damage becomes a finding; an audit does not fail.
+
+    sources: other stores, which have the payload of linked samples.
+    """
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     read: dict[str, set[str]] = {}
@@ -61,7 +67,9 @@ def verify(location: StoreLocation, tables: Mapping[str, Table], *, deep: bool) 
         audit(name, {name}, partial(_rows, table, opened, read))
         audit(name, {name}, partial(_duplicates, name, opened, table.spec.key))
     audit("samples", {"samples", "tokens"}, partial(_samples, opened, deep))
+    audit("samples", {"samples", "tokens"}, partial(audit_linked_samples, sources, opened, deep))
     audit("scores", {"scores", "samples", "teachers"}, partial(_scores, opened, deep))
+    audit("scores", {"scores", "teachers"}, partial(audit_linked_signals, sources, opened, deep))
     if deep:
         audit("token_stats", {"token_stats", "samples"}, partial(_token_stats, opened))
     audit("rewards", {"rewards", "samples"}, partial(_rewards, opened))
@@ -205,6 +213,8 @@ def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[F
     columns = ["uid", "payload_row", "payload_crc", *length_columns(opened["samples"])]
     samples, numbers = opened["samples"].to_table(columns=columns), row_ids(opened["samples"]).ids()
     fitting = yield from _lengths(samples, numbers)
+    own = own_rows(samples)
+    samples, numbers, fitting = samples.take(pa.array(own)), numbers[own], fitting[own]
     sound = yield from _echo("samples", samples, "tokens", opened["tokens"], "payload_row", numbers)
     if deep:
         payload = token_payload(opened["tokens"])
@@ -243,18 +253,20 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
         yield Finding("scores", int(numbers[row]), scores["uid"][row].as_py(), problem)
     teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
     digests = dict(zip(teachers["name"], teachers["weights_digest"], strict=True))
+    own = own_rows(scores)
     by = ["teacher", "kind", "teacher_digest"]
     placed = scores.select(by).append_column("place", pa.array(np.arange(scores.num_rows)))
     groups = placed.group_by(by).aggregate([("place", "list")])
     for teacher, kind, digest, places in zip(*(groups[column] for column in (*by, "place_list")), strict=True):
         teacher, kind, digest = teacher.as_py(), kind.as_py(), digest.as_py()
-        name, chosen = signal_table(teacher, kind), np.sort(places.values.to_numpy())
+        name, chosen = signal_table(teacher, kind), np.intersect1d(places.values.to_numpy(), own)
         if digests.get(teacher) != digest:
             problem = f"scored by {teacher!r} with digest {digest}, the store knows {digests.get(teacher)}"
             yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
-        if name not in opened:
+        if name not in opened and len(chosen):
             problem = f"points to {name!r}, which cannot be read"
             yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
+        if name not in opened or not len(chosen):
             continue
         some = scores.take(pa.array(chosen))
         sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers[chosen])
@@ -340,12 +352,13 @@ def _heads(location: StoreLocation, opened: Mapping[str, lance.LanceDataset], de
 
 def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, int]) -> Iterator[Finding]:
     """Count payload rows to which no metadata row points, by table: no findings, since they are harmless."""
-    used = {"tokens": opened["samples"].count_rows()} if {"samples", "tokens"} <= opened.keys() else {}
+    own = f"payload_row < {1 << ROW_BITS}"
+    used = {"tokens": opened["samples"].count_rows(own)} if {"samples", "tokens"} <= opened.keys() else {}
     for name in opened:
         folder, _, rest = name.partition("/")
         if folder == "signals" and "scores" in opened:
             teacher, _, kind = rest.partition("/")
-            used[name] = opened["scores"].count_rows(f"teacher = '{teacher}' and kind = '{kind}'")
+            used[name] = opened["scores"].count_rows(f"teacher = '{teacher}' and kind = '{kind}' and {own}")
     left = {name: opened[name].count_rows() - count for name, count in used.items()}
     counts.update({name: count for name, count in left.items() if count})
     yield from ()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from mopd_dataplane.base.file_checksums import CHECKSUMS, find_damage
 from mopd_dataplane.base.sealed_json import unseal
 from mopd_dataplane.errors import DamagedError, InputError
+from mopd_dataplane.store.linked.sources import FOLDER as SOURCES
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.verify_report import damage
 from mopd_dataplane.store.read.decode import KEPT
@@ -28,7 +29,8 @@ def audit_files(location: StoreLocation, *, deep: bool) -> Iterator[Damage]:
     """Find damage of every file that is no part of a table; deep: also of those that hold tensors."""
     snapshots = [f"snapshots/{name}" for name in location.children("snapshots") if name.endswith(".json")]
     tokenizers = [f"{KEPT}/{name}" for name in location.children(KEPT)]
-    for name in (MARK, *JOB_FILES, *snapshots, *tokenizers):
+    sources = [f"{SOURCES}/{name}" for name in location.children(SOURCES)]
+    for name in (MARK, *JOB_FILES, *snapshots, *tokenizers, *sources):
         yield from _sealed(location, name)
     for stage in location.children("checkpoints"):
         yield from _metrics(location, f"checkpoints/{stage}/{_METRICS}")

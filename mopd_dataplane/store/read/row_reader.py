@@ -133,12 +133,9 @@ def _refusal(dataset: lance.LanceDataset, where: str) -> str:
     return ""
 
 
-def read_tokens(
-    samples: lance.LanceDataset, tokens: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str], *, verify: bool
-) -> pa.Table:
-    """Read columns of `tokens` for rows of `samples`; see Store.read_tokens."""
-    check_columns("tokens", tokens, columns)
-    metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
+def read_payload(tokens: lance.LanceDataset, metadata: pa.Table, columns: Sequence[str], *, verify: bool) -> pa.Table:
+    """Read columns of `tokens` of some samples; see Store.read_tokens. metadata: uid, payload_row, payload_crc of
+    each."""
     read = [*dict.fromkeys(["uid", *columns, *(checked_columns(tokens) if verify else ())])]
     payload = take_payload(tokens, metadata["payload_row"].to_numpy(), read)
     check_echo("tokens", metadata, payload)
@@ -302,12 +299,20 @@ def token_reader(
     samples: lance.LanceDataset, tokens: lance.LanceDataset, sample_rows: NDArray[np.int64]
 ) -> PayloadReader:
     """See Store.token_reader. sample_rows: [n] sorted, distinct."""
+    metadata = token_metadata(samples, sample_rows)
+    return PayloadReader(tokens, sample_rows, metadata, checked_columns(tokens), tokens_crc)
+
+
+def token_metadata(
+    samples: lance.LanceDataset, sample_rows: NDArray[np.int64]
+) -> Callable[[NDArray[np.int64]], pa.Table]:
+    """Return what a PayloadReader of tokens knows of its samples. sample_rows: [n] sorted, distinct."""
 
     def metadata(at: NDArray[np.int64]) -> pa.Table:
         metadata = take_rows(samples, sample_rows[at], ["uid", "payload_row", "payload_crc", "total_len"])
         return metadata.append_column("bytes", pc.multiply(metadata["total_len"], TOKEN_BYTES))
 
-    return PayloadReader(tokens, sample_rows, metadata, checked_columns(tokens), tokens_crc)
+    return metadata
 
 
 def signal_reader(

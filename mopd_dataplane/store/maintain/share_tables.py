@@ -18,7 +18,7 @@ _LINKED = ("data", "_deletions")
 """Folders of a table whose files are linked."""
 
 
-def link_tables(source: Store, location: StoreLocation, pinned: PinnedTables, shared: SharedFiles) -> None:
+def share_tables(source: Store, location: StoreLocation, pinned: PinnedTables, shared: SharedFiles) -> None:
     """Link the newest and the pinned versions of every table into a new store in a folder, with their snapshots.
 
     Raises DamagedError for a manifest that is not the one that was acknowledged.
