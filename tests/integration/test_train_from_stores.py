@@ -285,7 +285,6 @@ def test_states_that_were_freed_there_are_named(home: Path) -> None:
 
 
 def test_no_sample_is_left(home: Path) -> None:
-    advises("no sample of the stores in data.from is left")
     raw = raw_job(home, "c", [from_stores({"store": str(home / "a"), "where": "response_len > 1000"})])
     job = job_of(raw)
     with pytest.raises(InputError, match=r"no sample of the stores in data\.from is left"):

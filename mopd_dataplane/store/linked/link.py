@@ -19,11 +19,12 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.linked.readers import teacher_there
 from mopd_dataplane.store.linked.references import OWN, Rows, by_store, other_uid, reference, rows_there
 from mopd_dataplane.store.read.row_reader import take_rows
-from mopd_dataplane.tables import LABELS, LINKS, PROMPTS, REWARDS, SAMPLES, SCORES, TableSpec, signal_table
+from mopd_dataplane.tables import LABELS, LINKS, PROMPTS, REWARDS, SAMPLES, SCORES, TableSpec
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot, Teacher
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.linked.sources import OtherStore
 
 ROWS = 65_536
 """Rows of one commit."""
@@ -69,15 +70,17 @@ def uids_here(store: Store, source: Store, samples: pa.Table) -> pa.Array:
     """Return the uids that samples of another store have here: their own, or others where this store has other samples
     of those uids, since runs of one seed give the same uids to different answers.
 
-    samples: columns uid and payload_crc, as they are there.
+    samples: columns uid, payload_row and payload_crc, as they are there.
     """
     matches, dataset = store.table_handle(SAMPLES.name).find(samples.select(["uid"]))
     present = np.flatnonzero(matches >= 0)
     crcs = take_rows(dataset, matches[present], ["payload_crc"])["payload_crc"].to_numpy()
     taken = present[crcs != samples["payload_crc"].to_numpy()[present]]
     uids = samples["uid"].to_pylist()
-    for index in taken.tolist():
-        uids[index] = other_uid(uids[index], source.uuid)
+    for number, at in by_store(samples["payload_row"].to_numpy()[taken]):
+        holder = _holder(source, number).uuid
+        for index in taken[at].tolist():
+            uids[index] = other_uid(uids[index], holder)
     return pa.array(uids, pa.string())
 
 
@@ -99,7 +102,7 @@ def link_signals(store: Store, source: Store, teacher: Teacher, wanted: Collecti
     name = teacher_there(teacher, source.teachers())
     if name is None:
         return 0
-    samples = source.table(SAMPLES.name, ["uid", "payload_crc"])
+    samples = source.table(SAMPLES.name, ["uid", "payload_row", "payload_crc"])
     here = uids_here(store, source, samples)
     linked = pc.is_in(here, value_set=uids)
     there, here = samples["uid"].combine_chunks().filter(linked), here.filter(linked)
@@ -122,22 +125,13 @@ def link_signals(store: Store, source: Store, teacher: Teacher, wanted: Collecti
 
 def _fits(source: Store, teacher: str, wanted: Wanted, scored: pa.Table) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return whether each signal is like the wanted ones, and still there: [n] bool."""
-    fits = np.ones(scored.num_rows, np.bool_)
-    if not wanted.codec and not wanted.k:
-        return fits
-    columns = ["codec"] if wanted.codec else ["k", "topk_source"]
-    rows = scored["payload_row"].to_numpy()
-    for number, at in by_store(rows):
-        if number != OWN:  # of a third store: what the metadata says has to do
-            fits[at] = np.asarray(pc.equal(scored["codec"], wanted.codec or "none"))[at] if wanted.codec else False
-            continue
-        header = take_rows(source.dataset(signal_table(teacher, wanted.kind)), rows[at], columns)
-        if wanted.codec:
-            fits[at] = np.asarray(pc.equal(header["codec"], wanted.codec))
-        else:
-            same = pc.and_(pc.equal(header["k"], wanted.k), pc.equal(header["topk_source"], wanted.topk_source))
-            fits[at] = np.asarray(same)
-    return fits
+    if not scored.num_rows or not (wanted.codec or wanted.k):
+        return np.ones(scored.num_rows, np.bool_)
+    headers = source.signal_headers(teacher, wanted.kind, scored)
+    if wanted.codec:
+        return np.asarray(pc.equal(headers["codec"], wanted.codec))
+    same = pc.and_(pc.equal(headers["k"], wanted.k), pc.equal(headers["topk_source"], wanted.topk_source))
+    return np.asarray(same)
 
 
 def _link_prompts(store: Store, source: Store, names: pa.Array, at: Snapshot) -> None:
@@ -180,9 +174,13 @@ def _references(store: Store, source: Store, payload_rows: Rows) -> Rows:
     """Return references from here to rows that another store refers to: its own, or those of a third store."""
     references = np.empty(len(payload_rows), np.int64)
     for number, at in by_store(payload_rows):
-        holder = source if number == OWN else source.sources.open(number)
-        references[at] = reference(store.sources.add(holder), rows_there(payload_rows[at]))
+        references[at] = reference(store.sources.add(_holder(source, number)), rows_there(payload_rows[at]))
     return references
+
+
+def _holder(source: Store, number: int) -> OtherStore:
+    """Return the store that has the payload to which another store refers by a number."""
+    return source if number == OWN else source.sources.open(number)
 
 
 def _conform(spec: TableSpec, rows: pa.Table) -> pa.Table:

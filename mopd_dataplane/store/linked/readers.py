@@ -396,6 +396,6 @@ def _index_of(parts: dict[int, NDArray[np.intp]], count: int) -> NDArray[np.int6
 
 def _nulls(name: str, count: int) -> HeldLists:
     """Return a column of nulls."""
-    dtype = next(field.dtype for field in (*PAYLOAD, *RECORDED) if field.column == name)
+    dtype = next((field.dtype for field in (*PAYLOAD, *RECORDED) if field.column == name), "|u1")
     zeros = np.zeros(count, np.int64)
     return HeldLists([np.empty(0, dtype)], zeros, zeros, zeros, np.ones(count, np.bool_))
