@@ -12,7 +12,6 @@ from mopd_dataplane.errors import DamagedError, MopdError
 from mopd_dataplane.query.heads import head_logits, log_softmax, read_states
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.format.dataset_format import FREED
-from mopd_dataplane.tables import signal_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,9 +64,10 @@ def candidates(
 def freed(store: Store, teacher: str, uids: Iterable[str]) -> set[str]:
     """Samples whose hidden states of a teacher can be read no more, as of now."""
     uid_set = set(uids)
-    keys = f"uid IN ({', '.join(map(literal, sorted(uid_set)))})"
-    table = store.table(signal_table(teacher, "hidden"), ["uid", "codec"], keys).to_pylist()
-    return uid_set - {row["uid"] for row in table if row["codec"] != FREED}
+    keys = f"teacher = {literal(teacher)} AND kind = 'hidden' AND uid IN ({', '.join(map(literal, sorted(uid_set)))})"
+    scored = store.table("scores", ["uid", "payload_row", "payload_crc"], keys)
+    headers = store.signal_headers(teacher, "hidden", scored).to_pylist() if scored.num_rows else []
+    return uid_set - {row["uid"] for row in headers if row["codec"] != FREED}
 
 
 def _from_states(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from advice import advises
+from viewing import BEARER, client_of, get
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
@@ -229,6 +230,18 @@ def test_a_sample_of_another_store_is_shown_here(home: Path) -> None:
     for uid in store.samples(["uid"])["uid"].to_pylist():
         view = read_sample(store, uid)
         assert view.uid == uid
+
+
+def test_the_viewer_opens_samples_of_other_stores(home: Path) -> None:
+    store = linked_store(home, str(home / "a"), str(home / "b"))
+    page = client_of(store, **BEARER)
+    for uid in store.samples(["uid"])["uid"].to_pylist():
+        about = get(page, "sample", uid=uid)
+        assert about["uid"] == uid
+        assert get(page, "life", uid=uid)[0]["kind"] == "sampled"
+    assert [teacher["name"] for teacher in get(page, "home")["teachers"]] == ["wise"]
+    everything = page.get("/api/search", params={"kind": "text", "q": "."})
+    assert everything.status_code == 200, everything.text
 
 
 def test_a_store_that_is_gone_or_another_is_named(home: Path) -> None:
