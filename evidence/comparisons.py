@@ -180,6 +180,16 @@ _TEACHER_COUNT = {
     **{name: Arm(f"taught by {', '.join(TEACHER_ORDER[:count])}", (name,)) for name, count in TEACHER_COUNTS.items()},
 }
 
+_SELECTION = {
+    "base": Arm("the start of all others", uses_teachers=False),
+    "all": Arm("all answers", ("all",)),
+    "half": Arm("half of the answers, by chance", ("half",)),
+    "solved": Arm("answers with full reward", ("solved",)),
+    "far": Arm("the half with the larger divergence from the teacher", ("far",)),
+    "spread": Arm("groups with different rewards", ("spread",)),
+    "weighted": Arm("half of the answers, drawn in proportion to the divergence", ("weighted",)),
+}
+
 COMPARISONS = {
     comparison.folder.name: comparison
     for comparison in (
@@ -187,6 +197,7 @@ COMPARISONS = {
         Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=1, threads=2),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
+        Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),
         Comparison(JOBS / "teacher-count", _TEACHER_COUNT, TEACHER_ORDER, base="generalist", points=1),
     )
 }

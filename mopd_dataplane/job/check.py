@@ -49,6 +49,9 @@ def check_references(job: Job, where: str) -> None:
         _check_memory(job, stage, at)
         if stage.data == "rollout":
             _check_rollout(job, stage, at)
+        for source in stage.sources:
+            if not source.store:
+                _require(source.stage, earlier, f"{at}.data.from: no earlier stage")
         _check_discriminator(job, stage, earlier, at)
         _check_reads(job, stage, at)
         _check_weights(job, stage, at)

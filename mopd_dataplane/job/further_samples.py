@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.job.section import Section
@@ -33,14 +33,20 @@ class Replay(Section):
 
 
 class SourceStore(Section):
-    """Samples of another store."""
+    """Samples of another store, or of an earlier stage of the job."""
 
-    store: str = Field(min_length=1)
-    """Its folder or URI. It is only read."""
+    store: str = ""
+    """Folder or URI of a store, which is only read; default: the job's own, with the samples of its stage `stage`."""
     where: str = ""
     """Condition on its samples, which its own tables answer; default: all of them."""
     stage: str = ""
-    """Stage whose samples are taken; default: those of every stage."""
+    """Stage whose samples are taken; default: those of every stage of another store."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> SourceStore:
+        if not self.store and not self.stage:
+            raise ValueError('name a store, an earlier stage of this job, or both: { stage = "student" }')
+        return self
 
 
 def _named_store(value: Any) -> Any:

@@ -12,15 +12,20 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 
 
+def open_source(job: Job, entry: SourceStore) -> Store:
+    """Open a store of `data.from`, to read it. Raises UnknownNameError when it is not there."""
+    return Store.open(entry.store or job.store)
+
+
 def source_problems(job: Job) -> Iterator[tuple[str, str]]:
     """(key of the job file, problem) for every store of `data.from` that cannot be read, or not with its condition."""
     for stage in job.stages:
         for number, entry in enumerate(stage.sources):
             key = f"stages.{stage.name}.data.from.{number}"
-            if entry.store == job.store:
+            if entry.store in ("", job.store):
                 continue
             try:
-                source = Store.open(entry.store)
+                source = open_source(job, entry)
                 at = source.snapshot()
                 if entry.where:
                     conditions_there(job, source, at).rows(entry.where, "where")

@@ -155,7 +155,7 @@ def test_it_trains_what_the_same_samples_train_in_their_own_store(home: Path) ->
     prepare(raw_job(home, "own", [rollouts()]))
     jobs = [
         job_of(raw_job(home, "c", [from_stores(str(home / "a"))])),
-        job_of(raw_job(home, "own", [rollouts(), from_stores(str(home / "own"))])),
+        job_of(raw_job(home, "own", [rollouts(), from_stores({"stage": "student"})])),
     ]
     policies, steps = [], []
     for job in jobs:

@@ -12,7 +12,7 @@ from mopd_dataplane.job.further_samples import SourceStore
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.other_stores import check_stage, conditions_there
+from mopd_dataplane.run.other_stores import check_stage, conditions_there, open_source
 from mopd_dataplane.run.stage_rows import linked_uids, stage_samples
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.dataset_format import FREED
@@ -37,7 +37,7 @@ def link_sources(run: Run, stage: Stage) -> None:
         if run.has_event(event):
             continue
         with run.progress.step(stage.name, "link", total=None, unit="samples") as (_, report):
-            source = Store.open(entry.store)
+            source = open_source(run.job, entry)
             at = source.snapshot()
             rows, left_out = _choose(run, stage, source, entry, at)
             if source.uuid == run.store.uuid:
@@ -80,7 +80,7 @@ def take_signals(run: Run, stage: Stage) -> None:
     teachers, uids = run.store.teachers(), linked_uids(run.store, stage.name)
     for entry_number, entry in enumerate(stage.sources):
         event = f"{LINK_SIGNALS}/{stage.name}/{entry_number}"
-        source = Store.open(entry.store)
+        source = open_source(run.job, entry)
         if source.uuid == run.store.uuid or run.has_event(event):
             continue
         counts = {
