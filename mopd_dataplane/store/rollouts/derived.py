@@ -51,8 +51,9 @@ def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
     divergences = ("sample_row", "teacher", "mean_reverse_kl")
     parts = [
         Part(("reward",), (), _reward, "rewards", READ["rewards"]),
-        Part(("kl", "teachers", "kl_spread", *(f"kl_{name}" for name in own)), (),
-             lambda rows, _, scores: _said(rows, scores, own, names), "scores", divergences),
+        Part(("kl", "teachers", "kl_spread"), (), lambda rows, _, scores: _said(rows, scores, names), "scores",
+             divergences),
+        *(Part((f"kl_{name}",), (), partial(_said_by, name, names), "scores", divergences) for name in own),
         Part(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, names), "scores",
              ("sample_row", "teacher", "bytes")),
         Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped),
@@ -116,6 +117,8 @@ class Rows:
 
     def spread(self, places: Places, values: NDArray[Any], kind: pa.DataType) -> pa.Array:
         """Scatter one value to each of these indices, null elsewhere: [n]."""
+        if len(places) == self.total and _ascends(places):  # one value for each sample
+            return pa.array(values.astype(kind.to_pandas_dtype()), kind)
         there = np.zeros(self.total, np.bool_)
         there[places] = True
         array = np.zeros(self.total, kind.to_pandas_dtype())
@@ -127,30 +130,47 @@ class _Groups:
     """Values grouped by index; indices may repeat and have any order."""
 
     def __init__(self, places: Places) -> None:
+        self._order: Places | None = None
+        self._firsts: Places | None = None
+        """[g] position of the first value of each index; None if each has one value."""
+        self.places = places
+        """[g] each index once, ascending."""
+        self.sizes = np.broadcast_to(np.int64(1), len(places))
+        if _ascends(places):  # the usual case, and quick
+            return
         self._order = None if (places[1:] >= places[:-1]).all() else np.argsort(places, kind="stable")
         ordered = places if self._order is None else places[self._order]
         self._firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
         self.places = ordered[self._firsts]
-        """[g] each index once, ascending."""
         self.sizes = np.diff(self._firsts, append=len(places))
 
     def reduce(self, how: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
         """Compute sum, minimum or maximum for each index: [g]."""
         if self._order is not None:
             values = values[self._order]
-        return values if len(self._firsts) == len(values) else how.reduceat(values, self._firsts)
+        return values if self._firsts is None else how.reduceat(values, self._firsts)
 
     def mean(self, values: Floats) -> Doubles:
         """Compute the mean for each index: [g]."""
-        return self.reduce(np.add, values.astype(np.float64)) / self.sizes
+        sums = self.reduce(np.add, values.astype(np.float64))
+        return sums if self._firsts is None else sums / self.sizes
+
+
+def _ascends(places: Places) -> bool:
+    return bool((places[1:] > places[:-1]).all())
+
+
+def _chosen(mask: Flags, *arrays: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return the chosen elements of each array; the arrays themselves if all are chosen."""
+    return list(arrays) if mask.all() else [array[mask] for array in arrays]
 
 
 def _reward(rows: Rows, own: Columns, rewards: pa.Table) -> dict[str, pa.Array]:
     places, has_value = rows.places(rewards)
     values = rewards["reward"].to_numpy()
-    chosen = has_value & ~np.isnan(values)
-    groups = _Groups(places[chosen])
-    return {"reward": rows.spread(groups.places, groups.mean(values[chosen]), pa.float32())}
+    places, values = _chosen(has_value & ~np.isnan(values), places, values)
+    groups = _Groups(places)
+    return {"reward": rows.spread(groups.places, groups.mean(values), pa.float32())}
 
 
 def _of_teachers(
@@ -166,30 +186,41 @@ def _of_teachers(
             yield name, mine, places[mine]
 
 
-def _said(
-    rows: Rows, scores: pa.Table, own: Collection[str], vocabularies: Collection[str] | None
-) -> dict[str, pa.Array]:
-    """Compute divergences from the teachers of each sample; those of `own` have a column each."""
-    kls, total = scores["mean_reverse_kl"].to_numpy(), rows.total
-    kl, highest, lowest = np.zeros(total), np.full(total, -np.inf), np.full(total, np.inf)
-    teachers, judges = np.zeros(total, np.int32), np.zeros(total, np.int32)
-    each = {f"kl_{name}": pa.nulls(total, pa.float32()) for name in own}
-    for name, mine, places in _of_teachers(rows, scores, vocabularies):
-        teachers[_Groups(places).places] += 1
-        judged = ~np.isnan(kls[mine])
-        said = _Groups(places[judged])
-        mean = said.mean(kls[mine[judged]])
-        judges[said.places] += 1
-        kl[said.places] += mean
-        highest[said.places] = np.maximum(highest[said.places], mean)
-        lowest[said.places] = np.minimum(lowest[said.places], mean)
-        if f"kl_{name}" in each:
-            each[f"kl_{name}"] = rows.spread(said.places, mean, pa.float32())
-    there = np.flatnonzero(judges)
+def _said(rows: Rows, scores: pa.Table, vocabularies: Collection[str] | None) -> dict[str, pa.Array]:
+    """Compute what the teachers of each sample make of it together: the mean over its teachers of their divergences,
+    how far these are apart, and how many teachers scored it."""
+    places, there = rows.places(scores)
+    coded = scores["teacher"].combine_chunks().dictionary_encode()
+    names = coded.dictionary.to_pylist()
+    codes = coded.indices.to_numpy()
+    if vocabularies is not None and not set(names) <= set(vocabularies):
+        there = there & np.isin(codes, [code for code, name in enumerate(names) if name in vocabularies])
+    places, codes, kls = _chosen(there, places, codes, scores["mean_reverse_kl"].to_numpy())
+    pairs = places * np.int64(max(1, len(names))) + codes
+    owners = _Groups(pairs).places // max(1, len(names))
+    teachers = np.bincount(owners, minlength=rows.total).astype(np.int32)
+    pairs, kls = _chosen(~np.isnan(kls), pairs, kls)
+    by_pair = _Groups(pairs)
+    means, by_sample = by_pair.mean(kls), _Groups(by_pair.places // max(1, len(names)))
+    apart = by_sample.reduce(np.maximum, means) - by_sample.reduce(np.minimum, means)
     return {
-        "kl": rows.spread(there, kl[there] / judges[there], pa.float32()), "teachers": pa.array(teachers),
-        "kl_spread": rows.spread(there, highest[there] - lowest[there], pa.float32()), **each,
-    }  # fmt: skip
+        "kl": rows.spread(by_sample.places, by_sample.mean(means), pa.float32()),
+        "teachers": pa.array(teachers),
+        "kl_spread": rows.spread(by_sample.places, apart, pa.float32()),
+    }
+
+
+def _said_by(
+    name: str, vocabularies: Collection[str] | None, rows: Rows, none: Columns, scores: pa.Table
+) -> dict[str, pa.Array]:
+    """Compute one teacher's divergence from each sample."""
+    kls = scores["mean_reverse_kl"].to_numpy()
+    for teacher, mine, places in _of_teachers(rows, scores, vocabularies):
+        if teacher == name:
+            chosen_places, values = _chosen(~np.isnan(kls[mine]), places, kls[mine])
+            said = _Groups(chosen_places)
+            return {f"kl_{name}": rows.spread(said.places, said.mean(values), pa.float32())}
+    return {f"kl_{name}": pa.nulls(rows.total, pa.float32())}
 
 
 def _bytes(rows: Rows, scores: pa.Table, teachers: Collection[str] | None) -> dict[str, pa.Array]:
