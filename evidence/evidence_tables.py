@@ -204,6 +204,25 @@ def teacher_count() -> str:
     return "\n".join(lines) + "\n"
 
 
+def selection() -> str:
+    """Students of one store of answers, each by another question, beside half of the answers by chance."""
+    arms = COMPARISONS["selection"].arms
+    by_arm = _of_arms("selection", arms)
+    ends = {name: _ends(runs) for name, runs in by_arm.items()}
+    domains = ("number_sorting", "spell_backward", "spiral_matrix")
+    head = ("arm", "what it learns from", *domains, "mean", "− half, points by seed", "student tokens", "seeds")
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, runs in by_arm.items():
+        if not runs:
+            lines.append(line(name, arms[name].description, *["not run"] * (len(head) - 2)))
+            continue
+        cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in domains]
+        cells += [over_seeds(list(ends[name].values()))]
+        cells += [paired(ends[name], ends["half"]) if name != "half" else "", _cost(runs)[0]]
+        lines.append(line(name, arms[name].description, *cells, ", ".join(map(str, sorted(ends[name])))))
+    return "\n".join(lines) + "\n"
+
+
 def _of_arms(job: str, names: Iterable[str]) -> dict[str, list[Result]]:
     """A job's results by arm, in the order of the names; of other arms none."""
     return {name: [result for result in results(job) if result["arm"] == name] for name in names}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.read.fragment_bounds import Within
 from mopd_dataplane.tables import LINKS
 
 Rows = NDArray[np.int64]
@@ -38,11 +39,15 @@ def scan_stage(
     """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, of a range of
     them, or of all).
 
-    Metadata is scanned whole, or from row `first` on as many as `limit`.
+    Metadata is scanned in the files that may have such samples, or from row `first` on as many as `limit`.
     """
     linked = linked_uids(store, stage.name, snapshot) if stage.sources else None
     read = [*dict.fromkeys([*columns, "iteration", "stage", *([] if linked is None else ["uid"])])]
-    for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
+    within = None
+    if iteration is not None and not first and limit is None:
+        span = iteration if isinstance(iteration, range) else range(iteration, iteration + 1)
+        within = Within("iteration", span.start, span.stop - 1)
+    for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit, within=within):
         mask = pc.equal(batch["stage"], stage.name) if linked is None else pc.is_in(batch["uid"], value_set=linked)
         if isinstance(iteration, range):
             iterations = batch["iteration"]

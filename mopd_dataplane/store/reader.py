@@ -25,6 +25,7 @@ from mopd_dataplane.store.linked.sources import Sources
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletions
 from mopd_dataplane.store.read import row_reader
+from mopd_dataplane.store.read.fragment_bounds import Within, rows_within
 from mopd_dataplane.store.read.hidden import HiddenReader
 from mopd_dataplane.store.remote.range_cache import RangeCache
 from mopd_dataplane.store.remote.sidecars import ObjectSidecars
@@ -167,13 +168,21 @@ class StoreReader:
         return self.table("samples", columns, filter, snapshot)
 
     def scan_samples(
-        self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None
-    ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
+        self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None,
+        within: Within | None = None,
+    ) -> Iterator[tuple[Rows, pa.RecordBatch]]:  # fmt: skip
         """Yield (row ids, metadata) of some samples at a time, by id: id `first` and the `limit` ids after it.
 
+        within: instead of them, samples of the files that may have such rows, and others beside them in these files.
         For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch.
         """
-        return row_reader.scan_rows(self.dataset("samples", snapshot), columns, first, limit)
+        return row_reader.scan_rows(self.dataset("samples", snapshot), columns, first, limit, within)
+
+    def rows_within(
+        self, name: str, columns: Sequence[str], within: Within, snapshot: Snapshot | None = None
+    ) -> pa.Table:
+        """Read the rows of a table with a column within bounds, in no order; files without such rows are not read."""
+        return rows_within(self.dataset(name, snapshot), list(columns), within)
 
     def take_samples(
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None

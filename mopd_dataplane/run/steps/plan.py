@@ -3,7 +3,7 @@
 No payload is read, and nothing here needs torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from mopd_dataplane.run.changes import in_force
 from mopd_dataplane.run.conditions import explain_conditions, plan_names, questions_of, with_conditions
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, event_rows, scan_stage, stage_samples
+from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, Rows, event_rows, scan_stage, stage_samples
+from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.delete_samples import forget_plan
+from mopd_dataplane.store.read.fragment_bounds import Within
 from mopd_dataplane.store.read.snapshot import tags
 
 TOKEN_BYTES = 9
@@ -212,13 +214,19 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     if stage.is_stored and not isinstance(iteration, range):
         _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)
-    scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
-    rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
+    samples: Iterable[tuple[Rows, pa.RecordBatch]] = scan_stage(run.store, stage, iteration, columns, snapshot)
+    limit = run.store.dataset("samples", snapshot).count_rows()
+    if iteration is not None:  # few samples, whose scores and rewards are in few files
+        samples = list(samples)
+        limit = sum(len(rows) for rows, _ in samples)
+    own = samples if isinstance(samples, list) else None
+    scores = _of_samples(run.store, "scores", ["sample_row", "teacher", "kind"], own, snapshot)
+    rewards = _of_samples(run.store, "rewards", ["sample_row"], own, snapshot)
     unscorable = event_rows(run.store, stage, UNSCORABLE, snapshot)
     unreadable = event_rows(run.store, stage, UNREADABLE, snapshot)
     planner = collect_columns(
-        scan_stage(run.store, stage, iteration, columns, snapshot),
-        run.store.dataset("samples", snapshot).count_rows(),
+        samples,
+        limit,
         route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
         teachers=teachers,
         scores=scores if objective.signals else None,
@@ -234,6 +242,19 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
         how = f"mopd run JOB --stage {stage.name}" if stage.sources else how
         raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
     return planner
+
+
+def _of_samples(
+    store: Store, name: str, columns: list[str], samples: list[tuple[Rows, pa.RecordBatch]] | None,
+    snapshot: Snapshot | None,
+) -> pa.Table:  # fmt: skip
+    """Rows of a table that are about some samples, and others between these; about all samples for None."""
+    if samples is None:
+        return store.table(name, columns=columns, snapshot=snapshot)
+    if not samples:
+        return store.dataset(name, snapshot).schema.empty_table().select(columns)
+    low, high = (int(ends) for ends in (min(rows[0] for rows, _ in samples), max(rows[-1] for rows, _ in samples)))
+    return store.rows_within(name, columns, Within("sample_row", low, high), snapshot)
 
 
 def _check_sampler_logprobs(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> None:

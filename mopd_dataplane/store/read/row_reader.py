@@ -17,7 +17,8 @@ from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names, of_signal
 from mopd_dataplane.store.format import lance_errors
 from mopd_dataplane.store.format.arrow_rows import list_views, tokens_crc
 from mopd_dataplane.store.format.dataset_format import FREED
-from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.format.row_ids import fragment_ids, row_ids
+from mopd_dataplane.store.read.fragment_bounds import Within, fragments_within
 from mopd_dataplane.store.read.hidden import HiddenReader
 from mopd_dataplane.store.read.list_files import Checksum, ListFiles
 from mopd_dataplane.store.read.lists import HeldLists, Lists
@@ -39,10 +40,13 @@ SCAN_ROWS = 65_536
 
 
 def scan_rows(
-    dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None
+    dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None, within: Within | None = None
 ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
     """Yield (row ids, columns of them), batch by batch in the order of the ids; see Store.scan_samples."""
     ids = row_ids(dataset)
+    if within is not None and ids.in_order:
+        yield from _scan_fragments(dataset, columns, fragments_within(dataset, within))
+        return
     rows = ids.between(first, ids.end if limit is None else first + limit)
     if not len(rows):
         return
@@ -56,6 +60,19 @@ def scan_rows(
             return
         begin = int(ids.offsets(rows[:1])[0])
         scan = dataset.scanner(columns=list(columns), offset=begin or None, limit=len(rows), batch_size=SCAN_ROWS)
+        for batch in scan.to_batches():
+            yield rows[done : done + batch.num_rows], batch
+            done += batch.num_rows
+
+
+def _scan_fragments(
+    dataset: lance.LanceDataset, columns: Sequence[str], fragments: list[lance.LanceFragment]
+) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
+    if not fragments:
+        return
+    rows, done = np.concatenate([fragment_ids(fragment) for fragment in fragments]), 0
+    with lance_errors.reading(dataset.uri):
+        scan = dataset.scanner(columns=list(columns), fragments=fragments, batch_size=SCAN_ROWS, scan_in_order=True)
         for batch in scan.to_batches():
             yield rows[done : done + batch.num_rows], batch
             done += batch.num_rows
