@@ -40,7 +40,8 @@ PICTURE = ROOT / "docs" / "images" / "evidence.svg"
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict, "teacher-count": teacher_count, "selection": selection,
+    "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict, "teacher-count": teacher_count,
+    "selection": selection,
     "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
 }  # fmt: skip
 

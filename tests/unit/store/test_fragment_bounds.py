@@ -45,7 +45,8 @@ def test_rows_are_those_of_a_whole_scan(store: Store, low: int, count: int) -> N
     every = [(int(row), at) for rows, batch in store.scan_samples(["iteration"])
              for row, at in zip(rows, batch["iteration"].to_pylist(), strict=True)]  # fmt: skip
     expected = [row for row, iteration in every if low <= iteration <= high]
-    scanned = [(int(row), at) for rows, batch in store.scan_samples(["iteration"], within=Within("iteration", low, high))
+    within = Within("iteration", low, high)
+    scanned = [(int(row), at) for rows, batch in store.scan_samples(["iteration"], within=within)
                for row, at in zip(rows, batch["iteration"].to_pylist(), strict=True)]  # fmt: skip
     assert set(scanned) <= set(every)
     assert [row for row, iteration in scanned if low <= iteration <= high] == expected
