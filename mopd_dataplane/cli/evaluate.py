@@ -10,6 +10,8 @@ from mopd_dataplane.cli.jobs import ANSWERS, Given, OneStage, choose_stage, load
 from mopd_dataplane.cli.output import note, print_json, print_text, print_title, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.job.load import load_job
 
 PANEL = "Answers"
 TASK_HEAD = {
@@ -20,6 +22,14 @@ TASK_HEAD = {
     "documents": "questions",
 }
 """Fields of a task's answer that are shown, and what stands above each."""
+AGAIN_HEAD = {
+    "domain": "domain",
+    "prompts": "prompts",
+    "reward_then": "reward then",
+    "reward_now": "reward now",
+    "right_now": "right now",
+}
+"""Fields of an answer to prompts of chosen samples that are shown, and what stands above each."""
 TEACHER_HEAD = {
     "teacher": "teacher",
     "accuracy": "acc.",
@@ -93,7 +103,11 @@ def _shown(value: Any) -> Any:
 
 def evaluate(
     store: StoreUri,
-    tasks: Annotated[str, Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, as arc_easy,hellaswag.")],
+    tasks: Annotated[str, Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, as arc_easy,hellaswag.")] = "",
+    where: Annotated[
+        str,
+        Option("--where", metavar="SQL", help="Instead: prompts of samples that meet this condition, as reward < 1."),
+    ] = "",
     policy: Annotated[str, Option("--policy", metavar="STAGE", help="Stage whose policy is evaluated.")] = "student",
     version: Annotated[
         int | None, Option("--version", metavar="N", min=1, help="Its version; by default the newest.")
@@ -104,7 +118,9 @@ def evaluate(
     shots: Annotated[
         int | None, Option("--shots", min=0, help="Examples before a question; by default the task's.")
     ] = None,
-    limit: Annotated[int | None, Option("--limit", min=1, help="Only the first questions of a task.")] = None,
+    limit: Annotated[
+        int | None, Option("--limit", min=1, help="Only the first questions of a task, or the first prompts.")
+    ] = None,
     chat: Annotated[
         bool, Option("--chat-template", help="Format questions with the tokenizer's chat template.")
     ] = False,
@@ -112,12 +128,20 @@ def evaluate(
     dtype: Annotated[str, Option("--dtype", help="float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Evaluate a policy version with lm-eval's tasks.
+    """Evaluate a policy version with lm-eval's tasks, or on the prompts of chosen samples.
 
-    Scores go to the store's `evals`, one row for each task and metric with its standard error; a task that was
-    evaluated before under the same settings is skipped. Needs pip install 'mopd-dataplane[eval]'. A task may download
-    its questions.
+    With --where, the policy answers the prompts of the samples that meet a condition once more, and the job's verifiers
+    judge it: is what was wrong then right now? Nothing is written.
+
+    With --tasks, scores go to the store's `evals`, one row for each task and metric with its standard error; a task
+    that was evaluated before under the same settings is skipped. Needs pip install 'mopd-dataplane[eval]'. A task may
+    download its questions.
     """
+    if bool(tasks) == bool(where):
+        raise InputError("mopd eval takes tasks of lm-eval or a condition: give --tasks or --where, one of the two")
+    if where:
+        _evaluate_again(store, policy, version, where, limit, as_json=as_json)
+        return
     from mopd_dataplane import open_store
     from mopd_dataplane.integrations.lm_eval import EvalSettings, evaluate_policy
     from mopd_dataplane.run.progress import Progress
@@ -134,6 +158,20 @@ def evaluate(
         return
     print_fitting(list(TASK_HEAD.values()), [[row[name] for name in TASK_HEAD] for row in scores])
     note("scores are in `evals`, where finish_reason = 'benchmark'")
+
+
+def _evaluate_again(
+    store: str, policy: str, version: int | None, where: str, limit: int | None, *, as_json: bool
+) -> None:
+    job = load_job(store)
+    from mopd_dataplane.run.steps.answer_again import answer_again
+
+    rows = answer_again(job, job.stage(policy), where, version=version, limit=limit, console=stderr())
+    if as_json:
+        print_json(rows)
+        return
+    print_fitting(list(AGAIN_HEAD.values()), [[_shown(row[name]) for name in AGAIN_HEAD] for row in rows])
+    note("then: the stored answers that met the condition; now: one new answer to each of their prompts")
 
 
 def add_to(app: Typer) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mopd_dataplane.job.parse import problems_text
-from mopd_dataplane.job.section import Section
+from mopd_dataplane.job.section import Fixed, Section
 
 WORDS = ("reference", "rollout", "stored")
 """Where a stage's samples come from, unless they are in other stores."""
@@ -35,11 +35,11 @@ class Replay(Section):
 class SourceStore(Section):
     """Samples of another store, or of an earlier stage of the job."""
 
-    store: str = ""
+    store: Fixed[str] = ""
     """Folder or URI of a store, which is only read; default: the job's own, with the samples of its stage `stage`."""
-    where: str = ""
+    where: Fixed[str] = ""
     """Condition on its samples, which its own tables answer; default: all of them."""
-    stage: str = ""
+    stage: Fixed[str] = ""
     """Stage whose samples are taken; default: those of every stage of another store."""
 
     @model_validator(mode="after")
@@ -58,7 +58,9 @@ class OtherStores(Section):
     """Samples of other stores, whose payload stays there."""
 
     model_config = ConfigDict(serialize_by_alias=True)
-    sources: tuple[Annotated[SourceStore, BeforeValidator(_named_store)], ...] = Field(alias="from", min_length=1)
+    sources: Fixed[tuple[Annotated[SourceStore, BeforeValidator(_named_store)], ...]] = Field(
+        alias="from", min_length=1
+    )
     """Stores in the order in which they are read: a sample that several of them have is taken from the first."""
 
 

@@ -110,15 +110,15 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[list[
     return parts, section
 
 
-def section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
+def section_in(annotation: Any, *, is_value: bool = True) -> tuple[type[Section] | None, bool]:
     """The section that an annotation holds, and whether under names of the job's own.
 
-    A key that may also be something else than a table holds none: it is one value.
+    A key that may also be something else than a table holds none, since it is one value; without is_value, its table.
     """
     stack, named = [annotation], False
     while stack:
         kind = stack.pop()
-        if typing.get_origin(kind) in (typing.Union, types.UnionType) and len(_but_none(kind)) > 1:
+        if is_value and typing.get_origin(kind) in (typing.Union, types.UnionType) and len(_but_none(kind)) > 1:
             return None, False
         if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Section):
             return kind, named

@@ -91,7 +91,8 @@ def _same(pattern_path: str, path: str) -> bool:
 def _below(path: str, section: type[Section]) -> Iterator[Table]:
     """Tables inside a section, those of a stage that only repeat the job's left out."""
     for name, field in section.model_fields.items():
-        inner, named = section_in(field.annotation)
+        name = field.alias or name
+        inner, named = section_in(field.annotation, is_value=False)
         if inner is None or (section is Stage and name in STAGE_TABLES):
             continue
         here = f"{path}.{name}".lstrip(".") + (f".{NAME}" if named else "")
@@ -113,7 +114,8 @@ def _stage_default(name: str) -> tuple[type[Section], str]:
 def _table(path: str, section: type[Section], doc: str) -> Table:
     properties = section.model_json_schema()["properties"]
     keys = []
-    for name, field in section.model_fields.items():
+    for field_name, field in section.model_fields.items():
+        name = field.alias or field_name
         inner, _ = section_in(field.annotation)
         if inner is not None and path == "":
             continue
@@ -129,7 +131,7 @@ def _table(path: str, section: type[Section], doc: str) -> Table:
                 unit=UNITS.get(where) or next((u for end, u in UNITS_BY_ENDING.items() if name.endswith(end)), ""),
                 doc=" ".join((field.description or "").split()),
                 example=EXAMPLES.get(where) or _another(kind, default),
-                change=section.change_class(name).value,
+                change=section.change_class(field_name).value,
             )
         )
     return Table(path=path, doc=" ".join((doc or section.__doc__ or "").split()), keys=tuple(keys))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from viewing import BEARER, client_of, get
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.job.job import Job
-from mopd_dataplane.job.load import check_job
+from mopd_dataplane.job.load import check_job, load_job
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.query.show import read_sample
 from mopd_dataplane.run.pipeline import rollout_stage, run_job, score_stage
 from mopd_dataplane.run.preflight import preflight
+from mopd_dataplane.run.steps.answer_again import answer_again
 from mopd_dataplane.run.steps.plan import plan_stage
 from mopd_dataplane.run.steps.reward import reward_stage
 from mopd_dataplane.store.dataset import Store
@@ -242,6 +244,29 @@ def test_the_viewer_opens_samples_of_other_stores(home: Path) -> None:
     assert [teacher["name"] for teacher in get(page, "home")["teachers"]] == ["wise"]
     everything = page.get("/api/search", params={"kind": "text", "q": "."})
     assert everything.status_code == 200, everything.text
+
+
+def test_the_prompts_of_chosen_samples_are_answered_once_more(home: Path, mopd: Callable[..., Any]) -> None:
+    advises("give --tasks or --where, one of the two")
+    store = open_store(str(home / "a"))
+    job = load_job(home / "a")
+    before = {name: store.dataset(name).version for name in store.names()}
+    where = "kl < (select median(kl) from rollouts)"
+    chosen = store.sql(f"select prompt_id, reward from rollouts where {where}").to_pylist()
+    [row] = json.loads(mopd("eval", home / "a", "--where", where, "--json").stdout)
+    assert (row["domain"], row["prompts"]) == ("sums", len({sample["prompt_id"] for sample in chosen}))
+    assert row["reward_then"] == pytest.approx(np.mean([sample["reward"] for sample in chosen]))
+    assert row["reward_now"] is not None
+    [again] = answer_again(job, job.stages[0], where)
+    assert again == row, "answers at temperature 0 are the same"
+    [first] = answer_again(job, job.stages[0], where, limit=1)
+    assert first["prompts"] == 1
+    assert {name: store.dataset(name).version for name in store.names()} == before
+    with pytest.raises(InputError, match="no sample of a domain of the job meets"):
+        answer_again(job, job.stages[0], "response_len > 1000")
+    refused = mopd("eval", home / "a", check=False)
+    assert refused.returncode == 2
+    assert "give --tasks or --where, one of the two" in " ".join(refused.stderr.split())
 
 
 def test_a_store_that_is_gone_or_another_is_named(home: Path) -> None:

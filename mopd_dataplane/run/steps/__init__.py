@@ -22,6 +22,7 @@ spikes.py            steps whose update was not applied: their samples, and how 
 train_records.py     steps, statistics and warnings of training, in the store
 endings.py           the tokens that end an answer, and the share of answers that end
 evaluate.py          held-out prompts
+answer_again.py      a policy's answers to the prompts of chosen samples
 discriminate.py      the discriminator of a stage
 zero_gradient.py     why a stage learned nothing from a window
 retain.py            frees hidden states at the end of their lifetime

@@ -82,6 +82,17 @@ function statementOf(store, params, sql) {
       h("button", { class: "quiet", type: "button", onclick: () => go("sql", "", { store: params.store, q: sql }) }, "edit as a query")));
 }
 
+// The condition of the table as keys of a job: for a stage of this store's job, and for one that trains on this store.
+function trainOn(store, params) {
+  const where = whereOf(params);
+  if (!where) return null;
+  const own = `plan = { where = ${JSON.stringify(where)} }`;
+  const others = `data = { from = [{ store = ${JSON.stringify(store.uri)}, where = ${JSON.stringify(where)} }] }`;
+  return h("details", {}, h("summary", {}, "train on this"),
+    h("p", {}, "In a stage of this store's job:"), h("pre", { class: "sql" }, own), copier(own, "copy plan.where"),
+    h("p", {}, "In a stage of another job, which reads the samples where they are:"), h("pre", { class: "sql" }, others), copier(others, "copy data.from"));
+}
+
 // The choice of columns, with a search; it stays open while columns are chosen. onpick(columns)
 function columnPicker(store, columns, onpick) {
   let chosen = columns;
@@ -238,7 +249,7 @@ export async function samplesPage(main, { params }, { store, signal }) {
   drawRows();
   put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, refusals), choices,
     scroll, rows.length ? null : h("p", { class: "empty" }, "No sample matches. Remove a condition above."),
-    pager, isStatic() ? null : statementOf(store, params, result.sql));
+    pager, isStatic() ? null : [trainOn(store, params), statementOf(store, params, result.sql)]);
   if (refusals.refusal) document.getElementById("where").focus();
   else if (refusals.searchRefusal) document.getElementById("search").focus();
   if (params.at) mark(cursor);

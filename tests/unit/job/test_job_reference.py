@@ -10,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 
 from mopd_dataplane.errors import JobFileError, UnknownNameError
 from mopd_dataplane.job.examples import EXAMPLES, UNITS
@@ -33,10 +34,18 @@ def section_of(path: str) -> type[Section]:
     for part in path.split(".")[:-1]:
         if part == "NAME":
             continue
-        field = (Stage if section is Job and part in STAGE_TABLES else section).model_fields[part]
-        kinds = [field.annotation, *typing.get_args(field.annotation)]
+        field = field_of(Stage if section is Job and part in STAGE_TABLES else section, part)
+        stack, kinds = [field.annotation], []
+        while stack:
+            kinds.append(kind := stack.pop())
+            stack.extend(typing.get_args(kind))
         section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
     return section
+
+
+def field_of(section: type[Section], key: str) -> FieldInfo:
+    """The field of a key, whose name in a file may be another than in Python."""
+    return next(field for name, field in section.model_fields.items() if (field.alias or name) == key)
 
 
 def sections(section: type[Section]) -> set[type[Section]]:
@@ -53,7 +62,9 @@ def sections(section: type[Section]) -> set[type[Section]]:
 
 
 def test_no_key_is_left_out() -> None:
-    declared = {(section, name) for section in sections(Job) for name in section.model_fields}
+    declared = {
+        (section, field.alias or name) for section in sections(Job) for name, field in section.model_fields.items()
+    }
     inherited = {(Job, name) for name in Job.model_fields} - {
         (section_of(path), path) for path in KEYS if "." not in path
     }
@@ -75,7 +86,7 @@ def test_examples_belong_to_keys() -> None:
 
 @pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.example])
 def test_every_example_is_accepted_and_is_not_the_default(path: str) -> None:
-    field = section_of(path).model_fields[path.rpartition(".")[2]]
+    field = field_of(section_of(path), path.rpartition(".")[2])
     value = tomllib.loads(f"value = {KEYS[path].example}")["value"]
     read = TypeAdapter(typing.Annotated[field.annotation, field]).validate_python(value)
     assert field.is_required() or read != field.get_default(call_default_factory=True)
