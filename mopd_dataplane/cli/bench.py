@@ -39,6 +39,24 @@ def plan(
     print_json({name: figures[name] for name in FIGURES}) if as_json else print_facts(figures)
 
 
+def link(
+    samples: Annotated[int, Option("--samples", min=1000, help="Samples of the other store.")] = 100_000,
+    source: Annotated[
+        str, Option("--source", metavar="URI", help="Make the other store here, such as s3://bucket/bench.")
+    ] = "",
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Samples of another store: the time to link them, and to read tokens of 4,096 of them from here and there.
+
+    The other store is made first, which is not timed. Each step is a process of its own that has read nothing yet.
+    """
+    from mopd_dataplane.bench.link import measure
+
+    figures = measure(samples, source=source, folder=folder)
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def load(
     samples: Annotated[int, Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 12_000,
     hidden_samples: Annotated[
@@ -379,6 +397,7 @@ def view(
 def add_to(app: Typer) -> None:
     group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
+    register(group, link, "mopd bench link", "mopd bench link --samples 1000000 --json")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, commits, "mopd bench commits --commits 2000 --json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from corrected_store import bare_sample
 from playwright.sync_api import Browser, Page, expect
 
 from mopd_dataplane import Store, create_store
+from mopd_dataplane.job.job import Stage
 
 pytestmark = pytest.mark.browser
 
@@ -136,3 +138,16 @@ def test_eight_tabs_lead_to_the_first_row_and_arrows_move_inside_what_they_skip(
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     expect(page.locator("#where")).to_have_value("reward >= 1")
+
+
+def test_the_condition_of_the_table_is_shown_as_keys_of_a_job(page: Page, demo_store: Store) -> None:
+    assert page.get_by_text("train on this").count() == 0, "no condition is in force"
+    condition = "reward < 1 and domain <> 'it''s \"odd\"'"
+    page.get_by_label("Filter as SQL").fill(condition)
+    page.get_by_label("Filter as SQL").press("Enter")
+    page.get_by_text("train on this").click()
+    own, others = (tomllib.loads(text) for text in page.locator("details[open] pre.sql").all_inner_texts())
+    assert own == {"plan": {"where": condition}}
+    assert others == {"data": {"from": [{"store": demo_store.uri, "where": condition}]}}
+    stage = Stage.model_validate({"name": "again", "plan": {"batch_samples": 1} | own["plan"], "data": others["data"]})
+    assert stage.sources[0].where == stage.plan.where == condition
