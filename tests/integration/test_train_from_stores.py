@@ -169,6 +169,22 @@ def test_it_trains_what_the_same_samples_train_in_their_own_store(home: Path) ->
     assert sum(step["samples"] for step in steps[0]) == PROMPTS
 
 
+@pytest.mark.slow
+def test_a_store_on_s3_and_one_in_a_folder_train_what_two_folders_train(home: Path, s3: str) -> None:
+    for _ in copy_samples(open_store(str(home / "a")), s3, "true"):
+        pass
+    policies = []
+    for name, first in (("c", str(home / "a")), ("remote", s3)):
+        job = job_of(raw_job(home, name, [from_stores(first, str(home / "b"))]))
+        run_job(job)
+        store = open_store(job.store)
+        assert len(store.plan("again", 0).sample_rows) == 2 * PROMPTS
+        assert store.dataset("tokens").count_rows() == 0
+        assert store.verify().ok
+        policies.append((home / name / "policies" / "again" / "v1" / "model.safetensors").read_bytes())
+    assert policies[0] == policies[1]
+
+
 def test_the_same_sample_in_two_stores_counts_once(home: Path) -> None:
     shutil.copytree(home / "a", home / "a-again")
     store = linked_store(home, str(home / "a"), str(home / "a-again"))
