@@ -13,10 +13,10 @@ from mopd_dataplane.query.show import BINS, SampleView, Token, disagreements, st
 from mopd_dataplane.query.text import count, number, one_line, size, visible
 
 STYLES = {
-    -4: "white on #b2182b", -3: "black on #d6604d", -2: "black on #f4a582", -1: "black on #fddbc7", 0: "",
-    1: "black on #d1e5f0", 2: "black on #92c5de", 3: "black on #4393c3", 4: "white on #2166ac",
+    -4: "black on #e0641f", -3: "black on #ee9468", -2: "black on #f8bfa0", -1: "black on #fde3d3", 0: "",
+    1: "black on #dceafa", 2: "black on #b0d2f1", 3: "black on #74aee2", 4: "black on #3f8fdc",
 }  # fmt: skip
-"""Diverging from red (the teacher's log-prob is lower) to blue (higher)."""
+"""Diverging from orange (the teacher's log-prob is lower) to blue (higher), as in the viewer and the report."""
 NOT_TRAINED = "dim italic"
 STRONGEST = 8
 

@@ -9,6 +9,7 @@ are there that some statement has named: the others are read when one does, or b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
+UID_START = re.compile(r"[0-9a-f]{6,31}")
+"""First digits of a uid, as tables show them."""
 FIRST = (
     "domain", "stage", "iteration", "policy_version_first", "response_len", "reward", "kl", "mean_logprob",
     "finish_reason",
@@ -218,7 +221,14 @@ class Index:
         return f"with {TABLE} as ({self.definition}){more}\n{select.strip()}"
 
     def row(self, uid: str) -> dict[str, Any]:
-        """The row of a sample, `sample_row` included. Raises UnknownNameError."""
+        """The row of a sample, `sample_row` included; its first digits do where no other uid begins with them. Raises
+        UnknownNameError."""
+        if UID_START.fullmatch(uid):
+            beginning = self.rows(f"select uid from {TABLE} where starts_with(uid, ?) limit 2", [uid])
+            if len(beginning) > 1:
+                names = " and ".join(row["uid"] for row in beginning)
+                raise UnknownNameError(f"{uid!r} begins the uids of several samples, among them {names}")
+            uid = beginning[0]["uid"] if beginning else uid
         return self.rows_of([uid])[uid]
 
     def rows_of(self, uids: Sequence[str], *, whole: bool = False) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.query.show import version_spans
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""
 MASK_SIZES = "sampling_mask_sizes"
+EXCERPT_CHARACTERS = 240
+"""Characters of the last message of a prompt that a line of a table shows."""
 EXCERPT_TOKENS = 48
 MOST_STATS = 12
 """Passes over one sample whose statistics travel: teachers that scored it, then the first steps that trained it."""
@@ -109,6 +112,7 @@ def excerpts(
     store: Store, rows: Sequence[dict[str, Any]], snapshot: Snapshot, decoder: Decoder | Numbers
 ) -> dict[str, dict[str, str]]:
     """End of the prompt and start of the response of each sample by uid, for lines of a table; `error` where damaged.
+    Of a prompt in messages, the last message without the template around it.
 
     All are read at once; only when something among them is damaged, each by itself.
     """
@@ -121,13 +125,25 @@ def excerpts(
             return {rows[0]["uid"]: {"error": str(error)}}
         alone = [excerpts(store, [row], snapshot, decoder) for row in rows]
         return {uid: texts_by_uid for part in alone for uid, texts_by_uid in part.items()}
+    asked = _last_messages(store, {row["prompt_id"] for row in rows}, snapshot)
     texts_by_uid = {}
     for row, view in zip(rows, list_views(read["tokens"]), strict=True):
         tokens = np.asarray(view)
         prompt_ids, said = tokens[: row["prompt_len"]][-EXCERPT_TOKENS:], tokens[row["prompt_len"] :][:EXCERPT_TOKENS]
         texts = {"prompt": prompt_ids, "response": said}
-        texts_by_uid[row["uid"]] = {key: "".join(pieces_of(decoder, ids)) for key, ids in texts.items()}
+        shown = {key: "".join(pieces_of(decoder, ids)) for key, ids in texts.items()}
+        if row["prompt_id"] in asked:
+            shown["prompt"] = visible(asked[row["prompt_id"]])
+        texts_by_uid[row["uid"]] = shown
     return texts_by_uid
+
+
+def _last_messages(store: Store, prompt_ids: set[str], snapshot: Snapshot) -> dict[str, str]:
+    """Prompt -> the end of its last message, of those of some prompts that are messages."""
+    names = ", ".join(map(literal, sorted(prompt_ids)))
+    prompts = store.table("prompts", ["prompt_id", "messages"], f"prompt_id IN ({names}) AND messages != ''", snapshot)
+    last = {row["prompt_id"]: json.loads(row["messages"])[-1].get("content") for row in prompts.to_pylist()}
+    return {name: text[-EXCERPT_CHARACTERS:] for name, text in last.items() if isinstance(text, str)}
 
 
 def score_rows(store: Store, sample_row: int, snapshot: Snapshot) -> pa.Table:

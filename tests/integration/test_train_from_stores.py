@@ -308,7 +308,6 @@ def delete(store: Store, where: str) -> None:
 
 
 def test_a_sample_that_was_deleted_there_is_named(home: Path) -> None:
-    advises("its metadata is still here: delete the sample here too")
     raw = raw_job(home, "c", [from_stores(str(home / "a"))])
     store = prepare(raw)
     [prompt] = store.sql("select prompt_id from samples limit 1")["prompt_id"].to_pylist()
@@ -346,7 +345,6 @@ def test_no_sample_is_left(home: Path) -> None:
 
 
 def test_samples_of_another_tokenizer_are_refused(home: Path) -> None:
-    advises("token ids of another tokenizer than the student's")
     raw = raw_job(home, "c", [from_stores(str(home / "a"))])
     raw["student"]["tokens"] = ["<one more>"]
     raw["teachers"], raw["routing"] = {}, {}

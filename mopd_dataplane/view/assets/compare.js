@@ -57,7 +57,7 @@ export async function comparePage(main, { params }, { store, stores, signal }) {
     found.domains.length ? table([
       { title: "domain", word: true, show: (r) => r.domain }, { title: "prompts", show: (r) => count(r.prompts) }, { title: "reward", show: pair("reward", 3) },
       { title: "reverse KL, nat/token", show: pair("kl", 3) }, { title: "length, tokens", show: pair("response_len", 1) }, { title: "mean log p, nat/token", show: pair("mean_logprob", 3) },
-    ], found.domains) : h("p", { class: "empty" }, "No prompt was answered by both: choose iterations that share prompts."),
+    ], found.domains) : h("p", { class: "empty" }, "No prompt was answered by both: choose iterations that share prompts. Held-out answers of two policies: mopd compare A B."),
     found.prompts.length ? [h("h2", {}, found.prompts[0].a.reward === null || found.prompts[0].b.reward === null ? "Prompts that both answered" : "Prompts whose reward changed most"), table([
       { title: "prompt", word: true, show: (p) => h("a", { href: address("prompt", p.prompt_id, { store: a.store === "0" ? "" : a.store, a: p.a.uid, b: p.b.uid, other: a.store === b.store ? "" : b.store }) }, p.prompt_id) },
       { title: "reward", show: (p) => `${number(p.a.reward, 2)} → ${number(p.b.reward, 2)}` }, { title: "reverse KL, nat/token", show: (p) => `${signed(p.a.kl, 3)} → ${signed(p.b.kl, 3)}` },

@@ -33,6 +33,12 @@ function stepLines(rows, key) {
 const MEASURES = { forward_kl: ["Forward KL", "nat/token"], entropy: ["Entropy", "nat/token"], student_entropy: ["Student entropy", "nat/token"],
   teacher_entropy: ["Teacher entropy", "nat/token"], top1_agreement: ["Same likeliest token", "share"], reward: ["Reward of what was trained", "mean"] };
 
+// Whether the curves by teacher differ from those by domain: not where each domain has a teacher of its own.
+function severalTeachers(scored, rollouts, stage) {
+  const teachers = new Set(scored.filter((r) => r.stage === stage).map((r) => r.teacher));
+  return teachers.size !== new Set(rollouts.map((r) => r.domain)).size;
+}
+
 function extras(rows, options) {
   const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => !k.startsWith("sampler_gap_") && rows.some((r) => Number.isFinite(r.extra[k])));
   const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r.extra[key] ?? null) });
@@ -162,9 +168,9 @@ export async function runPage(main, { params }, { store }) {
     h("div", { class: "charts" },
       chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),
-      chart([...group(run.scored.filter((r) => r.stage === stage), (r) => r.teacher)].map(([name, own]) => ({ name, x: own.map((r) => r.iteration), y: own.map((r) => r.kl),
+      severalTeachers(run.scored, rollouts, stage) ? chart([...group(run.scored.filter((r) => r.stage === stage), (r) => r.teacher)].map(([name, own]) => ({ name, x: own.map((r) => r.iteration), y: own.map((r) => r.kl),
         low: own.map((r) => (r.kl_ci === null ? null : r.kl - r.kl_ci)), high: own.map((r) => (r.kl_ci === null ? null : r.kl + r.kl_ci)) })),
-      { title: "Reverse KL by teacher", unit: "nat/token, 95 % interval", ...first }),
+      { title: "Reverse KL by teacher", unit: "nat/token, 95 % interval", ...first }) : null,
       chart(byDomain(rollouts, "length", "length_ci"), { title: "Response length", unit: "tokens, mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
       chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),

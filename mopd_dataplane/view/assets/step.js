@@ -45,6 +45,7 @@ export async function stepPage(main, { id, params }, { store }) {
   const dealt = found.ranks.length;
   put(main, h("h1", {}, `Step ${n} of ${id}`),
     h("div", { class: "row controls" }, h("button", { disabled: n <= found.steps.first, onclick: () => go(n - 1) }, "← step"), h("button", { disabled: n >= found.steps.last, onclick: () => go(n + 1) }, "step →"),
+      h("label", { class: "field" }, h("span", {}, "step"), h("input", { type: "number", min: found.steps.first, max: found.steps.last, value: n, onchange: (e) => go(Number(e.target.value)) })),
       select("coloured by", by, COLOURS, (key) => adjust({ by: key })),
       h("span", {}, `${count(found.packs.length)} ${found.packs.length === 1 ? "pack" : "packs"} of ${count(budget)} tokens, ${percent(used / (budget * found.packs.length))} full · loss ${number(s.loss, 4)} · reverse KL ${number(s.reverse_kl, 4)} · ${seconds(s.step_time_s)}`)),
     h("ul", { class: "keyed" }, colours.key.map(([ink, title]) => h("li", {}, h("i", { style: { backgroundColor: ink } }), title))),

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from mopd_dataplane.query.show_terminal import STYLES
 from mopd_dataplane.view.bundle import ASSETS
 
 TEXT, EDGE = 4.5, 3.0
@@ -70,3 +71,10 @@ def test_text_can_be_read_on_everything_it_stands_on(scheme: str) -> None:
 def test_no_text_is_faded_below_its_colour() -> None:
     faded = re.findall(r"^([^{}@\n]+) \{[^}]*\bopacity: 0\.\d+", STYLE, re.MULTILINE)
     assert set(faded) <= {"button:disabled", "main[aria-busy]", ".bar .here", ".track-bar i"}, "none of these is text"
+
+
+def test_a_token_has_the_same_colour_in_the_terminal() -> None:
+    of_strength = {-n: LIGHT[f"dm{n}"] for n in range(1, 5)} | {n: LIGHT[f"d{n}"] for n in range(1, 5)}
+    assert {n: style.rpartition(" ")[2] for n, style in STYLES.items() if n} == of_strength
+    for ink, _, ground in (style.split() for n, style in STYLES.items() if n):
+        assert contrast({"black": "#000000", "white": "#ffffff"}[ink], ground) >= TEXT

@@ -27,6 +27,14 @@ def test_a_page_agrees_with_its_own_statement(page: TestClient, demo_store: Stor
     assert kls == sorted(kls, reverse=True)
 
 
+def test_the_digits_that_the_table_shows_name_a_sample(page: TestClient) -> None:
+    uid = some_uid(page)
+    assert get(page, "sample", uid=uid[:10])["uid"] == uid
+    assert page.get("/api/sample", params={"uid": "0123456789"}).status_code == 404
+    several = page.get("/api/sample", params={"uid": "not hex"})
+    assert several.status_code == 404
+
+
 def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> None:
     whole = [row["uid"] for row in rows_of(get(page, "samples", order="domain", limit=500))]
     pages = [rows_of(get(page, "samples", order="domain", limit=7, offset=7 * n)) for n in range(len(whole) // 7 + 1)]
