@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 STEP_POINTS = 1500
 """Most points of a line over steps; longer logs are averaged into this many stretches."""
+FLAT_GROUPS = f"""
+    select stage, domain, iteration, avg((group_spread = 0)::int) as flat
+    from {TABLE} where group_size > 1 and group_spread is not null group by stage, domain, iteration"""
+"""Share of samples in groups whose rewards are all equal: a baseline of the group learns nothing from them."""
 TIMES = """
     select stage, iteration, value as seconds, coalesce(detail->>'$.action', 'other') as track, created_at
     from events where kind = 'stage_time' and value is not null order by created_at"""
@@ -46,7 +50,11 @@ EVALS = """
 
 def run_page(store: Store, index: Index) -> dict[str, Any]:
     """Everything the page of a run draws, at the index's snapshot."""
-    rollouts = [with_intervals(row) for row in index.rows(rollout_curves(TABLE))]
+    flat = {(row["stage"], row["domain"], row["iteration"]): row["flat"] for row in index.rows(FLAT_GROUPS)}
+    rollouts = [
+        with_intervals(row) | {"flat": flat.get((row["stage"], row["domain"], row["iteration"]))}
+        for row in index.rows(rollout_curves(TABLE))
+    ]
     scored = _by_teacher(index)
     has_stats = STATS in index.snapshot.versions
     measured = store.sql(TOKEN_CURVES, snapshot=index.snapshot).to_pylist() if has_stats else []

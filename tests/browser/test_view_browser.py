@@ -449,3 +449,17 @@ def test_every_page_shows_its_sql_and_the_packs_their_ranks(page: Page) -> None:
     expect(page.locator(".ranks .pack-row")).to_have_count(2)
     page.get_by_label("coloured by").select_option("trained")
     expect(page.locator(".keyed li")).to_have_count(5)
+
+
+def test_curves_can_be_smoothed(browser: Browser, store: Store) -> None:
+    with viewing(str(store.uri)) as address, opened(browser, f"{address}#/run", []) as page:
+        chart = page.locator(".chart canvas").first
+        expect(chart).to_be_visible()
+        page.wait_for_timeout(300)
+        before = chart.evaluate("canvas => canvas.toDataURL()")
+        page.get_by_label("smooth", exact=True).select_option("3")
+        ready(page)
+        expect(chart).to_be_visible()
+        page.wait_for_timeout(300)
+        assert "smooth=3" in page.url
+        assert chart.evaluate("canvas => canvas.toDataURL()") != before

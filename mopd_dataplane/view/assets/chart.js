@@ -72,6 +72,17 @@ function described(lines, options) {
   return `${options.title}. ${parts.join("; ")}`;
 }
 
+// Means over `width` neighbouring values; gaps stay gaps.
+function smoothed(values, width) {
+  const reach = Math.floor(width / 2), known = (v) => v !== null && v !== undefined && Number.isFinite(v);
+  return Array.from(values, (value, i) => {
+    if (!known(value)) return null;
+    const near = Array.from(values).slice(Math.max(0, i - reach), i + reach + 1).filter(known);
+    return near.reduce((sum, v) => sum + v, 0) / near.length;
+  });
+}
+
+// options.smooth: how many neighbouring values a point is the mean of; the intervals of single values are not drawn then.
 function build(holder, lines, options, width, onmove) {
   const xs = [...new Set(lines.flatMap((line) => Array.from(line.x)))].sort((a, b) => a - b);
   const place = new Map(xs.map((x, i) => [x, i]));
@@ -85,8 +96,8 @@ function build(holder, lines, options, width, onmove) {
     const ink = colour(line.ink ? line.ink(n) : `--series-${(line.hue ?? n) % HUES}`);
     series.push({ label: short(visible(line.name), NAME), stroke: ink, width: 1.6, spanGaps: true, points: { show: xs.length < 60, size: 5 },
       dash: (line.hue ?? n) >= HUES ? [5, 3] : undefined, value: (u, v) => (v === null || v === undefined ? "" : number(v)) });
-    columns.push(spread(line, line.y));
-    if (line.low) {
+    columns.push(spread(line, options.smooth > 1 ? smoothed(line.y, options.smooth) : line.y));
+    if (line.low && !(options.smooth > 1)) {
       series.push({ show: true, label: `${line.name} high`, stroke: "transparent", points: { show: false }, class: "u-hide" },
         { show: true, label: `${line.name} low`, stroke: "transparent", points: { show: false }, class: "u-hide" });
       columns.push(spread(line, line.high), spread(line, line.low));

@@ -6,7 +6,7 @@ import { h, put, select, table } from "./dom.js";
 import { count, percent, seconds } from "./format.js";
 import { runState } from "./run_state.js";
 import { sources } from "./sources.js";
-import { adjust, address, go } from "./state.js";
+import { adjust, address, go, whole } from "./state.js";
 
 function group(rows, key) {
   const out = new Map();
@@ -38,6 +38,8 @@ function severalTeachers(scored, rollouts, stage) {
   const teachers = new Set(scored.filter((r) => r.stage === stage).map((r) => r.teacher));
   return teachers.size !== new Set(rollouts.map((r) => r.domain)).size;
 }
+
+const SMOOTHING = [["", "no"], ["3", "3 values"], ["9", "9 values"], ["31", "31 values"]];
 
 function extras(rows, options) {
   const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => !k.startsWith("sampler_gap_") && rows.some((r) => Number.isFinite(r.extra[k])));
@@ -156,12 +158,14 @@ export async function runPage(main, { params }, { store }) {
   const rollouts = run.rollouts.filter((r) => r.stage === stage), steps = run.steps.filter((s) => s.stage === stage);
   const iterations = rollouts.length ? Math.max(...rollouts.map((r) => r.iteration)) + 1 : 1, each = steps.length ? (Math.max(...steps.map((s) => s.step)) + 1) / iterations : 1;
   const asIteration = { to: (x) => x, from: (x) => x }, asStep = { to: (x) => (x + 0.5) / each - 0.5, from: (x) => (x + 0.5) * each - 0.5 };
-  const ofSteps = { shared: asStep, marks: marksOf(run.changes, stage, "step", -0.5) };
-  const first = { x: "iteration", shared: asIteration, marks: marksOf(run.changes, stage, "iteration", -0.5), onpick: (x) => go("samples", "", {
+  const smooth = whole(params.smooth);
+  const ofSteps = { smooth, shared: asStep, marks: marksOf(run.changes, stage, "step", -0.5) };
+  const first = { x: "iteration", smooth, shared: asIteration, marks: marksOf(run.changes, stage, "iteration", -0.5), onpick: (x) => go("samples", "", {
     store: params.store, f: JSON.stringify([{ c: "stage", in: [stage] }, { c: "iteration", ge: x, lt: x + 1 }]), order: "-kl" }) };
   const waits = steps.map((s) => (s.step_time_s ? s.data_wait_s / s.step_time_s : null));
   put(main, state ? runState(state, store, params) : null, h("h1", {}, store.name), h("p", { class: "where" }, `${store.uri} · snapshot ${store.digest} · ${count(store.samples)} samples`),
     h("div", { class: "row controls" }, stages.length ? select("stage", stage, stages, (s) => adjust({ stage: s })) : null,
+      select("smooth", params.smooth || "", SMOOTHING, (n) => adjust({ smooth: n })),
       steps.length ? h("a", { href: address("step", stage, { store: params.store, n: steps[0].step }) }, "packs of a step") : null,
       isStatic() ? null : h("a", { href: link("trace", { store: params.store || 0 }), download: "trace.json" }, "Chrome trace (opens in Perfetto)")),
     h("h2", {}, "Rollouts"), rollouts.length ? h("p", { class: "where" }, "Click a curve for the samples of an iteration; the cursor moves over all curves.") : h("p", { class: "empty" }, "This stage has no samples yet."),
@@ -174,6 +178,8 @@ export async function runPage(main, { params }, { store }) {
       chart(byDomain(rollouts, "length", "length_ci"), { title: "Response length", unit: "tokens, mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
       chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),
+      rollouts.some((r) => r.flat !== null) ? chart(byDomain(rollouts, "flat"), { title: "Groups without spread", unit: "share of samples whose group has one reward", ...first,
+        onpick: (x) => go("samples", "", { store: params.store, f: JSON.stringify([{ c: "stage", in: [stage] }, { c: "iteration", ge: x, lt: x + 1 }]), w: "group_spread = 0" }) }) : null,
       chart(byDomain(rollouts, "surprise"), { title: "Sampler surprise", unit: "nat/token, −mean log p", ...first }),
       heldOut(run.evals, run.changes, asIteration)),
     h("h2", {}, "Training"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +68,23 @@ def test_a_run_without_a_score_or_a_sample_has_no_figures_of_them(tmp_path: Path
     assert (state["stage"], state["iteration"]) == ("student", 1)
     assert (state["iterations"], state["seconds_left"]) == (None, None)
     assert (state["figures"][0]["reward"], state["figures"][0]["kl"], state["worst"]) == (None, None, [])
+
+
+def test_groups_without_spread_are_a_share_of_samples(tmp_path: Path) -> None:
+    store, noise = create_store(str(tmp_path / "groups")), np.random.default_rng(0)
+    rewards = {"even": (1.0, 1.0), "apart": (0.0, 1.0), "low": (0.0, 0.0)}
+    samples = [
+        replace(bare_sample(f"{group}{n}", 0, noise), prompt_id=group, group_id=group, group_index=n)
+        for group in rewards for n in range(2)
+    ]  # fmt: skip
+    rows = store.commit_samples(samples).rows
+    store.add_rewards([
+        {"uid": one.uid, "sample_row": int(row), "verifier": "v", "verifier_version": "1",
+         "reward": rewards[one.group_id][one.group_index]} for one, row in zip(samples, rows, strict=True)
+    ])  # fmt: skip
+    [row] = get(client_of(store, **BEARER), "run")["rollouts"]
+    assert row["flat"] == pytest.approx(4 / 6)
+
+
+def test_runs_without_groups_have_no_such_share(page: TestClient) -> None:
+    assert {row["flat"] for row in get(page, "run")["rollouts"]} == {None}
