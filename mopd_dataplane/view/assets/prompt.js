@@ -18,14 +18,15 @@ function text(answer, teacher) {
   }, shown(piece), piece.includes("\n") ? h("br") : null)), answer.cut ? h("small", {}, ` … ${count(answer.cut)} more tokens`) : null);
 }
 
+// picked: the uids that are compared; null where there is one answer alone.
 function answerCard(answer, teacher, params, picked) {
   const row = answer.row;
   return h("article", { class: "answered", "aria-label": `Answer ${row.uid.slice(0, 10)}` },
     h("header", { class: "row" }, h("a", { href: address("sample", row.uid, { store: params.store, teacher }) }, row.uid.slice(0, 10)),
       h("span", {}, row.policy === "reference" ? "reference" : `${row.stage} v${row.policy_version_first}`),
       h("span", {}, `reward ${number(row.reward, 2)}`), h("span", {}, `KL ${signed(row.kl, 3)}`), h("span", {}, `${count(row.response_len)} tokens`),
-      h("small", {}, answer.leaves_at === null ? "same as the first" : `parts at token ${answer.leaves_at}`),
-      h("span", { class: "sides" }, ["a", "b"].map((side) => h("label", {}, h("input", { type: "radio", name: `diff-${side}`, checked: picked[side] === row.uid,
+      picked ? h("small", {}, answer.leaves_at === null ? "same as the first" : `parts at token ${answer.leaves_at}`) : null,
+      picked && h("span", { class: "sides" }, ["a", "b"].map((side) => h("label", {}, h("input", { type: "radio", name: `diff-${side}`, checked: picked[side] === row.uid,
         onchange: () => adjust(side === "b" ? { b: row.uid, other: "" } : { a: row.uid }) }), side.toUpperCase())))),
     answer.damage ? h("p", { class: "damage" }, answer.damage) : text(answer, teacher));
 }
@@ -40,6 +41,7 @@ function sideBySide(found, titles) {
 }
 
 function trend(rows) {
+  if (new Set(rows.map((r) => r.version)).size < 2) return null; // one version is no curve
   const stages = [...new Set(rows.map((r) => r.stage))];
   const lines = (key) => stages.map((stage) => ({ name: stage, x: rows.filter((r) => r.stage === stage).map((r) => r.version),
     y: rows.filter((r) => r.stage === stage).map((r) => r[key]) }));
@@ -73,11 +75,11 @@ export async function promptPage(main, { id, params }, { store, signal }) {
       { title: "KL, nat/token", show: (g) => signed(g.kl, 3) }, { title: "length, tokens", show: (g) => number(g.length, 0) },
     ], found.groups),
     params.group ? h("p", {}, h("a", { href: address("prompt", id, { store: params.store }) }, "all groups: the prompt over policy versions")) : trend(found.trend),
-    h("div", { class: "row controls" }, h("h2", {}, `${count(found.total)} answers`),
+    h("div", { class: "row controls" }, h("h2", {}, `${count(found.total)} ${found.total === 1 ? "answer" : "answers"}`),
       teachers.length ? select("coloured by", teacher, teachers, (t) => adjust({ teacher: t })) : null,
       teachers.length ? h("div", { class: "legend" }, legend("diverging").map(([l, t]) => h("span", { style: { backgroundColor: paint("diverging", l) } }, t)), h("small", {}, "nat, teacher − sampler")) : null,
       pages > 1 ? Array.from({ length: pages }, (_, i) => h("a", { href: address("prompt", id, { ...params, offset: i * 64 || "" }) }, String(i + 1))) : null),
-    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, other ? { a: picked.a } : picked))),
+    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, found.answers.length < 2 && !other ? null : other ? { a: picked.a } : picked))),
     sources("prompt", asked, found.sql, params));
   if (picked.a && picked.b && (other || picked.a !== picked.b)) {
     const titles = other ? {

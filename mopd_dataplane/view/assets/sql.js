@@ -55,7 +55,7 @@ function bars(points, x, y) {
   const most = Math.max(...points.map(([, value]) => Math.abs(value))) || 1;
   return h("figure", { class: "chart" }, h("figcaption", {}, `${y} by ${x}`),
     h("ul", { class: "bars" }, points.slice(0, BARS).map(([word, value]) => h("li", {}, h("span", {}, short(String(word ?? "null"), 40)),
-      h("i", { style: { width: `${(100 * Math.abs(value)) / most}%` } }), h("small", {}, number(value))))),
+      h("i", { style: { width: `${(100 * Math.abs(value)) / most}%` } }), h("small", {}, Number.isInteger(value) ? count(value) : number(value))))),
     points.length > BARS ? h("p", { class: "where" }, `the first ${BARS} of ${count(points.length)}`) : null);
 }
 

@@ -19,7 +19,7 @@ export async function teachersPage(main, { params }, { store }) {
       { title: "digest", word: true, show: (t) => h("code", {}, String(t.weights_digest).slice(0, 12)) },
     ], found.teachers),
     h("h2", {}, "What they said"),
-    h("p", { class: "lead" }, "Means over trained tokens, in nats. KL: sampler minus teacher log-prob. Entropy and same first choice (student and teacher hold the same token likeliest): of samples whose statistics were kept. Right over wrong: the chance that the teacher gives a right answer a higher mean log-prob than a wrong one; 0.5 is a coin's. Accuracy: the teacher's own, on held-out prompts. Overlap, calibration and push need the models: `mopd teachers` measures them."),
+    h("p", { class: "lead" }, "Means over trained tokens, in nats. KL: sampler minus teacher log-prob. Entropy and same first choice (student and teacher hold the same token likeliest): of samples whose statistics were kept. Right over wrong: the chance that the teacher gives a right answer a higher mean log-prob than a wrong one; 0.5 is a coin's. Accuracy: the teacher's own, on held-out prompts. Overlap, calibration and push need the models: ", h("code", {}, "mopd teachers"), " measures them."),
     table([
       { title: "teacher", word: true, show: (r) => r.teacher }, { title: "domain", word: true, show: (r) => r.domain }, { title: "signal", word: true, show: (r) => `${r.kind} ${r.codec}` },
       { title: "samples", show: (r) => h("a", { href: address("samples", "", { store: params.store, f: f(r), order: `-kl_${r.teacher}`, w: `"kl_${r.teacher}" is not null` }) }, count(r.samples)) },

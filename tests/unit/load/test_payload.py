@@ -137,13 +137,13 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
             reader.read_into(row, 0, memoryview(target))
         return [bytes(target) for target in targets]
 
-    direct = store.hidden_reader("adder")
+    direct = store.own_hidden_reader("adder")
     assert read(direct) == expected
     [(name, file)] = direct._files.items()
     assert file is not None, "read by preadv"
     sidecar = direct._sidecars._folder / name
 
-    decoy = store.hidden_reader("adder")
+    decoy = store.own_hidden_reader("adder")
     decoy._sidecars._folder = tmp_path / "decoy"
     (tmp_path / "decoy" / name).parent.mkdir(parents=True)
     (tmp_path / "decoy" / name).write_bytes(bytes(sidecar.stat().st_size))
