@@ -273,8 +273,10 @@ class StoreReader:
         """Return the columns of a kind of signal beside its arrays, for each row of `signal_rows`, in their order."""
         return linked.signal_headers(self.signal_tables(teacher, kind, snapshot), stored)
 
-    def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> linked.LinkedHiddenReader:
+    def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader | linked.LinkedHiddenReader:
         """Return a byte-range reader of a teacher's hidden states; rows are from signal_rows(teacher, "hidden", …)."""
+        if not self.sources:
+            return self.own_hidden_reader(teacher, snapshot)
         own = partial(self.own_hidden_reader, teacher, snapshot)
         return linked.hidden_reader(self.signal_tables(teacher, "hidden", snapshot), own)
 

@@ -63,6 +63,10 @@ class Sources:
         self.cache: RangeCache | None = None
         """Cache of hidden states of those that are on object stores; set by the loader."""
 
+    def __bool__(self) -> bool:
+        """Whether there are other stores."""
+        return bool(self._records) or bool(self._location.children(FOLDER))
+
     def all(self) -> dict[int, SourceRecord]:
         """Return every other store by its number."""
         numbers = [int(match[1]) for match in map(_FILE.fullmatch, self._location.children(FOLDER)) if match]
