@@ -38,9 +38,9 @@ def lives(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
     events_by_row: dict[str, list[Event]] = {}
     for row in rows:
         at = row["sample_row"]
+        judged = [*map(_scored, scored[at]), *map(_rewarded, rewarded[at]), *unscorable[row["uid"]]]
         events_by_row[row["uid"]] = [
-            _sampled(row), *_resumed(row), *map(_scored, scored[at]), *map(_rewarded, rewarded[at]),
-            *unscorable[row["uid"]], *used[at],
+            _sampled(row), *_resumed(row), *sorted(judged, key=lambda event: event["at"]), *used[at],
             *(_event("freed", f"hidden states of {teacher} freed", {}) for teacher in gone[at]),
         ]  # fmt: skip
     return events_by_row

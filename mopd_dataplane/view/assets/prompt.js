@@ -18,6 +18,12 @@ function text(answer, teacher) {
   }, shown(piece), piece.includes("\n") ? h("br") : null)), answer.cut ? h("small", {}, ` … ${count(answer.cut)} more tokens`) : null);
 }
 
+// The policy that wrote an answer, with its version.
+function policyOf(answers, uid) {
+  const row = answers.find((a) => a.row.uid === uid)?.row;
+  return !row || row.policy === "reference" ? "reference" : `${row.stage} v${row.policy_version_first}`;
+}
+
 // picked: the uids that are compared; null where there is one answer alone.
 function answerCard(answer, teacher, params, picked) {
   const row = answer.row;
@@ -85,7 +91,7 @@ export async function promptPage(main, { id, params }, { store, signal }) {
     const titles = other ? {
       a: `A, ${store.name}`,
       b: ["B, ", h("a", { href: address("sample", picked.b, { store: other }) }, (await about(other)).name)],
-    } : { a: "A", b: "B" };
+    } : { a: `A, ${policyOf(found.answers, picked.a)}`, b: `B, ${policyOf(found.answers, picked.b)}` };
     ask("difference", { store: params.store || 0, other: other || params.store || 0, a: picked.a, b: picked.b }, { signal })
       .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d, titles)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });
   }

@@ -47,9 +47,11 @@ function trackNames(tracks) {
 
 function missing(data) {
   const troubles = data.teachers.flatMap((t) => Object.entries(t.errors || {}).map(([kind, why]) => `${t.name}, ${kind}: ${why}`));
-  if (!data.sampler) troubles.push("no sampler log-probs were recorded, so there is no log-ratio");
-  if (!data.teachers.length) troubles.push("no teacher has scored this sample");
-  return troubles.length ? h("ul", { class: "damage", "aria-label": "What is missing" }, troubles.map((t) => h("li", {}, t))) : null;
+  const absent = []; // usual for imports and for samples that wait: nothing is wrong
+  if (!data.sampler) absent.push("no sampler log-probs were recorded, so there is no log-ratio");
+  if (!data.teachers.length) absent.push("no teacher has scored this sample");
+  const items = [...troubles.map((t) => h("li", { class: "damage" }, t)), ...absent.map((t) => h("li", { class: "where" }, t))];
+  return items.length ? h("ul", { "aria-label": "What is missing" }, items) : null;
 }
 
 function statement(uid) {
