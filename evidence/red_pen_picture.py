@@ -16,7 +16,7 @@ from playwright.sync_api import Locator, sync_playwright
 from results import JOBS
 
 IMAGES = JOBS.parent / "docs" / "images"
-SIZE = {"width": 1200, "height": 760}
+WIDTH, HEIGHT = 1200, 760
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     page_file = parser.parse_args().page.absolute()
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_context(viewport=SIZE).new_page()
+        page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
         page.goto(page_file.as_uri())
         page.wait_for_selector(".pens .pen .fix")
         page.wait_for_selector(".kl canvas")
