@@ -13,6 +13,7 @@ import numpy as np
 from mopd_dataplane.bench.calls import apart
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.write import filled_tokens
+from mopd_dataplane.load.payload import PLAIN
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.linked.link import link_samples, link_stage
 from mopd_dataplane.store.rollouts.conditions import Conditions
@@ -75,7 +76,7 @@ def read(uri: str, samples: int) -> float:
     rows = np.unique(np.random.default_rng(0).integers(0, samples, READ))
     store = Store.open(uri)
     began = time.perf_counter()
-    lists = store.token_reader(rows).lists(rows, ["tokens", "logprobs", "loss_mask"], verify=False)
+    lists = store.token_reader(rows).lists(rows, PLAIN, verify=False)
     target = np.empty(int(lists["tokens"].lengths.sum()), np.int32)
     firsts = np.cumsum(lists["tokens"].lengths) - lists["tokens"].lengths
     lists["tokens"].copy(slice(None), firsts.tolist(), target.data)

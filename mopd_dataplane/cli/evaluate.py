@@ -11,7 +11,6 @@ from mopd_dataplane.cli.output import note, print_json, print_text, print_title,
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.job.load import load_job
 
 PANEL = "Answers"
 TASK_HEAD = {
@@ -163,9 +162,10 @@ def evaluate(
 def _evaluate_again(
     store: str, policy: str, version: int | None, where: str, limit: int | None, *, as_json: bool
 ) -> None:
-    job = load_job(store)
+    from mopd_dataplane.job.load import load_job
     from mopd_dataplane.run.steps.answer_again import answer_again
 
+    job = load_job(store)
     rows = answer_again(job, job.stage(policy), where, version=version, limit=limit, console=stderr())
     if as_json:
         print_json(rows)
