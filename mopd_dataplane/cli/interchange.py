@@ -67,8 +67,9 @@ def import_(
     With --follow a training run of another framework is imported while it writes, and `mopd view --follow` shows it.
     """
     from mopd_dataplane.base.stop_request import StopRequest
+    from mopd_dataplane.interchange.conversion import ImportSettings
     from mopd_dataplane.interchange.follow import follow_rollouts
-    from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+    from mopd_dataplane.interchange.importer import import_rollouts
     from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
     from mopd_dataplane.models import hf
     from mopd_dataplane.models.hub import model_folder

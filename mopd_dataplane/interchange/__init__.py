@@ -7,9 +7,13 @@ traces.py          message graphs of prime-rl and verifiers
 trajectories.py    older trajectories of prime-rl, and the files of tinker-cookbook
 chats.py           chat completions, supervised fine-tuning, preferences
 vocabulary.py      encodes text and messages as the model to train reads them
-importer.py        Row -> samples, prompts, rewards and signals; all rows are checked before anything is written
+conversion.py      Row -> a sample and its prompt
+importer.py        rows -> samples, prompts, rewards and signals of a store; all are checked before any is written
 followed_files.py  files that another program still writes: each complete row once
 follow.py          imports the rows of followed files as they come
+queue_values.py    values of a queue as numpy arrays and plain objects
+queue_mapping.py   which fields of a framework's queue are what of a rollout
+queue_rollouts.py  values of a queue -> samples of its store, before they are cleared
 teachers_in.py     the teachers of imported signals, and their LM heads
 signal_entries.py  signals as entries of an exported row, and back
 exporter.py        samples of a store -> a Parquet, JSONL or Arrow file, or a folder of Hugging Face datasets

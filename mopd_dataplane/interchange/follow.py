@@ -11,12 +11,10 @@ from itertools import chain
 from mopd_dataplane.base.file_urls import is_url
 from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.conversion import Conversion, Converted, ImportSettings
 from mopd_dataplane.interchange.followed_files import FollowedFiles
 from mopd_dataplane.interchange.importer import (
-    Conversion,
-    Converted,
     ImportReport,
-    ImportSettings,
     batches,
     check_rows,
     known_prompts,

@@ -8,12 +8,13 @@ of the queue.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
 from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
 from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
@@ -23,7 +24,7 @@ from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.store.queue.logged import LoggedQueue
 from mopd_dataplane.store.queue.opening import open_queue
-from mopd_dataplane.store.queue.values import Key, Write
+from mopd_dataplane.store.queue.values import TAGS, Key, Write
 from mopd_dataplane.transferqueue.codec import decode, encode
 
 if TYPE_CHECKING:
@@ -43,15 +44,27 @@ class Backend:
 
     store: str
     queue: str = "queue"
+    mapping: Any = ""
+    """Name of a framework, or a table of its field names: the values become samples. Empty: they stay values."""
+    tokenizer: str = ""
+    """Model whose tokenizer made the token ids: a folder, or a name of the Hugging Face Hub."""
+    domain: str = "queue"
+    """Domain of samples whose fields name none."""
+    policy: str = "policy"
+    """Name of the policy that samples."""
 
 
-def opened(config: Any) -> LoggedQueue | CommittedQueue:
-    """The queue that a backend section names. Raises InputError for an unknown or missing key."""
+def read_section(config: Any) -> Backend:
+    """Return what a backend section says. Raises InputError for an unknown or missing key."""
     keys = {key: value for key, value in dict(config).items() if key not in ("client_name", "zmq_info", "backend")}
     try:
-        backend = Backend(**keys)
+        return Backend(**keys)
     except TypeError as error:
         raise InputError(f"backend.{NAME} = {keys}: {error}; give store, and queue for a name of its own") from None
+
+
+def opened(backend: Backend) -> LoggedQueue | CommittedQueue:
+    """The queue of a backend section."""
     return open_queue(backend.store, backend.queue)
 
 
@@ -61,7 +74,14 @@ class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.queue = opened(config)
+        backend = read_section(config)
+        self.queue = opened(backend)
+        self.has_mapping = bool(backend.mapping)
+        self._tags: dict[int, dict[str, Any]] = {}
+
+    def tag(self, samples: Sequence[int], partition: str, tags: Sequence[dict[str, Any]]) -> None:
+        """Store, with the next put of values of these samples, what a put says of them itself."""
+        self._tags |= {sample: {"partition": partition, "tags": own} for sample, own in zip(samples, tags, strict=True)}
 
     def put(self, keys: list[str], values: list[Any]) -> list[Any] | None:
         """Store values, durable on return; a key that has one gets the new one. Raises InputError, ResourceError.
@@ -70,8 +90,11 @@ class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
         it has used a number again, it gets and clears the value that it means or none.
         """
         _check_lists(keys, values)
-        writes = self.queue.put([_parsed(key) for key in keys], [encode(value) for value in values])
-        return [str(write) for write in writes]
+        parsed, encoded = [_parsed(key) for key in keys], [encode(value) for value in values]
+        tagged = [sample for sample in dict.fromkeys(sample for sample, _ in parsed) if sample in self._tags]
+        encoded += [encode(self._tags.pop(sample)) for sample in tagged]
+        writes = self.queue.put([*parsed, *((sample, TAGS) for sample in tagged)], encoded)
+        return [str(write) for write in writes[: len(keys)]]
 
     def get(
         self, keys: list[str], shapes: Any = None, dtypes: Any = None, custom_backend_meta: Any = None
@@ -87,7 +110,12 @@ class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
     def clear(self, keys: list[str], custom_backend_meta: Any = None) -> None:
         """Forget values, durably; one of another write than the one in the metadata stays."""
         _check_lists(keys)
-        self.queue.clear([_parsed(key) for key in keys], _writes(custom_backend_meta))
+        parsed, writes = [_parsed(key) for key in keys], _writes(custom_backend_meta) or [None] * len(keys)
+        if self.has_mapping:
+            # Under each write of the sample's values, since it is not known which of these puts came with tags.
+            tags = {((sample, TAGS), write) for (sample, _), write in zip(parsed, writes, strict=True)}
+            parsed, writes = [*parsed, *(key for key, _ in tags)], [*writes, *(write for _, write in tags)]
+        self.queue.clear(parsed, writes)
 
 
 @StorageManagerFactory.register(NAME)
@@ -96,6 +124,12 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         super().__init__(controller_info, {**dict(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
+
+    async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
+        """Store values, and with a mapping the partition and the tags of their samples."""
+        if self.storage_client.has_mapping and metadata.global_indexes:
+            self.storage_client.tag(metadata.global_indexes, metadata.partition_ids[0], metadata.get_all_custom_meta())
+        await super().put_data(data, metadata, data_parser)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Pin the present values."""
@@ -113,12 +147,41 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
 def initialize(conf: DictConfig) -> dict[str, Any]:
     """Once, in the process that starts TransferQueue: open the queue, and have every other process know the backend."""
     section = conf.backend[NAME]
-    queue = opened(section)
+    backend = read_section(OmegaConf.to_container(section, resolve=True))
+    queue = opened(backend)
+    if backend.mapping:
+        _record(backend)
     keys = queue.keys()
     if keys:
         _log.warning(f"{section.store} holds {len(keys)} values of an earlier run; load a checkpoint to go on with it")
-    section.backend = Backend(str(section.store), str(section.get("queue", "queue")))
+    section.backend = backend
     return {}
+
+
+def _record(backend: Backend) -> None:
+    """Have the values recorded as samples. Raises InputError for a mapping or tokenizer that is none."""
+    if "://" in backend.store.removeprefix("file://"):
+        raise InputError(
+            f"backend.{NAME}.mapping: a queue on an object store has no logs from which samples could be recorded; "
+            "give a folder as store, or leave mapping out"
+        )
+    from mopd_dataplane.interchange.queue_mapping import read_mapping
+    from mopd_dataplane.interchange.queue_rollouts import QueueRollouts, record_rollouts
+    from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
+    from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+    from mopd_dataplane.models.hub import model_folder
+
+    mapping = read_mapping(backend.mapping)
+    if not backend.tokenizer:
+        raise InputError(f"backend.{NAME}.mapping: give tokenizer, the folder or name of the model that samples")
+    tokenizer = load_tokenizer(model_folder(backend.tokenizer, weights=False))
+    vocabulary = TokenizerVocabulary(tokenizer, tokenizer_digest(tokenizer))
+    rollouts = QueueRollouts(
+        mapping=mapping, tokenizer=vocabulary.digest, vocabulary_size=vocabulary.size, domain=backend.domain,
+        policy=backend.policy,
+    )  # fmt: skip
+    folder = Path(backend.store.removeprefix("file://")).absolute()
+    record_rollouts(folder, backend.queue, rollouts, vocabulary.file())
 
 
 def _parsed(key: str) -> Key:

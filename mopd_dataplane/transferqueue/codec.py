@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from mopd_dataplane.errors import DamagedError, InputError
+from mopd_dataplane.interchange.queue_values import ARRAY, TENSOR, TUPLE
 from mopd_dataplane.store.queue.values import Value
-
-_TENSOR, _ARRAY, _TUPLE = 1, 2, 3
 
 
 def encode(value: Any) -> Value:
@@ -42,15 +41,15 @@ def _plain(value: Any) -> Any:
         if value.dtype.hasobject:
             raise InputError(f"a numpy array of {value.dtype} cannot be stored; give numbers, strings or lists")
         header = [value.dtype.str, list(value.shape), isinstance(value, np.generic)]
-        return _extension(_ARRAY, [header, np.ascontiguousarray(value).tobytes()])
+        return _extension(ARRAY, [header, np.ascontiguousarray(value).tobytes()])
     # After numpy, some of whose scalars are strings, bytes or floats too.
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, torch.Tensor):
         stored = encode(value)
-        return _extension(_TENSOR, [stored.dtype, list(stored.shape), stored.data])
+        return _extension(TENSOR, [stored.dtype, list(stored.shape), stored.data])
     if isinstance(value, tuple):
-        return _extension(_TUPLE, [_plain(item) for item in value])
+        return _extension(TUPLE, [_plain(item) for item in value])
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -67,14 +66,14 @@ def _extension(code: int, content: Any) -> msgspec.msgpack.Ext:
 
 def _from_extension(code: int, data: memoryview) -> Any:
     content = msgspec.msgpack.decode(data, ext_hook=_from_extension, strict=False)
-    if code == _TENSOR:
+    if code == TENSOR:
         dtype, shape, raw = content
         return _tensor(dtype, tuple(shape), raw)
-    if code == _ARRAY:
+    if code == ARRAY:
         (kind, shape, scalar), raw = content
         array = np.frombuffer(raw, np.dtype(kind)).reshape(shape).copy()
         return array[()] if scalar else array
-    if code == _TUPLE:
+    if code == TUPLE:
         return tuple(content)
     raise ValueError(f"extension type {code} is unknown")
 

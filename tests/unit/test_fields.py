@@ -36,7 +36,8 @@ from mopd_dataplane import BatchStream, LoadSpec, Sample, create_store, sample_u
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.fields import value
 from mopd_dataplane.interchange.exporter import export_samples
-from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+from mopd_dataplane.interchange.conversion import ImportSettings
+from mopd_dataplane.interchange.importer import import_rollouts
 from mopd_dataplane.job.sections import Plan
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window

@@ -6,6 +6,7 @@ queue_log.py     the log that one process puts into
 unfolded.py      what the logs of all processes hold that is not in the dataset yet
 queue_table.py   the dataset: last rows of keys, pins, and files that nobody needs
 fold.py          moves records of the logs into the dataset, exactly once
+recording.py     who reads the values before they are folded
 lease.py         which process does that
 logged.py        the queue of a store in a folder: log first, fold later
 committed.py     the queue of an object store, which has no appends: each put is a commit

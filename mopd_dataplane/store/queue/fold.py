@@ -3,7 +3,8 @@
 One commit appends the values of some batches and a row that names the last folded batch of each log. It is a
 compare-and-swap on the dataset's version: of two processes that fold the same batches one is refused, whatever either
 believed, and a process that was stopped in the middle is refused when it wakes up. Segments are removed only after the
-commit is durable. So nothing depends on the lease (lease.py), which only saves work.
+commit is durable. So nothing depends on the lease (lease.py), which only saves work. What a recorder (recording.py)
+makes of the values is durable before that commit, and is made again, to no effect, when the fold is repeated.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.queue.clock import Clock
 from mopd_dataplane.store.queue.queue_log import lock_dead_log
 from mopd_dataplane.store.queue.queue_table import FOLDED, QueueTable
+from mopd_dataplane.store.queue.recording import find_recorder
 from mopd_dataplane.store.queue.unfolded import (
     Batch,
     Entry,
@@ -84,7 +86,11 @@ def _commit(
     queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, state: dict[str, int], batches: list[Batch]
 ) -> lance.LanceDataset | None:
     """Commit batches on exactly this version; None when another commit came first."""
+    recorder = find_recorder(unfolded.folder)
     try:
+        if recorder is not None:
+            recorder.record(queue, unfolded, dataset, batches)
+            fault_point("queue.fold.recorded")
         items = _decided(queue, unfolded, dataset, batches)
     except MovedError:
         return None

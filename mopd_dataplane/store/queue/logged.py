@@ -58,9 +58,9 @@ class LoggedQueue:
 
     def clear(self, keys: Sequence[Key], writes: Sequence[Write | None] | None = None) -> None:
         """Forget values, durably; keys without one, or with one of another write, are left alone."""
-        conditions = dict(zip(keys, writes or [None] * len(keys), strict=True))
+        conditions = dict.fromkeys(zip(keys, writes or [None] * len(keys), strict=True))
         if conditions:
-            self._append([Item(key, Value(CLEARED, b""), write) for key, write in conditions.items()])
+            self._append([Item(key, Value(CLEARED, b""), write) for key, write in conditions])
 
     def get(self, keys: Sequence[Key], writes: Sequence[Write | None] | None = None) -> list[Value]:
         """Values in the asked order; writes: the write that each is to be of. Raises UnknownNameError naming the first

@@ -19,6 +19,8 @@ Key = tuple[int, str]
 """(sample, field)"""
 CLEARED = "cleared"
 """Kind of a row or an item by which a key has no value any more."""
+TAGS = "~put"
+"""Field under which what a put says of a sample itself is stored: its partition and its tags."""
 PART, END = 1, 2
 """Kinds of log records."""
 

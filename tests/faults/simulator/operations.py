@@ -11,7 +11,8 @@ from typing import Any
 from simulator import values
 from simulator.model import Attempt, Model, Pin, Violation
 
-from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+from mopd_dataplane.interchange.conversion import ImportSettings
+from mopd_dataplane.interchange.importer import import_rollouts
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash

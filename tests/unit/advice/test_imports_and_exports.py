@@ -14,8 +14,9 @@ import store_builders as build
 from advice import advises
 
 from mopd_dataplane import Store, create_store
+from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.exporter import export_samples
-from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+from mopd_dataplane.interchange.importer import ImportReport, import_rollouts
 from mopd_dataplane.models.chat_template import AnswerTokens, ChatOptions
 from mopd_dataplane.records import Signal
 

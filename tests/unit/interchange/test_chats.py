@@ -12,9 +12,10 @@ from chat_templates import chat_tokenizer
 
 from mopd_dataplane import Store, create_store
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.exporter import export_samples
 from mopd_dataplane.interchange.formats import FORMATS
-from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+from mopd_dataplane.interchange.importer import ImportReport, import_rollouts
 from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
 from mopd_dataplane.models.hf import tokenizer_digest

@@ -13,8 +13,9 @@ import pytest
 
 from mopd_dataplane import Signal, Store, create_store
 from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.exporter import KINDS, export_samples, kind_of
-from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+from mopd_dataplane.interchange.importer import ImportReport, import_rollouts
 
 ALL = ("logprob", "topk", "hidden", "margin")
 TEACHER = "number_sorting-expert"

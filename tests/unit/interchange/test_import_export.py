@@ -16,8 +16,9 @@ import pytest
 from mopd_dataplane import Store, create_store, open_store
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.interchange import row_files
+from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.exporter import KINDS, export_samples
-from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+from mopd_dataplane.interchange.importer import ImportReport, import_rollouts
 from mopd_dataplane.models.chat_template import AnswerTokens, ChatOptions
 
 

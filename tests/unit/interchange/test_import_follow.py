@@ -22,9 +22,10 @@ from mopd_dataplane import Store, open_store
 from mopd_dataplane.base.stop_request import StopRequest
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange import follow
+from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.follow import follow_rollouts
 from mopd_dataplane.interchange.followed_files import FollowedFiles
-from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+from mopd_dataplane.interchange.importer import import_rollouts
 from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import character_tokenizer

@@ -10,7 +10,8 @@ import pytest
 from mopd_dataplane import Store, create_store, open_store
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.errors import DamagedError, InputError
-from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+from mopd_dataplane.interchange.conversion import ImportSettings
+from mopd_dataplane.interchange.importer import import_rollouts
 from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
 from mopd_dataplane.models.hf import tokenizer_digest
 from mopd_dataplane.models.initial_weights import character_tokenizer

@@ -13,8 +13,9 @@ from rich.console import Console
 from mopd_dataplane import Store, create_store
 from mopd_dataplane.base.file_urls import files_at
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.formats import FORMATS
-from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+from mopd_dataplane.interchange.importer import ImportReport, import_rollouts
 from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.interchange.traces import read_traces

@@ -1,0 +1,48 @@
+"""Who reads the values of a queue before they are folded, so that rollouts outlive the framework's clearing of them.
+
+A queue whose folder has a file `rollouts.json` is recorded: every fold hands its batches to the recorder first. A fold
+that is repeated after a kill hands the same batches over again, so a recorder must add nothing twice.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+import lance
+
+from mopd_dataplane.store.queue.queue_table import QueueTable
+from mopd_dataplane.store.queue.unfolded import Batch, Unfolded
+
+SETTINGS = "rollouts.json"
+"""File in the folder of a queue's logs that says how its values are rollouts."""
+_RECORDER = "mopd_dataplane.interchange.queue_rollouts"
+"""Module whose `open_recorder(settings)` makes the recorder; by name, since it is built on the store."""
+
+
+class Recorder(Protocol):
+    """Makes rows of other tables from the values of a queue."""
+
+    def record(self, queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, batches: list[Batch]) -> None:
+        """Record what is in batches that are about to be folded onto a version; durable on return.
+
+        Raises MovedError when another process has folded them meanwhile.
+        """
+
+
+_open: dict[Path, tuple[int, Recorder]] = {}
+"""Recorders of this process by their settings file, with the file's mtime."""
+
+
+def find_recorder(logs: Path) -> Recorder | None:
+    """Return the recorder of the queue whose logs are in a folder; None if it has none."""
+    settings = logs / SETTINGS
+    try:
+        written_at = settings.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+    known = _open.get(settings)
+    if known is None or known[0] != written_at:
+        known = _open[settings] = (written_at, import_module(_RECORDER).open_recorder(settings))
+    return known[1]
