@@ -6,6 +6,7 @@ INSTALLED := $(VENV)/installed
 # One worker more than cores, since many tests wait for processes they killed.
 WORKERS = -n $(shell $(PYTHON) -c "import os; print(min(8, 1 + (os.cpu_count() or 1)))") --dist loadfile
 VLLM_VENV := .venv-vllm
+LOOPS_VENV := .venv-loops
 SITE_VENV := .venv-site
 ECOSYSTEM_VENV := .venv-ecosystem
 SEEDS ?= 0
@@ -14,7 +15,7 @@ SEEDS ?= 0
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue test-ecosystem faults faults-long coverage mutations lint format schemas docs models site bench gpu clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue test-loops test-ecosystem faults faults-long coverage mutations lint format schemas docs models site bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -64,6 +65,16 @@ test-transferqueue: $(INSTALLED)  ## this store behind TransferQueue: its own en
 	  TQ_TEST_BACKEND=MopdStore PYTHONPATH=tests/transferqueue $(BIN)/python -m pytest -q -p upstream \
 	    -k "not ($(SIMPLE_STORAGE_ONLY))" --pyargs tests.$$file || exit 1; \
 	done
+
+$(LOOPS_VENV)/installed: pyproject.toml constraints.txt requirements-loops.txt
+	$(PYTHON) -m venv $(LOOPS_VENV)
+	$(LOOPS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    -e ".[train,transferqueue,dev]"
+	$(LOOPS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-loops.txt
+	@touch $@
+
+test-loops: $(LOOPS_VENV)/installed  ## other trainers' own loops around this store, in an environment of their own
+	$(LOOPS_VENV)/bin/python -m pytest -q tests/loops
 
 $(VLLM_VENV)/installed: pyproject.toml requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -130,4 +141,4 @@ gpu:  ## what was never run on a GPU, into docs/benchmarks/gpu.md: PYTHON=… PA
 	PYTHONPATH=.:kernels $(PYTHON) -m mopd_dataplane.bench.gpu --parts $(PARTS)
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) $(ECOSYSTEM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LOOPS_VENV) $(SITE_VENV) $(ECOSYSTEM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

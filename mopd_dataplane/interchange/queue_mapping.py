@@ -64,6 +64,8 @@ class QueueMapping:
     """Version of the policy with which generation began, and"""
     last_version: str = ""
     """with which it ended."""
+    repeated: str = ""
+    """Fields that only repeat others, separated by spaces"""
 
     @property
     def key_field(self) -> str:
@@ -72,7 +74,8 @@ class QueueMapping:
 
     def field_names(self) -> set[str]:
         """Fields of the queue that are read."""
-        return {_field(getattr(self, item.name)) for item in fields(self) if getattr(self, item.name)} | {TAGS}
+        parts = (getattr(self, item.name) for item in fields(self) if item.name != "repeated")
+        return {_field(name) for name in parts if name} | {TAGS}
 
 
 MAPPINGS = {
@@ -82,7 +85,7 @@ MAPPINGS = {
         teacher_logprobs="teacher_logprobs", teacher_ids="teacher_ids", messages="raw_prompt",
         answer="reward_model.ground_truth", domain="data_source", group="uid", member="session_id",
         iteration="global_steps", first_version="extra_fields.min_global_steps",
-        last_version="extra_fields.max_global_steps",
+        last_version="extra_fields.max_global_steps", repeated="input_ids loss_mask position_ids attention_mask",
     ),
     "nemo-rl": QueueMapping(
         tokens="input_ids", length="input_lengths", mask="token_mask", logprobs="generation_logprobs",

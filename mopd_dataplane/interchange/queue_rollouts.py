@@ -223,7 +223,8 @@ class QueueRecorder:
 
     def _say_unmapped(self, logged: list[Batch]) -> None:
         """Say once which fields are not part of the samples."""
-        names = {entry.item.key[1] for batch in logged for entry in batch.entries} - self._read
+        names = {entry.item.key[1] for batch in logged for entry in batch.entries}
+        names -= self._read | set(self._mapping.repeated.split())
         for name in sorted(names):
             self._say("", "unmapped", {"reason": f"field {name!r} is in the queue alone, until it is cleared"})
 

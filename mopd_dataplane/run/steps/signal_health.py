@@ -65,7 +65,8 @@ def record_health(run: Run, stage: Stage, parts: Mapping[HealthKey, Sequence[Hea
     if not parts:
         return
     probes = read_probes(run, stage)
-    events, shown, failed = [], [], 0
+    events, failed = [], 0
+    pairs: dict[tuple[str, str], list[Health]] = {}
     for key, group in parts.items():
         health = merged(group)
         failing = findings(_evidence(run, stage, key, health, probes))
@@ -81,11 +82,17 @@ def record_health(run: Run, stage: Stage, parts: Mapping[HealthKey, Sequence[Hea
             "detail": detail,
         })  # fmt: skip
         failed += len(failing)
-        own = "" if health.student_logprob is None else f" (student {health.student_logprob:.2f})"
-        shown.append(f"{key.teacher} on {key.domain} {value:.2f}{own}")
+        pairs.setdefault((key.teacher, key.domain), []).append(health)
     run.store.add_events(events)
+    shown = [_shown(teacher, domain, merged(group)) for (teacher, domain), group in pairs.items()]
     checks = f"{failed} failed checks" if failed else "no check failed"
     run.progress.say(f"{stage.name:<16} health   log p {', '.join(shown)}; {checks}")
+
+
+def _shown(teacher: str, domain: str, health: Health) -> str:
+    """What a pass found of a teacher on a domain, over all iterations that it scored."""
+    own = "" if health.student_logprob is None else f" (student {health.student_logprob:.2f})"
+    return f"{teacher} on {domain} {health.mean_logprob:.2f}{own}"
 
 
 def check_health(run: Run, stage: Stage, iteration: int | None) -> None:

@@ -1,0 +1,164 @@
+"""verl's V1 loop without a GPU: its own agent-loop worker, replay buffer and queue, around a tiny policy.
+
+    python jobs/examples/verl_run.py STORE STEPS
+    mopd run jobs/examples/after_verl.toml --store STORE
+
+verl's own: AgentLoopWorkerTQ from the start of a prompt to its puts, AgentLoopOutput, ReplayBufferAsync, and
+TransferQueue with its controller and checkpoints. Stand-ins: the server that samples (the random student of
+after_verl.toml), the reward (the share of even tokens), the dataset, and the step of the optimizer.
+
+After a kill the same command goes on from the last checkpoint. A line of `STORE.acknowledged` is a trajectory whose put
+has returned. Needs what `make test-loops` installs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+import mopd_dataplane.transferqueue  # noqa: F401
+from mopd_dataplane.job.load import load_job
+from mopd_dataplane.models.hf import load_model, load_tokenizer
+from mopd_dataplane.models.initial_weights import make_student
+
+JOB = Path(__file__).with_name("after_verl.toml")
+DOMAINS = ("sums", "words")
+PROMPTS, GROUP = 4, 2
+"""Prompts of a step, and answers to each."""
+NEW_TOKENS = 12
+CONFIG = OmegaConf.create({
+    "actor_rollout_ref": {
+        "rollout": {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True, "n": GROUP,
+                    "agent": {"default_agent_loop": "single_turn_agent"}},
+    },
+})  # fmt: skip
+
+
+class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
+    """verl's worker in this process, whose server is a tiny model."""
+
+    def __init__(self, model: Path, acknowledged: Path) -> None:
+        self.config, self.background_tasks = CONFIG, set()
+        self.processor = self.reward_loop_worker_handles = None
+        self.distillation_enabled = False
+        self.model, self.tokenizer = load_model(model), load_tokenizer(model)
+        self.acknowledged = acknowledged
+        self.steps = 0
+
+    async def _run_agent_loop(self, sampling_params: Any, *, trajectory: Any, trace: bool, **kwargs: Any) -> None:
+        prompt = self.tokenizer.encode(kwargs["raw_prompt"][0]["content"], add_special_tokens=False)
+        ids, logprobs = await asyncio.to_thread(self._sample, prompt)
+        output = AgentLoopOutput(
+            prompt_ids=prompt, response_ids=ids, response_mask=[1] * len(ids), response_logprobs=logprobs,
+            reward_score=sum(token % 2 == 0 for token in ids) / len(ids), num_turns=2, metrics=AgentLoopMetrics(),
+            extra_fields={"min_global_steps": self.steps, "max_global_steps": self.steps, "reward_extra_info": {}},
+        )  # fmt: skip
+        await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+        with self.acknowledged.open("a") as file:
+            file.write(json.dumps([kwargs["uid"], kwargs["session_id"], prompt + ids]) + "\n")
+
+    @torch.no_grad()
+    def _sample(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(prompt), []
+        for _ in range(NEW_TOKENS):
+            row = self.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            token = int(torch.multinomial(row.exp(), 1))
+            ids.append(token)
+            logprobs.append(float(row[token]))
+        return ids[len(prompt) :], logprobs
+
+
+class Run:
+    """What verl's trainer does around a step."""
+
+    def __init__(self, store: Path, model: Path) -> None:
+        self.checkpoints = store.with_name(store.name + ".checkpoints")
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.worker = Worker(model, store.with_name(store.name + ".acknowledged"))
+        self.buffer = ReplayBufferAsync("async", OmegaConf.create({}), None, "drop", OmegaConf.create({}), 0.1)
+
+    def go(self, steps: int) -> None:
+        first = self.resume()
+        for step in range(first, steps):
+            self.worker.steps = step
+            self.submit(step)
+            batch, _ = self.buffer.sample(step, "train", PROMPTS)
+            data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rollout_log_probs"])
+            tq.kv_batch_put(
+                keys=batch.keys, partition_id="train",
+                fields=TensorDict({"old_log_probs": data["rollout_log_probs"]}, batch_size=len(batch.keys)),
+            )  # fmt: skip
+            tq.kv_clear(keys=batch.keys, partition_id="train")
+            self.save(step + 1)
+            print(f"step {step}: {len(batch.keys)} trajectories", flush=True)
+
+    def submit(self, step: int) -> None:
+        numbers, truths = range(PROMPTS), [str(step + number) for number in range(PROMPTS)]
+        questions = [[{"role": "user", "content": f"{step} + {number} ="}] for number in numbers]
+        batch = TensorDict({
+            "uid": NonTensorStack(*(uuid.uuid4().hex for _ in numbers)),
+            "raw_prompt": NonTensorStack(*questions),
+            "data_source": NonTensorStack(*(DOMAINS[number % 2] for number in numbers)),
+            "reward_model": NonTensorStack(*({"ground_truth": truth, "style": "rule"} for truth in truths)),
+            "index": torch.arange(PROMPTS),
+        }, batch_size=PROMPTS)  # fmt: skip
+        tags = [{"is_prompt": True, "status": "pending", "global_steps": step} for _ in numbers]
+        tq.kv_batch_put(keys=list(batch["uid"]), partition_id="train", tags=tags, fields=batch)
+        self.generate(batch, step)
+
+    def generate(self, batch: TensorDict, step: int) -> None:
+        batch["global_steps"] = NonTensorStack(*[step] * len(batch))
+        batch["agent_name"] = NonTensorStack(*["single_turn_agent"] * len(batch))
+        asyncio.run_coroutine_threadsafe(self.worker.generate_sequences(batch), self.loop).result()
+
+    def save(self, step: int) -> None:
+        """As `trainer_base.py` saves: the queue beside a file that names the step, which comes last."""
+        folder = self.checkpoints / str(step)
+        tq.save_checkpoint(str(folder))
+        latest = self.checkpoints / "latest.tmp"
+        latest.write_text(str(step))
+        latest.rename(self.checkpoints / "latest")
+
+    def resume(self) -> int:
+        """Restore the queue and begin with the step after the checkpoint, whose prompts are issued anew."""
+        latest = self.checkpoints / "latest"
+        if not latest.exists():
+            return 0
+        step = int(latest.read_text())
+        tq.load_checkpoint(str(self.checkpoints / str(step)))
+        return step
+
+
+def main(store: str, steps: int) -> None:
+    student = Path(store).with_name(Path(store).name + ".model")
+    if not student.exists():
+        make_student(load_job(JOB).student, student, seed=0)
+    model = str(student)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    backend = {"store": store, "queue": "verl", "mapping": "verl", "tokenizer": model, "policy": "actor"}
+    tq.init(OmegaConf.create({
+        "controller": {"polling_mode": True},
+        "backend": {"storage_backend": "MopdStore", "MopdStore": backend},
+    }))  # fmt: skip
+    Run(Path(store), Path(model)).go(steps)
+    tq.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
