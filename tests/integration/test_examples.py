@@ -42,8 +42,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def output_of(place: Path, script: str, *words: str) -> str:
-    command = [sys.executable, str(EXAMPLES / script), str(place / "store"), STAGE, str(place / "policy"), *words]
+def output_of(place: Path, script: str, *words: str, launcher: tuple[str, ...] = ()) -> str:
+    example = [str(EXAMPLES / script), str(place / "store"), STAGE, str(place / "policy")]
+    command = [sys.executable, *launcher, *example, *words]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(place), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -73,6 +74,17 @@ def test_a_plain_loop(place: Path) -> None:
     assert plan is not None
     assert losses[0] == pytest.approx(first_loss(place, int(plan.step_starts[1])), abs=1e-5)
     assert all(5 < loss < 20 for loss in losses), "cross-entropy of an untrained model over 32,000 tokens"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loop_of_accelerate_trains_as_the_plain_one_on_any_number_of_processes(place: Path, processes: int) -> None:
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", f"--num_processes={processes}", "--num_machines=1",
+                "--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1")  # fmt: skip
+    out = [output_of(place, "accelerate_loop.py", launcher=launcher), output_of(place, "plain_loop.py")]
+    own, plain = ([float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", text)] for text in out)
+    assert len(own) == 3
+    # Losses of later steps hold the weights' updates; sums in another order differ by float32's rounding.
+    assert own == pytest.approx(plain, abs=1e-4)
 
 
 @pytest.mark.slow
