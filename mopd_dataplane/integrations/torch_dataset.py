@@ -18,16 +18,17 @@ from mopd_dataplane.records import Pack
 
 
 class StoreDataset(IterableDataset[dict[str, Any]]):
-    """One item for each planned step: {"step": int, "loss_tokens": int, "packs": [{name: tensor}, …]}.
+    """One item for each planned step: {"step", "loss_tokens", "packs": [{name: tensor}, …], "next"}.
 
-    The packs are this rank's share of the step, with the fields of `records.Pack` and `position_ids`; a field without
-    values is left out. `loss_tokens` counts the trained tokens of all ranks: divide the sum of token losses by it. The
-    tensors are copies, so they may be kept and may cross from a worker process; BatchStream itself copies nothing.
+    packs: this rank's share of the step, with the fields of `records.Pack` and `position_ids`; a field without values
+    is left out. The tensors are copies, so they may be kept and may cross from a worker process; BatchStream itself
+    copies nothing. loss_tokens: trained tokens of all ranks; divide the sum of token losses by it. next: the position
+    after this step, the same at any number of ranks. A trainer that prefetches saves the `next` of the last step that
+    it trained on, and gives it to `load_state_dict`; `state_dict` is the position of the next item, as torchdata's
+    StatefulDataLoader needs it. A pass begins there, and at the first window after a pass that ended.
 
     Use it with `DataLoader(dataset, batch_size=None)`. With workers, one of them reads and the others have nothing to
-    do, because the store's loader is a process of its own already. The position is `state_dict`, for torchdata's
-    StatefulDataLoader and for loops that save it themselves; a pass begins there, and at the first window after a pass
-    that ended. It is the same at any number of ranks.
+    do, because the store's loader is a process of its own already.
 
     Example: DataLoader(StoreDataset("runs/demo", LoadSpec(stage="student", signals=("logprob",))), batch_size=None)
     """
@@ -66,7 +67,9 @@ class StoreDataset(IterableDataset[dict[str, Any]]):
                     packs.append(_copy(pack))
                     batch.release(pack)
                 self._next = stream.state_dict()
-                yield {"step": batch.step, "loss_tokens": batch.loss_tokens, "packs": packs}
+                yield {
+                    "step": batch.step, "loss_tokens": batch.loss_tokens, "packs": packs, "next": dict(self._next)
+                }  # fmt: skip
         finally:
             stream.close()
         self._next = self._first

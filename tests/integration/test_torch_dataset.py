@@ -68,9 +68,8 @@ def test_a_saved_position_goes_on_with_the_next_step(store: Store) -> None:
     for done in (1, 3, 5):
         dataset = StoreDataset(store.uri, SPEC, windows=WINDOWS)
         items = iter(DataLoader(dataset, batch_size=None))
-        for _ in range(done):
-            next(items)
-        position = dataset.state_dict()
+        position = [next(items) for _ in range(done)][-1]["next"]
+        assert dataset.state_dict() == position
         items._dataset_fetcher.dataset_iter.close()  # type: ignore[attr-defined]
         later = StoreDataset(store.uri, SPEC, windows=WINDOWS)
         later.load_state_dict(position)
