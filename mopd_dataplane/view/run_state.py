@@ -44,7 +44,9 @@ def run_state(store: Store, index: Index) -> dict[str, Any]:
     jobs = remembered_job(store).get("stages", [])
     names = [job["name"] for job in jobs]
     position = names.index(stage) if stage in names else len(names)
-    iterations = jobs[position].get("iterations") if stage in names else None
+    # Samples that the stage did not write itself have iterations of their own.
+    writes = stage in names and jobs[position].get("data", "rollout") == "rollout"
+    iterations = jobs[position].get("iterations") if writes else None
     newest = store.take_samples(index.rollouts.sample_rows[-1:], ["created_at"], index.snapshot)["created_at"]
     return state | stages[0] | {
         "iterations": iterations, "seconds_left": _seconds_left(store, index, stage, iterations),

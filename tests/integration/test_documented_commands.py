@@ -28,6 +28,7 @@ REASONS = {
     "cluster": "needs several machines, or an object store: test_ray_job.py and test_whole_job_s3.py stand in for them",
     "ecosystem": "needs packages of make test-ecosystem, whose test_documented_examples.py runs it",
     "transferqueue": "needs TransferQueue: make test-transferqueue, whose test_transferqueue_page.py runs it",
+    "loops": "needs packages of make test-loops, whose test_loops_page.py runs it",
     "extra": "needs packages that the tests' environment lacks: make test-vllm, test-ecosystem",
     "gpu": "needs a CUDA device",
     "input": "needs files of the reader's: test_import_export.py and test_upgrade.py make some",

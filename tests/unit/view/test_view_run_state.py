@@ -60,6 +60,18 @@ def test_the_time_left_is_of_the_iterations_that_are_not_trained_on(
     assert state["seconds_left"] == pytest.approx(times["elapsed"][0].as_py() / 4 * 8)
 
 
+def test_a_stage_on_the_samples_of_another_framework_has_no_number_of_iterations_to_reach(
+    make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = make_store(tmp_path / "stored", prompts=1)
+    (tmp_path / "stored" / "job.json").unlink()
+    store.write_json("job.json", {"student": {"path": ""}, "stages": [
+        {"name": "student", "start": "init", "data": "stored", "iterations": 1}
+    ]})  # fmt: skip
+    state = get(client_of(store, **BEARER), "state")
+    assert (state["iteration"], state["iterations"], state["seconds_left"]) == (4, None, None)
+
+
 def test_a_run_without_a_score_or_a_sample_has_no_figures_of_them(tmp_path: Path) -> None:
     store = create_store(str(tmp_path / "s"))
     assert get(client_of(store, **BEARER), "state")["stage"] == ""
