@@ -1,14 +1,14 @@
 """verl's V1 loop without a GPU: its own agent-loop worker, replay buffer and queue, around a tiny policy.
 
-    python jobs/examples/verl_run.py STORE STEPS
-    mopd run jobs/examples/after_verl.toml --store STORE
+    python jobs/examples/verl_run.py runs/verl STEPS
+    mopd run jobs/examples/after_verl.toml
 
 verl's own: AgentLoopWorkerTQ from the start of a prompt to its puts, AgentLoopOutput, ReplayBufferAsync, and
-TransferQueue with its controller and checkpoints. Stand-ins: the server that samples (the random student of
-after_verl.toml), the reward (the share of even tokens), the dataset, and the step of the optimizer.
+TransferQueue with its controller and checkpoints. Stand-ins: the server that samples (a random model, written to
+runs/verl.model), the reward (the share of even tokens), the dataset, and the step of the optimizer.
 
-After a kill the same command goes on from the last checkpoint. A line of `STORE.acknowledged` is a trajectory whose put
-has returned. Needs what `make test-loops` installs.
+After a kill the same command goes on from the last checkpoint. A line of `runs/verl.acknowledged` is a trajectory whose
+put has returned. Needs what `make test-loops` installs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 import mopd_dataplane.transferqueue  # noqa: F401
-from mopd_dataplane.job.load import load_job
-from mopd_dataplane.models.hf import load_model, load_tokenizer
-from mopd_dataplane.models.initial_weights import make_student
 
-JOB = Path(__file__).with_name("after_verl.toml")
 DOMAINS = ("sums", "words")
 PROMPTS, GROUP = 4, 2
 """Prompts of a step, and answers to each."""
@@ -53,10 +51,12 @@ class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore
     """verl's worker in this process, whose server is a tiny model."""
 
     def __init__(self, model: Path, acknowledged: Path) -> None:
-        self.config, self.background_tasks = CONFIG, set()
+        self.config = CONFIG
+        self.background_tasks: set[asyncio.Task[None]] = set()
         self.processor = self.reward_loop_worker_handles = None
         self.distillation_enabled = False
-        self.model, self.tokenizer = load_model(model), load_tokenizer(model)
+        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.acknowledged = acknowledged
         self.steps = 0
 
@@ -145,11 +145,24 @@ class Run:
         return step
 
 
+def make_model(folder: str) -> None:
+    """Write a random model that reads one token per character."""
+    vocabulary = {"<eos>": 0} | {chr(32 + number): 1 + number for number in range(95)}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=len(vocabulary), num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2, eos_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+
+
 def main(store: str, steps: int) -> None:
-    student = Path(store).with_name(Path(store).name + ".model")
-    if not student.exists():
-        make_student(load_job(JOB).student, student, seed=0)
-    model = str(student)
+    model = f"{store}.model"
+    if not Path(model).exists():
+        make_model(model)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     backend = {"store": store, "queue": "verl", "mapping": "verl", "tokenizer": model, "policy": "actor"}
     tq.init(OmegaConf.create({

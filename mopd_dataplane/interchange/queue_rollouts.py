@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lance
 import numpy as np
 
 from mopd_dataplane.base.files import publish_file
@@ -32,9 +31,8 @@ from mopd_dataplane.models.chat_template import NO_OPTIONS, AnswerTokens, ChatOp
 from mopd_dataplane.records import Prompt, Signal
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.queue.queue_log import make_logs_folder
-from mopd_dataplane.store.queue.queue_table import QueueTable
-from mopd_dataplane.store.queue.recording import SETTINGS
-from mopd_dataplane.store.queue.unfolded import Batch, Entry, Unfolded, last_entry, needs_stored_write
+from mopd_dataplane.store.queue.recording import SETTINGS, Part
+from mopd_dataplane.store.queue.unfolded import Entry, last_entry, needs_stored_write
 from mopd_dataplane.store.queue.values import TAGS, Key, Value, Write
 from mopd_dataplane.store.read.decode import keep_tokenizer
 
@@ -89,21 +87,18 @@ class QueueRecorder:
         self._vocabulary = _KnownVocabulary(rollouts.tokenizer, rollouts.vocabulary_size)
         self._said: set[str] = set()
 
-    def record(self, queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, logged: list[Batch]) -> None:
+    def record(self, part: Part) -> None:
         """See store.queue.recording.Recorder."""
-        self._say_unmapped(logged)
-        due = self._due(queue, unfolded, dataset, logged)
-        contents = self._contents(queue, unfolded, dataset, due)
+        self._say_unmapped(part)
+        contents = self._contents(part, self._due(part))
         converted = (pair for (sample, write), content in contents for pair in self._converted(sample, write, content))
         for batch in batches(converted):
             self._write(batch)
 
-    def _due(
-        self, queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, logged: list[Batch]
-    ) -> dict[tuple[int, Write], _Order]:
+    def _due(self, part: Part) -> dict[tuple[int, Write], _Order]:
         """Samples of which something arrived, by the write of their token ids, with the last batch that brought it."""
         arrivals: list[tuple[int, _Order]] = []
-        for batch in logged:
+        for batch in part.batches:
             numbers = dict.fromkeys(
                 entry.item.key[0]
                 for entry in batch.entries
@@ -111,22 +106,18 @@ class QueueRecorder:
             )
             arrivals += [(number, (batch.stamp, batch.log)) for number in numbers]
         keys = {(number, self._mapping.key_field) for number, _ in arrivals}
-        stored = queue.writes(dataset, [key for key in keys if _needs_dataset(unfolded.entries.get(key, []))])
+        stored = part.stored_writes([key for key in keys if _needs_dataset(part.entries(key))])
         due = {}
         for number, order in arrivals:
             key = number, self._mapping.key_field
-            entry = _entry_at(unfolded, key, order, stored.get(key))
+            entry = _entry_at(part, key, order, stored.get(key))
             write = stored.get(key) if entry is None else None if entry.is_clearing else entry.write
             if write is not None:
                 due[number, write] = order
         return due
 
     def _contents(
-        self,
-        queue: QueueTable,
-        unfolded: Unfolded,
-        dataset: lance.LanceDataset,
-        due: Mapping[tuple[int, Write], _Order],
+        self, part: Part, due: Mapping[tuple[int, Write], _Order]
     ) -> Iterable[tuple[tuple[int, Write], dict[str, Any]]]:
         """Yield the mapped values of each due sample as they were with its last batch."""
         # What is not in the logs is looked up at once, and only for samples that were begun in an earlier fold.
@@ -134,16 +125,16 @@ class QueueRecorder:
             (number, name)
             for number, _ in due
             for name in self._read
-            if _needs_dataset(unfolded.entries.get((number, name), []))
-            and (name in self._required or _needs_dataset(unfolded.entries.get((number, self._mapping.key_field), [])))
+            if _needs_dataset(part.entries((number, name)))
+            and (name in self._required or _needs_dataset(part.entries((number, self._mapping.key_field))))
         ]
-        stored = queue.values(dataset, absent)
+        stored = part.stored_values(absent)
         for (number, write), order in due.items():
             content: dict[str, Any] = {}
             for name in self._read:
                 key = number, name
                 before, of = stored.get(key, (None, None))
-                entry = _entry_at(unfolded, key, order, of)
+                entry = _entry_at(part, key, order, of)
                 value: Value | None = before
                 if entry is not None:
                     value = None if entry.is_clearing else entry.read()
@@ -221,9 +212,9 @@ class QueueRecorder:
         print(f"{location} was not recorded: {reason}", file=sys.stderr, flush=True)
         self._say(stage, "unrecorded", {"reason": reason, "first": location})
 
-    def _say_unmapped(self, logged: list[Batch]) -> None:
+    def _say_unmapped(self, part: Part) -> None:
         """Say once which fields are not part of the samples."""
-        names = {entry.item.key[1] for batch in logged for entry in batch.entries}
+        names = {entry.item.key[1] for batch in part.batches for entry in batch.entries}
         names -= self._read | set(self._mapping.repeated.split())
         for name in sorted(names):
             self._say("", "unmapped", {"reason": f"field {name!r} is in the queue alone, until it is cleared"})
@@ -240,9 +231,9 @@ def _needs_dataset(entries: list[Entry]) -> bool:
     return not entries or needs_stored_write(entries)
 
 
-def _entry_at(unfolded: Unfolded, key: Key, order: _Order, stored: Write | None) -> Entry | None:
+def _entry_at(part: Part, key: Key, order: _Order, stored: Write | None) -> Entry | None:
     """The entry that decides a key as of a batch; None where the dataset does."""
-    entries = [entry for entry in unfolded.entries.get(key, []) if (entry.stamp, entry.log) <= order]
+    entries = [entry for entry in part.entries(key) if (entry.stamp, entry.log) <= order]
     return last_entry(entries, stored) if entries else None
 
 

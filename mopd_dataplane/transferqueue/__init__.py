@@ -2,7 +2,6 @@
 
 codec.py     values ↔ bytes, without pickle
 backend.py   the classes TransferQueue asks for; importing this package registers them
-nemo_rl.py   NeMo-RL's data plane on this backend
 
 Needs the extra `transferqueue`; docs/transferqueue.md shows how it is used.
 """

@@ -148,10 +148,9 @@ def initialize(conf: DictConfig) -> dict[str, Any]:
     """Once, in the process that starts TransferQueue: open the queue, and have every other process know the backend."""
     section = conf.backend[NAME]
     backend = read_section(OmegaConf.to_container(section, resolve=True))
-    queue = opened(backend)
     if backend.mapping:
         _record(backend)
-    keys = queue.keys()
+    keys = opened(backend).keys()
     if keys:
         _log.warning(f"{section.store} holds {len(keys)} values of an earlier run; load a checkpoint to go on with it")
     section.backend = backend

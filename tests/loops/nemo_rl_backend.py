@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from nemo_rl.data_plane import build_data_plane_client
 
-from mopd_dataplane.transferqueue import nemo_rl
+from mopd_dataplane.integrations import nemo_rl
 
 CONFIG = {
     "enabled": True, "impl": "transfer_queue", "backend": "simple", "storage_capacity": 1024, "num_storage_units": 1,

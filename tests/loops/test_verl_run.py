@@ -74,9 +74,8 @@ def test_every_acknowledged_trajectory_is_a_sample_once(killed_run: Path) -> Non
 
 
 def test_two_teachers_score_the_run_and_a_stage_trains_on_it(killed_run: Path) -> None:
-    subprocess.run(
-        command("run", EXAMPLES / "after_verl.toml", "--store", killed_run), check=True, timeout=900, env=ENVIRONMENT
-    )
+    places = ("--store", killed_run, "--set", f'student.path="{killed_run}.model"')
+    subprocess.run(command("run", EXAMPLES / "after_verl.toml", *places), check=True, timeout=900, env=ENVIRONMENT)
     store = open_store(str(killed_run))
     samples = len(trajectories(store))
     (scored,) = store.sql("select count(distinct uid) as n, max(abs(mean_reverse_kl)) as gap from scores").to_pylist()

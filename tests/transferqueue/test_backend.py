@@ -8,13 +8,17 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from advice import advises
+from omegaconf import OmegaConf
 
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError
+from mopd_dataplane.models.initial_weights import character_tokenizer
 from mopd_dataplane.transferqueue import MopdStorageClient
+from mopd_dataplane.transferqueue.backend import initialize
 
 START = """
 import os, signal, sys
@@ -104,6 +108,19 @@ def test_metadata_of_a_number_that_was_used_again_gets_and_clears_nothing(tmp_pa
         client.get(["1@x"], custom_backend_meta=old)
     client.clear(["1@x"], custom_backend_meta=old)
     assert client.get(["1@x"], custom_backend_meta=new) == client.get(["1@x"], custom_backend_meta=[None]) == ["new"]
+
+
+def test_a_mapping_needs_a_folder_and_a_tokenizer(tmp_path: Path) -> None:
+    def begin(**section: Any) -> None:
+        initialize(OmegaConf.create({"backend": {"MopdStore": section}}))
+
+    with advises("; give a folder as store, or leave mapping out"):
+        begin(store="s3://bucket/store", mapping="verl")
+    with advises("mapping: give tokenizer, the folder or name of the model that samples"):
+        begin(store=str(tmp_path / "store"), mapping="verl")
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    begin(store=str(tmp_path / "store"), mapping="verl", tokenizer=str(tmp_path / "tokenizer"))
+    assert (tmp_path / "store" / "queue-logs" / "queue" / "rollouts.json").is_file()
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.queue.clock import Clock
 from mopd_dataplane.store.queue.queue_log import lock_dead_log
 from mopd_dataplane.store.queue.queue_table import FOLDED, QueueTable
-from mopd_dataplane.store.queue.recording import find_recorder
+from mopd_dataplane.store.queue.recording import Part, find_recorder
 from mopd_dataplane.store.queue.unfolded import (
     Batch,
     Entry,
@@ -89,7 +89,7 @@ def _commit(
     recorder = find_recorder(unfolded.folder)
     try:
         if recorder is not None:
-            recorder.record(queue, unfolded, dataset, batches)
+            recorder.record(Part(batches, queue, unfolded, dataset))
             fault_point("queue.fold.recorded")
         items = _decided(queue, unfolded, dataset, batches)
     except MovedError:

@@ -6,6 +6,8 @@ that is repeated after a kill hands the same batches over again, so a recorder m
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +15,8 @@ from typing import Protocol
 import lance
 
 from mopd_dataplane.store.queue.queue_table import QueueTable
-from mopd_dataplane.store.queue.unfolded import Batch, Unfolded
+from mopd_dataplane.store.queue.unfolded import Batch, Entry, Unfolded
+from mopd_dataplane.store.queue.values import Key, Value, Write
 
 SETTINGS = "rollouts.json"
 """File in the folder of a queue's logs that says how its values are rollouts."""
@@ -21,14 +24,33 @@ _RECORDER = "mopd_dataplane.interchange.queue_rollouts"
 """Module whose `open_recorder(settings)` makes the recorder; by name, since it is built on the store."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Batches that are about to be folded onto a version of the dataset, in the order in which they count."""
+
+    batches: list[Batch]
+    _queue: QueueTable
+    _unfolded: Unfolded
+    _dataset: lance.LanceDataset
+
+    def entries(self, key: Key) -> list[Entry]:
+        """What the logs have of a key, in the order in which it counts; later batches included."""
+        return self._unfolded.entries.get(key, [])
+
+    def stored_writes(self, keys: Collection[Key]) -> dict[Key, Write | None]:
+        """The write of each key that has a value in the dataset."""
+        return self._queue.writes(self._dataset, keys)
+
+    def stored_values(self, keys: Collection[Key]) -> dict[Key, tuple[Value, Write | None]]:
+        """Values of the dataset with their writes; keys without one are left out. Raises DamagedError."""
+        return self._queue.values(self._dataset, keys)
+
+
 class Recorder(Protocol):
     """Makes rows of other tables from the values of a queue."""
 
-    def record(self, queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, batches: list[Batch]) -> None:
-        """Record what is in batches that are about to be folded onto a version; durable on return.
-
-        Raises MovedError when another process has folded them meanwhile.
-        """
+    def record(self, part: Part) -> None:
+        """Record what is in a part, durably. Raises MovedError when another process has folded it meanwhile."""
 
 
 _open: dict[Path, tuple[int, Recorder]] = {}

@@ -1,8 +1,8 @@
 """NeMo-RL's data plane over a store: its own client, started on this backend.
 
-    from mopd_dataplane.transferqueue import nemo_rl
+    from mopd_dataplane.integrations.nemo_rl import use_store
 
-    nemo_rl.use_store("runs/demo", mapping="nemo-rl", tokenizer="models/base")  # before the trainer starts
+    use_store("runs/demo", mapping="nemo-rl", tokenizer="models/base")  # before the trainer starts
 
 NeMo-RL's adapter of TransferQueue knows two backends by name. This replaces the function by which its driver starts
 TransferQueue; workers connect to what the driver started, and need nothing.
