@@ -23,6 +23,8 @@ _LOOK_S = 0.002
 """Pause between two tries of a lock, in seconds."""
 _MAKE_S = 3600.0
 """Longest wait for another process that makes the same folder, in seconds: it may download a model."""
+_REMOVED = ".removed"
+"""Ending of a hidden folder that is being deleted."""
 _SPACE_POLL_S = 0.2
 """Pause between two tries on a full disk, in seconds."""
 
@@ -217,6 +219,17 @@ def rename_folder(folder: Path, target: Path) -> None:
     """Give a folder whose files are durable another name in the same parent, durably."""
     folder.rename(target)
     fsync(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, which is whole under its name or gone. After a kill, a call for it or for another one beside it
+    deletes what is left."""
+    hidden = folder.with_name(f".{folder.name}{_REMOVED}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        rename_folder(folder, hidden)
+    for leftover in folder.parent.glob(f".*{_REMOVED}"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def duplicate_file(file: Path, target: Path) -> None:

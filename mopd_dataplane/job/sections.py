@@ -370,7 +370,7 @@ class Discriminator(Section):
 
 
 class Retain(Section):
-    """Retention of hidden states (most bytes of a store), per-token statistics, checkpoints and snapshots."""
+    """Retention of hidden states (most bytes of a store), per-token statistics, checkpoints, policies and snapshots."""
 
     change = ChangeClass.FREE
     hidden_passes: int = Field(default=0, ge=0)
@@ -387,6 +387,9 @@ class Retain(Section):
     best_checkpoints: int = Field(default=0, ge=0)
     """The checkpoints of so many versions stay too: of those evaluated so far, the ones with the highest mean reward of
     held-out answers."""
+    policies: int = Field(default=0, ge=0)
+    """So many newest policy versions of a stage stay, besides those whose checkpoints stay; 0 keeps all. A concurrent
+    stage keeps at least `plan.max_staleness` + 2, all where that has no bound, and those evaluated at its end."""
     snapshots: int = Field(default=0, ge=0)
     """The snapshots of so many trained windows stay pinned, besides those of windows that a kill may bring back; 0
     keeps all. What only a released one names leaves the disk: its window cannot be loaded again or shown as it was."""

@@ -191,6 +191,7 @@ def _trained_bytes(job: Job, stage: Stage, student: Size, volume: _Volume | str,
         return volume
     versions = _versions(stage, volume)
     checkpoint = _checkpoints(stage, volume, versions) * CHECKPOINT_NUMBER_BYTES
+    versions = _stored_versions(job, versions)
     if adapter is None:
         return versions * _policy_bytes(job, student) + checkpoint * student.parameters
     if isinstance(adapter, str):
@@ -211,6 +212,12 @@ def _checkpoints(stage: Stage, volume: _Volume | str, versions: int) -> int:
         steps = stage.train.epochs * math.ceil(volume.samples / volume.windows / stage.plan.batch_samples)
         inside = int(steps > stage.train.checkpoint_steps)
     return min(versions, KEEP) + inside
+
+
+def _stored_versions(job: Job, versions: int) -> int:
+    """Policy versions that `retain` leaves, at most."""
+    most = job.retain.policies
+    return min(versions, max(most, KEEP) + _kept_versions(job, versions)) if most else versions
 
 
 def _kept_versions(job: Job, versions: int) -> int:

@@ -35,12 +35,16 @@ class Policies:
         return self.initial() if stage.start == "init" else self.last(self.job.stage(stage.start))
 
     def folder(self, stage: Stage, version: int) -> Path:
-        """Folder of one version of a stage's policy."""
+        """Folder of one version of a stage's policy. Raises UnknownNameError for one that is not stored."""
         if version == 0:
             return self.start(stage)
         name = f"policies/{stage.name}/v{version}"
-        self.work.fetch(name)
         folder = self.work.root / name
+        if not self.work.fetch(name):
+            raise UnknownNameError(
+                f"policy {stage.name} v{version} is not stored: {_stored(self.stored(stage))}; retain.policies says "
+                "how many stay, and retain.checkpoints_every which stay for good"
+            )
         if is_adapter(folder):  # it needs its base, which may be in this store too
             base = (folder / named_base(folder).location).resolve()
             if base.is_relative_to(self.work.root.resolve()):
@@ -65,9 +69,25 @@ class Policies:
         """Whether a stage has trained."""
         return self.stage_folder(stage).exists() or self.latest(stage) > 0
 
+    def stored(self, stage: Stage) -> list[int]:
+        """Versions of a stage that are here or in the store, sorted."""
+        return versions_of(self.work.published(f"policies/{stage.name}"))
+
     def latest(self, stage: Stage) -> int:
         """Newest version, here or in the store; 0 when there is none."""
-        return max(versions_of(self.work.published(f"policies/{stage.name}")), default=0)
+        return max(self.stored(stage), default=0)
+
+    def remove(self, stage: Stage, version: int) -> None:
+        """Delete one version, here and in the store."""
+        self.work.remove(f"policies/{stage.name}/v{version}")
+
+    def base(self, stage: Stage) -> Path | None:
+        """Folder of the weights under the adapters of a stage; None for a stage that trained none."""
+        version = self.latest(stage)
+        if not version or not stage.train.lora.r:
+            return None
+        newest = self.folder(stage, version)
+        return (newest / named_base(newest).location).resolve()
 
     def publish(self, stage: Stage) -> None:
         """Have every version that was trained here in the store too."""
@@ -100,6 +120,13 @@ class Policies:
         if teacher.stage is not None:
             return self.last(self.job.stage(teacher.stage))
         return model_folder(teacher.source, teacher.revision)
+
+
+def _stored(versions: list[int]) -> str:
+    """The versions of a stage in words."""
+    if not versions:
+        return "the stage has none"
+    return f"of v1 to v{versions[-1]}, {len(versions)} are, as v{versions[0]}"
 
 
 def versions_of(names: Iterable[str]) -> list[int]:

@@ -91,8 +91,8 @@ class StoredLog:
         fault_point("logcopy.uploaded")
         self._files.write(f"{self._name}/{_LISTING}", json.dumps(listing).encode())
         fault_point("logcopy.listed")
-        if before:
-            self._files.remove(self._files.under(before))
+        old = [f"{self._name}/epoch/{claimed}.json" for claimed in self._claims() if claimed < epoch]
+        self._files.remove([*(self._files.under(before) if before else []), *old])
 
     @property
     def is_filled(self) -> bool:
@@ -104,8 +104,11 @@ class StoredLog:
         return {"epoch": 0, "folder": "", "files": {}} if content is None else json.loads(content)
 
     def _claimed(self) -> int:
+        return max(self._claims(), default=0)
+
+    def _claims(self) -> list[int]:
         names = (name.removesuffix(".json") for name in self._files.children(f"{self._name}/epoch"))
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return [int(name) for name in names if name.isdigit()]
 
     def _download(self, name: str, file: Path, digest: str) -> None:
         content = self._files.read(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.files import publish_file, remove_folder
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.remote.artifacts import ArtifactStore
@@ -43,6 +43,12 @@ class Work:
         """Have a finished local folder in the store too."""
         if self.artifacts is not None:
             self.artifacts.publish(name, self.root / name)
+
+    def remove(self, name: str) -> None:
+        """Delete a folder, here and in the store; missing ones are no error."""
+        remove_folder(self.root / name)
+        if self.artifacts is not None:
+            self.artifacts.drop(name)
 
     def fetch_file(self, name: str) -> bool:
         """Have a file of the store here, unless this folder has one; whether the store has it."""

@@ -35,7 +35,7 @@ main()
 """
 
 
-def test_snapshots_of_the_newest_windows_stay_and_files_with_them(
+def test_snapshots_and_policies_of_the_newest_windows_stay_and_files_with_them(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ) -> None:
     """Also of windows that an earlier run pinned, before the job said how many; the run is sound and goes on."""
@@ -43,9 +43,10 @@ def test_snapshots_of_the_newest_windows_stay_and_files_with_them(
     shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
     store = open_store(str(tmp_path / "store"))
     assert {"student-0", "student-1"} <= set(tags(store))
-    more = ("--set", "stages.student.iterations=5", "--set", "retain.snapshots=2")
+    more = ("--set", "stages.student.iterations=5", "--set", "retain.snapshots=2", "--set", "retain.policies=2")
     mopd("run", job, "--stage", "student", *more)
     assert [tag for tag in tags(store) if tag.startswith("student-")] == ["student-3", "student-4"]
+    assert sorted(path.name for path in store.path("policies/student").iterdir()) == ["v4", "v5"]
     assert store.plans("student") == list(range(5))
     assert store.verify().ok
     before = store.samples(["uid"]).num_rows

@@ -36,8 +36,7 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
     """Claim the next epoch, durably. above: the newest epoch that was claimed elsewhere."""
     claims = folder / "epoch"
     make_folder(claims)
-    claimed = [int(file.stem) for file in claims.glob("*.json") if file.stem.isdigit()]
-    epoch = max([above, *claimed, *epoch_folders(folder)]) + 1
+    epoch = max([above, *claimed_epochs(folder), *epoch_folders(folder)]) + 1
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     owner = json.dumps({"pid": os.getpid(), "boot": boot}).encode()
     while True:
@@ -49,6 +48,11 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
             continue
         with open(descriptor, "wb") as file:
             file.write(owner)
+        # A process that paused before its claim may get a number that was used and dropped; the newest claim stays.
+        if (newest := max(claimed_epochs(folder))) > epoch:
+            path.unlink()
+            epoch = newest + 1
+            continue
         fault_point("wal.epoch.claimed")
         fsync(path)
         fsync(claims)
@@ -58,6 +62,18 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
 def claim_file(folder: Path, epoch: int) -> Path:
     """Return the path of the file that claims an epoch."""
     return folder / "epoch" / f"{epoch}.json"
+
+
+def claimed_epochs(folder: Path) -> list[int]:
+    """Epochs whose claims are there; those before the newest go when its owner has begun."""
+    return [int(file.stem) for file in (folder / "epoch").glob("*.json") if file.stem.isdigit()]
+
+
+def drop_claims(folder: Path, *, before: int) -> None:
+    """Remove the claims of earlier epochs. before: an epoch whose own claim stays."""
+    for epoch in claimed_epochs(folder):
+        if epoch < before:
+            claim_file(folder, epoch).unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

@@ -29,7 +29,7 @@ from mopd_dataplane.errors import DeadlineError, InputError, MopdError, Resource
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.log.ownership import claim_epoch, claim_file, make_folder, take_lock
+from mopd_dataplane.rollout.log.ownership import claim_epoch, claim_file, drop_claims, make_folder, take_lock
 from mopd_dataplane.rollout.log.recovery import Recovered, epoch_folders, recover, segment_files
 
 
@@ -226,8 +226,8 @@ class TokenLog(LogWriter):
         for epoch, folder in sorted(epoch_folders(self.folder).items()):
             if epoch < self.epoch:
                 shutil.rmtree(folder)
-                claim_file(self.folder, epoch).unlink(missing_ok=True)
                 fault_point("wal.retire")
+        drop_claims(self.folder, before=self.epoch)
 
     def _log(self, message: log_records.LogRecord) -> int:
         return self._write(message.kind, message.encode())

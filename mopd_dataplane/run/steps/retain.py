@@ -1,4 +1,4 @@
-"""The lifetime of hidden states and snapshots: those that are not needed any more are freed while training continues.
+"""The lifetime of hidden states, snapshots and policies: what is not needed any more goes while training continues.
 
 decide    rows trained on often enough, too old, or dropped for good; never rows of a window still to be trained
 record    an event `free` with the rows, before a byte goes: the planner and a continued run go by it
@@ -15,16 +15,18 @@ from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import recorded_windows, window_tag
 from mopd_dataplane.store.commit.token_stats import free_token_stats
 from mopd_dataplane.store.read.snapshot import tags
+from mopd_dataplane.train.newest import window_ends
 
 
 def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
-    """Free the hidden states, statistics and snapshots of a stage whose lifetime under the job's [retain] is over.
+    """Free what is over of a stage under the job's [retain]: hidden states, statistics, snapshots, policies.
 
     windows_done: windows that are never trained again, since a checkpoint lies behind them.
     """
     _free_stats(run, stage, windows_done)
     _free_hidden(run, stage, windows_done)
     _release_snapshots(run, stage, windows_done)
+    _remove_policies(run, stage)
 
 
 def _release_snapshots(run: Run, stage: Stage, windows_done: int) -> None:
@@ -34,6 +36,22 @@ def _release_snapshots(run: Run, stage: Stage, windows_done: int) -> None:
         for window in range(min(windows_done, run.policies.latest(stage)) - most):
             if (tag := window_tag(stage, window)) in pinned:
                 run.store.release(tag)
+
+
+def _remove_policies(run: Run, stage: Stage) -> None:
+    """Delete policy versions but the newest, those that a fork or a rewind may begin with, and what others lie on."""
+    most = run.job.retain.policies
+    if not most or (stage.concurrent and not stage.plan.max_staleness):
+        return
+    versions = run.policies.stored(stage)
+    needed = set(window_ends(run.root / "checkpoints" / stage.name))
+    if stage.concurrent:
+        most = max(most, stage.plan.max_staleness + 2)
+        needed |= {version for version in versions if run.job.eval.every and not version % run.job.eval.every}
+    bases = {run.policies.base(other) for other in run.job.stages}
+    for version in versions[:-most]:
+        if version not in needed and (run.policies.stage_folder(stage) / f"v{version}").resolve() not in bases:
+            run.policies.remove(stage, version)
 
 
 def _free_stats(run: Run, stage: Stage, windows_done: int) -> None:

@@ -88,5 +88,6 @@ def test_nothing_follows_a_finish(ledger: Ledger) -> None:
 def test_an_epoch_claimed_in_between_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where locks do not hold, another writer may claim the epoch between the look and the claim."""
     assert ownership.claim_epoch(tmp_path) == 1
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))
+    claimed_epochs, before = ownership.claimed_epochs, iter([[0]])
+    monkeypatch.setattr(ownership, "claimed_epochs", lambda folder: next(before, None) or claimed_epochs(folder))
     assert ownership.claim_epoch(tmp_path) == 2

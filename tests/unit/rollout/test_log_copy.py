@@ -122,7 +122,7 @@ def test_nothing_is_fetched_after_the_last_commit(roll: Roll, shelf: Any, copy: 
     assert ledger.partials == {}
 
 
-def test_the_older_of_two_writers_stops(copy: StoredLog, tmp_path: Path) -> None:
+def test_the_older_of_two_writers_stops(copy: StoredLog, files: ObjectFiles, tmp_path: Path) -> None:
     older, _ = open_log(tmp_path / "a", copy)
     older.ship()
     newer, _ = open_log(tmp_path / "b", copy)
@@ -130,6 +130,7 @@ def test_the_older_of_two_writers_stops(copy: StoredLog, tmp_path: Path) -> None
     with pytest.raises(ResourceError, match="another node took over the log"):
         older.ship()
     newer.ship()
+    assert files.children("wal/student/engine-0/epoch") == [f"{newer.epoch}.json"]
     again, _ = open_log(tmp_path / "c", copy)
     assert again.epoch > newer.epoch
     for log in (older, newer, again):

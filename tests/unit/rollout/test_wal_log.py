@@ -21,7 +21,7 @@ from mopd_dataplane.base.log.filesystem import mount_of
 from mopd_dataplane.base.log.framing import read_segment
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.job import sections
-from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log import log_records, ownership
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.ownership import claim_file
 from mopd_dataplane.rollout.log.recovery import recover
@@ -320,7 +320,20 @@ def test_an_epoch_number_is_never_used_twice(tmp_path: Path) -> None:
     claim_file(tmp_path, 4).write_text("{}")
     log, _ = TokenLog.open(tmp_path, SETTINGS)
     assert [*seen, log.epoch] == [1, 2, 3, 5]
+    assert ownership.claimed_epochs(tmp_path) == [5]  # of a thousand calls, one file stays
     log.close()
+
+
+def test_a_process_that_paused_before_its_claim_gets_no_used_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(5):
+        log, _ = TokenLog.open(tmp_path, SETTINGS)
+        log.close(forget=True)
+    read, stale = ownership.claimed_epochs, iter([[1, 2]])
+    monkeypatch.setattr(ownership, "claimed_epochs", lambda folder: next(stale, None) or read(folder))
+    assert ownership.claim_epoch(tmp_path) == 6
+    assert sorted(read(tmp_path)) == [5, 6]
 
 
 def test_a_failed_sync_kills_the_log_and_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
