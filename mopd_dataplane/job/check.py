@@ -150,6 +150,11 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
             f"{at}: objective {stage.objective!r} sums over later tokens (discount = {term.discount}), which the "
             "ranks of scale.context_parallel do not share; set scale.context_parallel = 1, or discount = 0"
         )
+    if job.scale.context_parallel > 1 and term is not None and term.early_weight:
+        raise JobFileError(
+            f"{at}: early_weight = {term.early_weight} compares all tokens of a sample, which the ranks of "
+            "scale.context_parallel do not share; set scale.context_parallel = 1, or early_weight = 0"
+        )
 
 
 def _check_choices(stage: Stage, at: str) -> None:

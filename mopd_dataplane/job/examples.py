@@ -143,6 +143,7 @@ EXAMPLES: dict[str, str] = {
     "objectives.NAME.policy_gradient.reference": '"base"',
     "objectives.NAME.policy_gradient.kl_coef": "0.001",
     "objectives.NAME.policy_gradient.advantage_clip": "1.0",
+    "objectives.NAME.policy_gradient.early_weight": "0.5",
     "objectives.NAME.policy_gradient.discount": "0.95",
     "objectives.NAME.policy_gradient.clip": "[0.2, 0.28]",
     "objectives.NAME.policy_gradient.band": "[0.5, 5.0]",

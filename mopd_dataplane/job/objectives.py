@@ -104,6 +104,9 @@ class PolicyGradientTerm(Term):
     baseline: Literal["none", "hidden", "topk"] = "none"
     """Add the reverse KL at the token's position to its log-ratio, so that the mean over tokens is 0 there: less noise,
     the same mean gradient. `hidden` takes it from stored hidden states, `topk` from stored top-k log-probs."""
+    early_weight: float = Field(default=0.0, ge=0)
+    """gamma of IW-OPD (arXiv 2606.22600): a token weighs 1 + gamma times the share of its sample's absolute log-ratios
+    that lies at it and behind it, so that the tokens before the first disagreements count most."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """gamma: discounted sum of later log-ratios."""
     own_token: bool = True
@@ -140,6 +143,11 @@ class PolicyGradientTerm(Term):
             raise ValueError(f"kl_coef = {self.kl_coef:g} is a distance to a policy: name its teacher as `reference`")
         if self.extrapolation != 1 and not self.reference:
             raise ValueError(f"extrapolation = {self.extrapolation:g} leads away from a policy: name it as `reference`")
+        if self.early_weight and (self.reward_coef or not self.teacher_coef):
+            raise ValueError(
+                f"early_weight = {self.early_weight:g} weighs by a teacher's log-ratios alone, and teacher_coef is "
+                f"{self.teacher_coef:g}, reward_coef {self.reward_coef:g}; set reward_coef = 0, or early_weight = 0"
+            )
         if not self.own_token and not self.discount:
             raise ValueError("own_token = false leaves nothing to sum at discount = 0; give a discount above 0")
         if self.baseline != "none" and (self.discount or not self.teacher_coef):

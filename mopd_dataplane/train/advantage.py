@@ -8,7 +8,11 @@
 pi_S is the sampler (Thinking Machines) or the current policy (MiMo, arXiv 2601.02780 eq. 8); lambda other than 1 is
 ExOPD (arXiv 2602.12125). With a baseline, KL(pi | pi_T) of the position is added to g_t, which makes its mean over
 tokens 0 and leaves the mean gradient as it is: what is added does not depend on the token. Each g_t is clipped to
-+-advantage_clip before it is discounted. Tool and prompt tokens have no g and stay out of the loss, but they do count
++-advantage_clip before it is discounted. early_weight (IW-OPD, arXiv 2606.22600) weighs the token's whole term by
+
+    1 + early_weight * (1 - sum over j < t of |a_j| / sum over all j of |a_j|)         a = log pi_T - log sampler
+
+Tool and prompt tokens have no g and stay out of the loss, but they do count
 in the distance j - t, as in the tinker cookbook.
 """
 
@@ -20,6 +24,9 @@ from torch import Tensor
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.objectives import PolicyGradientTerm
 from mopd_dataplane.train.microbatch import MicroBatch
+
+_SMALLEST_SUM = 1e-8
+"""Absolute log-ratios of a sample, in nat, below which it agrees with its teacher everywhere."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,20 @@ def reward_to_go(gap: Tensor, sequence: Tensor, position: Tensor, term: PolicyGr
     return total / counts[sequence, position].clamp(min=1) if term.length_normalised else total
 
 
+def early_weights(batch: MicroBatch, gamma: float) -> Tensor:
+    """Compute the weight of every trained token by where its sample disagrees with the teacher: [M] f32.
+
+    Raises MismatchError without teacher log-probs.
+    """
+    distance = (_teacher_logprobs(batch) - batch.sampler_logprobs).abs()
+    if not len(distance):
+        return distance
+    by_position = _grid(distance, batch.sequence, batch.position)
+    total = by_position.sum(1, keepdim=True).clamp(min=_SMALLEST_SUM)
+    before = by_position.cumsum(1) - by_position
+    return (1 + gamma * (1 - before / total))[batch.sequence, batch.position]
+
+
 def _grid(values: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     """Scatter values to [sequences, positions], with 0 at positions without a trained token."""
     grid = values.new_zeros(int(sequence.max()) + 1, int(position.max()) + 1)
@@ -87,14 +108,18 @@ def _grid(values: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
 
 def _target(term: PolicyGradientTerm, batch: MicroBatch) -> Tensor:
     """Compute log pi_T + (lambda - 1) (log pi_T - log pi_ref): [M]."""
-    if batch.teacher_logprobs is None:
-        raise MismatchError("the objective compares with a teacher, the batch has no teacher log-probs; score it first")
+    teacher = _teacher_logprobs(batch)
     if term.extrapolation == 1.0:
-        return batch.teacher_logprobs
+        return teacher
     if batch.reference_logprobs is None:
         raise MismatchError(
             f"extrapolation {term.extrapolation} needs log-probs of the reference policy {term.reference!r}; "
             "score the samples with it, or set extrapolation to 1"
         )
-    extra = batch.teacher_logprobs - batch.reference_logprobs
-    return batch.teacher_logprobs + (term.extrapolation - 1.0) * extra
+    return teacher + (term.extrapolation - 1.0) * (teacher - batch.reference_logprobs)
+
+
+def _teacher_logprobs(batch: MicroBatch) -> Tensor:
+    if batch.teacher_logprobs is None:
+        raise MismatchError("the objective compares with a teacher, the batch has no teacher log-probs; score it first")
+    return batch.teacher_logprobs

@@ -37,7 +37,7 @@ from torch import Tensor
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm, Term
 from mopd_dataplane.job.schedules import weight_at
-from mopd_dataplane.train.advantage import token_advantage
+from mopd_dataplane.train.advantage import early_weights, token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.plugin_divergence import plugin_divergence
 from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
@@ -223,6 +223,8 @@ class ObjectiveLoss:
         self, term: PolicyGradientTerm, inputs: _Inputs, weights: Tensor, proximal: Tensor | None, sums: TermSums
     ) -> Tensor:
         hidden, head, batch = inputs.hidden, inputs.head, inputs.batch
+        if term.early_weight:
+            weights = weights * early_weights(batch, term.early_weight)
         current = None
         if term.discount and term.student_logprob == "current":
             with torch.no_grad():

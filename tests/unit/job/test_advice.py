@@ -106,6 +106,20 @@ REFUSALS = [
         ],
     ),
     Refusal(
+        {**TWO_RANKS, f"{GRADIENT}.early_weight": 0.5},
+        [
+            ("set scale.context_parallel = 1", {"scale.context_parallel": 1}),
+            ("early_weight = 0", {f"{GRADIENT}.early_weight": 0}),
+        ],
+    ),
+    Refusal(
+        {f"{GRADIENT}.early_weight": 0.5, f"{GRADIENT}.reward_coef": 1.0, _at("rollout.group_size"): 2},
+        [
+            ("set reward_coef = 0", {f"{GRADIENT}.reward_coef": 0}),
+            ("early_weight = 0", {f"{GRADIENT}.early_weight": 0}),
+        ],
+    ),
+    Refusal(
         {**CONCURRENT, _at("data"): "reference"},
         [('set data = "rollout"', {_at("data"): "rollout"}), ("or false", {_at("concurrent"): False})],
     ),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from advice import advises
 
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import remove_folder
+from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import Run
@@ -65,7 +65,7 @@ def test_the_newest_stay_and_those_with_a_checkpoint(tmp_path: Path, most: int, 
         free_served(run, stage, windows_done=5)
         assert run.policies.stored(stage) == stay
     if most:
-        with advises("how many stay, and retain.checkpoints_every which stay for good"):
+        with pytest.raises(UnknownNameError, match="first v2 is not stored: of v1 to v8"):
             run.policies.folder(stage, 2)
     assert run.policies.folder(stage, 3) == run.root / "policies" / "first" / "v3"
 

@@ -248,6 +248,25 @@ def test_reward_to_go_is_divided_by_what_it_sums(case: Case, own: bool, gamma: f
     case.same(case.loss(policy_gradient(**settings)), wanted)
 
 
+@pytest.mark.parametrize("student", ["sampler", "current"])
+def test_early_tokens_weigh_more_by_what_disagrees_behind_them(case: Case, student: Any) -> None:
+    """IW-OPD, token by token in float64; a sample that agrees everywhere has the weights of one sum that is 0."""
+    agreeing = case.batch.sequence == 1
+    batch = case.with_(teacher_logprobs=torch.where(agreeing, case.batch.sampler_logprobs, case.batch.teacher_logprobs))
+    distance = (batch.teacher_logprobs - batch.sampler_logprobs).double().abs().tolist()
+    weight = []
+    for t in range(len(distance)):
+        own = [j for j in range(len(distance)) if batch.sequence[j] == batch.sequence[t]]
+        before = sum(distance[j] for j in own if batch.position[j] < batch.position[t])
+        weight.append(1 + 0.5 * (1 - before / max(sum(distance[j] for j in own), 1e-8)))
+    assert 1 <= min(weight) < 1.1
+    assert max(weight) == 1.5
+    baseline = batch.sampler_logprobs if student == "sampler" else case.logprob.detach()
+    advantage = torch.tensor(weight) * (batch.teacher_logprobs - baseline)
+    wanted = -((case.logprob - batch.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(student_logprob=student, early_weight=0.5), batch), wanted)
+
+
 def test_a_sum_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves nothing to sum at discount = 0"):
         PolicyGradientTerm(own_token=False)
