@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
@@ -21,6 +22,34 @@ V, D = 41, 16
 
 def policy_gradient(**settings: Any) -> Objective:
     return Objective(policy_gradient=PolicyGradientTerm(**settings))
+
+
+def random_pack(
+    lengths: list[int], *, seed: int, teacher: str = "math", prompt: int = 3, vocabulary: int = 99, index: int = 0
+) -> Pack:
+    """Sequences of the given lengths with random tokens, a hole in every loss mask, and plausible log-probs."""
+    rng = np.random.default_rng(seed)
+    total = sum(lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    mask = (positions >= prompt).astype(np.uint8)
+    mask[positions == prompt + 2] = 0
+    sampled = np.where(mask, -rng.gamma(2.0, 0.5, total), 0).astype(np.float32)
+    shift = rng.normal(0, 0.4, total)
+    return Pack(
+        index=index,
+        teacher=teacher,
+        tokens=rng.integers(4, vocabulary, total).astype(np.int32),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        loss_mask=mask,
+        sampler_logprobs=sampled,
+        sample_rows=np.arange(len(lengths), dtype=np.int64),
+        version_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int32),
+        versions=np.zeros(len(lengths), np.int32),
+        rewards=rng.integers(0, 2, len(lengths)).astype(np.float32),
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
+        teacher_logprobs=np.where(mask, sampled + shift, 0).astype(np.float32),
+        reference_logprobs=np.where(mask, sampled - shift, 0).astype(np.float32),
+    )
 
 
 class Case:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from objectives import Case
+from objectives import Case, random_pack
 
 from mopd_dataplane.job.sections import Student as StudentSettings
 from mopd_dataplane.models.initial_weights import make_student
@@ -78,34 +77,6 @@ class MemorySource:
         """The plan log ends after the last window."""
         steps = len(self.windows.get(window, []))
         return {"steps": steps, "plan_digest": f"plan{window}", "snapshot_digest": f"snap{window}"}
-
-
-def random_pack(
-    lengths: list[int], *, seed: int, teacher: str = "math", prompt: int = 3, vocabulary: int = 99, index: int = 0
-) -> Pack:
-    """Sequences of the given lengths with random tokens, a hole in every loss mask, and plausible log-probs."""
-    rng = np.random.default_rng(seed)
-    total = sum(lengths)
-    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
-    mask = (positions >= prompt).astype(np.uint8)
-    mask[positions == prompt + 2] = 0
-    sampled = np.where(mask, -rng.gamma(2.0, 0.5, total), 0).astype(np.float32)
-    shift = rng.normal(0, 0.4, total)
-    return Pack(
-        index=index,
-        teacher=teacher,
-        tokens=rng.integers(4, vocabulary, total).astype(np.int32),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_mask=mask,
-        sampler_logprobs=sampled,
-        sample_rows=np.arange(len(lengths), dtype=np.int64),
-        version_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int32),
-        versions=np.zeros(len(lengths), np.int32),
-        rewards=rng.integers(0, 2, len(lengths)).astype(np.float32),
-        advantages=rng.normal(size=len(lengths)).astype(np.float32),
-        teacher_logprobs=np.where(mask, sampled + shift, 0).astype(np.float32),
-        reference_logprobs=np.where(mask, sampled - shift, 0).astype(np.float32),
-    )
 
 
 def as_batch(packs: list[Pack], *, step: int = 0, window: int = 0) -> MemoryBatch:
