@@ -19,4 +19,5 @@ reference.py    every key with type, default, unit, meaning and example: docs/jo
 less_memory.py  which key to lower, and to what, when memory ran out
 examples.py     those examples and units
 check.py        checks across sections
+check_tokenizers.py what a teacher of another tokenizer cannot give
 """

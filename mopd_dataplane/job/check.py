@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mopd_dataplane.errors import JobFileError, require_known
+from mopd_dataplane.job.check_tokenizers import check_own_tokenizers, check_own_tokenizers_of_stage
 from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING, engines_that
@@ -25,6 +26,7 @@ def check_references(job: Job, where: str) -> None:
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
     _check_engine(job, where)
     _check_teachers(job, where)
+    check_own_tokenizers(job, where)
     for number, stage in enumerate(job.stages):
         at, earlier = f"{where}: stages.{stage.name}", names[:number]
         _require(stage.start, ["init", *earlier], f"{at}.start: no earlier stage")
@@ -388,6 +390,7 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
                 f"{at}.rollout: teacher {sampler!r} has only a url, from which it does not answer prompts; give "
                 f"teachers.{sampler}.source, or let another teacher or the student answer"
             )
+    check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
     for reference in job.reference_of(stage):
         _require(reference, job.teachers, f"objectives.{stage.objective}.policy_gradient.reference names no teacher")
         teachers.add(reference)

@@ -37,6 +37,7 @@ EXAMPLES: dict[str, str] = {
     "teachers.NAME.revision": '"main"',
     "teachers.NAME.blend": "{ expert = 1.25, base = -0.25 }",
     "teachers.NAME.unknown_tokens": '"mask"',
+    "teachers.NAME.tokenizer": '"own"',
     "teachers.NAME.prompt_template": '"{context}\\n{prompt}"',
     "teachers.NAME.url": '"http://127.0.0.1:8001"',
     "engine.kind": '"vllm"',

@@ -21,5 +21,6 @@ vllm_replies.py     replies of a vLLM server: the form of each, and the range of
 server_identity.py  identifies a model at a server by its name there and by log-probs of fixed texts
 vllm_server.py      a running vLLM server by its URL
 vllm_worker.py      the part of vllm_adapters.py that runs inside vLLM
+token_bytes.py      the bytes that each token of a tokenizer stands for
 vocabulary.py       checks that two tokenizers mean the same tokens by their ids
 """

@@ -39,6 +39,7 @@ from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.run.other_stores import source_problems
 from mopd_dataplane.run.prompt_lengths import prompt_problems
 from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.score.own_tokens import OwnTokenizer
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.metrics import TRACKERS
@@ -267,6 +268,9 @@ def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
         check_readable(folder)
     tokenizer = load_tokenizer(folder)
     if look.tokenizer is None:
+        return
+    if look.job.teachers[name].tokenizer == "own":
+        OwnTokenizer(look.tokenizer, tokenizer, name=name)
         return
     ends_mapped = look.job.teachers[name].end == "map"
     for difference in compare_vocabularies(look.tokenizer, tokenizer, name=name, ends_mapped=ends_mapped):

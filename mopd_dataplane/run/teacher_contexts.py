@@ -51,6 +51,8 @@ def teacher_context_problems(
             for member in job.members_of(scorer):
                 by_teacher.setdefault(member, []).append(prompt)
     for name, own in by_teacher.items():
+        if job.teachers[name].tokenizer == "own":  # the length of an answer in other tokens is known once it is there
+            continue
         template = job.teachers[name].prompt_template
         longest = _longest_in_template(own, template, tokenizer) if template else _longest(own, lengths)
         if name not in contexts:

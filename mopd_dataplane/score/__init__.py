@@ -3,6 +3,7 @@
 scorer.py               samples and a teacher in, signals out: one forward pass per batch gives every kind
 signal_kinds.py         the kinds of signals, and how each follows from hidden states; the student's likeliest tokens
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
+own_tokens.py           a teacher of another tokenizer: the student's text in its tokens, and its log-probs back
 scorer_check.py         compares a teacher in vLLM or behind a server with the plain pass of its folder
 adapted_base.py         teachers that are adapters on one base, which is loaded once, here or in vLLM
 engines.py              engines that run teachers, and their capabilities

@@ -37,7 +37,7 @@ def probe(
     """Read one domain's reference answers, and continue prompts greedily, with one teacher.
 
     references: prompts with their answers as trained tokens; those that the teacher cannot read are left out. prompts:
-    to continue, of which the first OWN_PROMPTS are; none for a teacher that gives log-probs of text only. end: token
+    to continue, of which the first OWN_PROMPTS are; none by a teacher that gives log-probs of text only. end: token
     that ends a continuation. Raises what score_samples raises.
     """
     limit, unknown = pool.context_length(teacher), pool.unknown_tokens(teacher)
@@ -48,7 +48,7 @@ def probe(
     ]
     logprobs, entropies = _read(pool, teacher, readable, settings, render_prompt)
     own = None
-    if settings.reads != "prompt_logprobs":
+    if settings.reads != "prompt_logprobs" and pool.own_tokenizer(teacher) is None:
         chosen = [p for p in prompts if len(model_input(p, render_prompt).tokens) + OWN_TOKENS < limit][:OWN_PROMPTS]
         continued = continue_greedily(pool.teacher(teacher), chosen, render_prompt=render_prompt, end=end)
         own = _mean(_read(pool, teacher, continued, settings, render_prompt)[0])

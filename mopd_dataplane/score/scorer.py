@@ -12,8 +12,16 @@ import torch
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
+from mopd_dataplane.score.own_tokens import OwnTokenizer, credit
 from mopd_dataplane.score.readers import ModelInput, Scorable
-from mopd_dataplane.score.signal_kinds import SignalKind, StudentTopk, TeacherOutput, check_finite, signal_kind
+from mopd_dataplane.score.signal_kinds import (
+    Logprob,
+    SignalKind,
+    StudentTopk,
+    TeacherOutput,
+    check_finite,
+    signal_kind,
+)
 from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, SequenceLogprobs
 
@@ -40,8 +48,24 @@ def score_samples(
     has tokens that the teacher does not know, or is longer than it can read.
     """
     kind_classes = [signal_kind(kind, settings.signals) for kind in kinds]
+    if (own := pool.own_tokenizer(teacher)) is not None:
+        yield from _scored_in_own_tokens(pool, teacher, own, kind_classes, samples, settings, render_prompt)
+        return
     inputs = [model_input(sample, render_prompt) for sample in samples]
-    _check_readable(pool, teacher, inputs)
+    _check_known(pool, teacher, inputs)
+    yield from _scored(pool, teacher, kind_classes, inputs, settings, student)
+
+
+def _scored(
+    pool: TeacherPool,
+    teacher: str,
+    kind_classes: Sequence[SignalKind],
+    inputs: list[ModelInput],
+    settings: sections.Score,
+    student: StudentTopk | None = None,
+) -> Iterator[Signal]:
+    """Yield the signals of texts in the tokens that the teacher reads."""
+    _check_length(pool, teacher, inputs)
     if settings.reads == "prompt_logprobs":
         yield from _said_of_text(pool.logprob_reader(teacher), teacher, kind_classes, inputs, settings)
         return
@@ -54,6 +78,32 @@ def score_samples(
         output = TeacherOutput(batch, teacher, states, head, temperature, settings, student)
         for kind in kind_classes:
             yield from kind.signals(output)
+
+
+def _scored_in_own_tokens(
+    pool: TeacherPool,
+    teacher: str,
+    own: OwnTokenizer,
+    kinds: Sequence[SignalKind],
+    samples: Sequence[Scorable],
+    settings: sections.Score,
+    render_prompt: PromptRenderer | None,
+) -> Iterator[Signal]:
+    """Yield the log-probs of a teacher of another tokenizer, at the student's tokens (own_tokens.py)."""
+    if render_prompt is None or any(not kind.follows_from_logprobs or kind.ranked for kind in kinds):
+        raise MismatchError(
+            f"teacher {teacher!r} reads its own tokens, so it has log-probs of the text alone, and a prompt of its own"
+        )
+    texts = {sample.uid: own.read(sample, render_prompt(sample)) for sample in samples}
+    inputs = [model_input(text.read, None) for text in texts.values()]
+    for signal in _scored(pool, teacher, [Logprob("logprob")], inputs, settings):
+        text = texts[signal.uid]
+        assert signal.logprob is not None
+        values = credit(text.alignment, signal.logprob, text.sample.logprobs)
+        none = np.empty((len(values), 0))
+        unranked = SequenceLogprobs(values, none.astype(np.int32), none.astype(np.float32))
+        for kind in kinds:
+            yield kind.from_logprobs(model_input(text.sample, None), unranked)
 
 
 def model_input(sample: Scorable, render_prompt: PromptRenderer | None) -> ModelInput:
@@ -102,9 +152,9 @@ def _said_of_text(
                 yield kind.from_logprobs(item, trained)
 
 
-def _check_readable(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
-    """Check that the teacher can read every sample: its length and its tokens. Raises MismatchError."""
-    limit, unknown = pool.context_length(teacher), pool.unknown_tokens(teacher)
+def _check_length(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
+    """Check that the teacher can read the length of every sample. Raises MismatchError."""
+    limit = pool.context_length(teacher)
     for item in inputs:
         if len(item.tokens) > limit:
             raise MismatchError(
@@ -112,8 +162,13 @@ def _check_readable(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -
                 f"context is {limit}; lower rollout.max_new_tokens or rollout.max_prompt_tokens, use a teacher with a "
                 f"longer context, or set teachers.{teacher}.beyond_context = true"
             )
-        strange = sorted(unknown.keys() & set(item.tokens.tolist())) if unknown else []
-        if strange:
+
+
+def _check_known(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
+    """Check that the teacher knows the tokens of every sample. Raises MismatchError."""
+    unknown = pool.unknown_tokens(teacher)
+    for item in inputs if unknown else []:
+        if strange := sorted(unknown.keys() & set(item.tokens.tolist())):
             raise MismatchError(
                 f"sample {item.sample.uid} has token {unknown[strange[0]]!r} ({strange[0]}), which teacher {teacher!r} "
                 "does not know; use a teacher whose tokenizer has it, or leave such samples out with "

@@ -31,6 +31,7 @@ from mopd_dataplane.models.vocabulary import compare_vocabularies, unknown_token
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader, VllmAdaptedBase
 from mopd_dataplane.score.engines import SCORING, engines_that
+from mopd_dataplane.score.own_tokens import OwnTokenizer
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader, TeacherForward, blended_head
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, ServerLogprobs, VllmLogprobs
@@ -53,7 +54,7 @@ class TeacherPool:
     """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used.
 
     Adapters on one base count as one: the base is loaded once, and the active adapter is switched. student_tokenizer:
-    its ids must mean the same to every teacher (models/vocabulary.py). engine: the engine that runs the teachers.
+    its ids must mean the same to every teacher that reads them (models/vocabulary.py). engine: what runs the teachers.
     reads: the output requested from vLLM. options: EngineArgs for vLLM started here. check_texts: gives the texts
     [tokens] that the self-check of a teacher reads besides one that is made up, by the teacher's name. close() ends
     running engines.
@@ -102,6 +103,7 @@ class TeacherPool:
         self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase | VllmAdaptedBase] = OrderedDict()
         self.loads: dict[str, int] = {}
         """How often each teacher's weights were read from disk; adapters count under the digest of their base."""
+        self._own_tokenizers: dict[str, OwnTokenizer] = {}
         self._self_checks: dict[str, SelfCheck] = {}
         """Self-check of each teacher that runs here, by its key in the pool."""
 
@@ -176,12 +178,21 @@ class TeacherPool:
     def unknown_tokens(self, name: str) -> dict[int, str]:
         """Return the student's tokens that a teacher's tokenizer does not have, by id; for a blend, those that a member
         lacks."""
-        members = self._spec(name).settings.blend or (name,)
-        folders = [self._checked(member) for member in members if not self._spec(member).settings.is_remote]
         tokens: dict[int, str] = {}
-        for folder in folders:
-            tokens |= unknown_tokens(self._student_tokenizer, hf.load_tokenizer(folder))
+        for member in self._spec(name).settings.blend or (name,):
+            settings = self._spec(member).settings
+            if not settings.is_remote and settings.tokenizer == "student":
+                tokens |= unknown_tokens(self._student_tokenizer, hf.load_tokenizer(self._checked(member)))
         return tokens
+
+    def own_tokenizer(self, name: str) -> OwnTokenizer | None:
+        """Return what turns samples into a teacher's own tokens; None for a teacher that reads the student's."""
+        if self._spec(name).settings.tokenizer == "student":
+            return None
+        if name not in self._own_tokenizers:
+            theirs = hf.load_tokenizer(self._checked(name))
+            self._own_tokenizers[name] = OwnTokenizer(self._student_tokenizer, theirs, name=name)
+        return self._own_tokenizers[name]
 
     def exchanged_tokens(self, name: str) -> tuple[int, ...]:
         """Return the tokens whose probabilities a teacher exchanges: the two ends, with `end = "map"`."""
@@ -322,7 +333,7 @@ class TeacherPool:
         student's or when the head file has other weights; UnknownNameError for an unknown name or folder.
         """
         spec = self._spec(name)
-        weights, owner = self._digest(name), self._head_owner(name)
+        weights, owner, own = self._digest(name), self._head_owner(name), self.own_tokenizer(name)
         file = root / self.head_file(name)
         if not file.is_file():
             write_head(file, self._head(name), owner)
@@ -336,7 +347,7 @@ class TeacherPool:
             name=name,
             source=spec.settings.source or _words(spec.settings.blend),
             weights_digest=weights,
-            tokenizer_digest=hf.tokenizer_digest(self._student_tokenizer),
+            tokenizer_digest=hf.tokenizer_digest(own.tokenizer if own else self._student_tokenizer),
             vocab_size=shape[0],
             hidden_size=shape[1],
             dtype=spec.settings.dtype,
@@ -412,7 +423,8 @@ class TeacherPool:
             )
         if folder is None:
             raise MismatchError(f"teacher {name!r} is a blend: it has no weights of its own; name one of its members")
-        compare_vocabularies(self._student_tokenizer, hf.load_tokenizer(folder), name=name)
+        if self._spec(name).settings.tokenizer == "student":
+            compare_vocabularies(self._student_tokenizer, hf.load_tokenizer(folder), name=name)
         return folder
 
 

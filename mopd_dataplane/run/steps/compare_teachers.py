@@ -63,7 +63,7 @@ def compare_teachers(
         for name in names:
             teacher = pool.teacher(name)
             for domain, chosen in answers.items():
-                told = prompt_renderer(run, name, [sample for sample, _ in chosen])
+                told = prompt_renderer(run, pool, name, [sample for sample, _ in chosen])
                 read = [
                     Answer(student=model_input(sample, None), teacher=model_input(sample, told), reward=reward)
                     for sample, reward in chosen
@@ -98,8 +98,9 @@ def _failed_checks(run: Run, stage: Stage) -> dict[tuple[str, str], dict[str, st
 
 
 def _is_there(run: Run, teacher: str) -> bool:
-    """Whether a teacher's weights exist here: a stage of this job has produced them, or they are a folder."""
-    if run.job.teachers[teacher].is_remote:
+    """Whether a teacher's weights exist here, a folder or what a stage of this job produced, and know the student's
+    tokens."""
+    if run.job.teachers[teacher].is_remote or run.job.teachers[teacher].tokenizer == "own":
         return False
     names = [name for member in run.job.members_of(teacher) if (name := run.job.teachers[member].stage) is not None]
     stages = {stage.name: stage for stage in run.job.stages}

@@ -27,7 +27,7 @@ def say_endings(run: Run, stage: Stage) -> None:
     names = {member for teacher in run.job.teachers_of(stage) for member in run.job.members_of(teacher)}
     for name in sorted(names):
         settings = run.job.teachers[name]
-        if settings.of_this_job or settings.url:
+        if settings.of_this_job or settings.url or settings.tokenizer == "own":
             continue
         end = load_tokenizer(Path(run.policies.teacher(name, stage))).eos_token_id
         if end is None or end == tokenizer.eos_token_id:

@@ -55,7 +55,7 @@ def probe_teacher(run: Run, stage: Stage, pool: TeacherPool, teacher: str) -> No
         answered = _answered(run, stage, prompts)
         domains[name] = probe(
             pool, teacher, answered, stage.score, prompts=bare, end=run.tokenizer.eos_token_id,
-            render_prompt=prompt_renderer(run, teacher, [*bare, *answered]),
+            render_prompt=prompt_renderer(run, pool, teacher, [*bare, *answered]),
         )  # fmt: skip
     _record(run, stage, teacher, domains)
 

@@ -1,9 +1,10 @@
 """Teachers' signals of stored samples. Only missing ones are computed, and no two precisions under one name."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,7 +153,7 @@ def record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[S
             samples = [one for one in stored_samples(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
             if not samples:
                 continue
-            reads = prompt_renderer(run, task.teacher, samples)
+            reads = prompt_renderer(run, pool, task.teacher, samples)
             facts = asdict(quantisation_effect(pool, member, samples, stage.score, render_prompt=reads))
             detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}
             for measure, amount in reversed(facts.items()):  # kl comes last: where it is, all are
@@ -183,10 +184,14 @@ def teacher_pool(
         engine=engine or stage.score.engine,
         reads=stage.score.reads,
         options=stage.score.options,
-        check_texts=lambda name: (
-            [] if has_self_check(run.store, stage.name, "teacher", teacher=name) else check_texts(run, stage)
-        ),
+        check_texts=partial(_check_texts, run, stage),
     )
+
+
+def _check_texts(run: Run, stage: Stage, teacher: str) -> Sequence[NDArray[np.int64]]:
+    """Texts that the self-check of a teacher reads; none once it has passed, or in tokens that are not its own."""
+    has_passed = has_self_check(run.store, stage.name, "teacher", teacher=teacher)
+    return () if has_passed or run.job.teachers[teacher].tokenizer == "own" else check_texts(run, stage)
 
 
 def student_topk(run: Run, stage: Stage) -> StudentTopk:
@@ -208,8 +213,8 @@ def _score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk,
     probe_teacher(run, stage, pool, task.teacher)
     samples = list(stored_samples(run, task.rows))
     if run.job.teachers[task.teacher].unknown_tokens == "mask":
-        samples = _readable(run, stage, task.teacher, samples, pool.unknown_tokens(task.teacher))
-    reads = prompt_renderer(run, task.teacher, samples)
+        samples = _readable(run, stage, task.teacher, samples, pool)
+    reads = prompt_renderer(run, pool, task.teacher, samples)
     by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
     produced = score_samples(pool, task.teacher, task.kinds, samples, stage.score, render_prompt=reads, student=student)
     for signal in produced:
@@ -228,17 +233,19 @@ def _score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk,
     )
 
 
-def _readable(
-    run: Run, stage: Stage, teacher: str, samples: Sequence[Scorable], unknown: Mapping[int, str]
-) -> list[Scorable]:
-    """The samples without a token that the teacher does not know; the others are recorded. unknown: text by id."""
+def _readable(run: Run, stage: Stage, teacher: str, samples: Sequence[Scorable], pool: TeacherPool) -> list[Scorable]:
+    """The samples that the teacher can read: without a token that it does not know, or in its own tokens. The others
+    are recorded."""
     readable, events = [], []
+    unknown, own = pool.unknown_tokens(teacher), pool.own_tokenizer(teacher)
     for sample in samples:
         strange = sorted(unknown.keys() & set(sample.tokens.tolist()))
-        if not strange:
+        reason = own.problem(sample) if own else ""
+        if strange:
+            reason = f"teacher {teacher!r} does not know token {unknown[strange[0]]!r} ({strange[0]})"
+        if not reason:
             readable.append(sample)
             continue
-        reason = f"teacher {teacher!r} does not know token {unknown[strange[0]]!r} ({strange[0]})"
         detail = {"uid": sample.uid, "rows": [sample.sample_row], "teacher": teacher, "reason": reason}
         events.append({
             "event_id": f"{UNREADABLE}/{teacher}/{sample.uid}", "stage": stage.name, "kind": UNREADABLE,

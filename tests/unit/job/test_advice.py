@@ -62,6 +62,7 @@ def _remote(teacher: str) -> dict[str, Any]:
 
 LEARNT = {"student.path": "models/student", "student.config": GONE}
 TWO_RANKS = {"scale.ranks": 2, "scale.context_parallel": 2}
+OWN_TOKENS = {"teachers.expert.tokenizer": "own"}
 CONCURRENT = {_at("concurrent"): True}
 UNTIL: dict[str, Any] = {
     f"{GRADIENT}.reward_coef": 1.0, _at("rollout.group_size"): 4, _at("rollout.prompts_per_iteration"): 8,
@@ -117,6 +118,48 @@ REFUSALS = [
         [
             ("set reward_coef = 0", {f"{GRADIENT}.reward_coef": 0}),
             ("early_weight = 0", {f"{GRADIENT}.early_weight": 0}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, "teachers.mix": {"blend": {"expert": 0.5, "other": 0.5}}, "routing.words": "mix"},
+        [
+            ("leave it out", {"teachers.mix.blend": {"other": 1.0}}),
+            ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, "teachers.expert.end": "map", "teachers.expert.quantisation": "int8"},
+        [
+            ("leave them out", {"teachers.expert.end": GONE, "teachers.expert.quantisation": GONE}),
+            ('set tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, _at("rollout.policy"): "routed"},
+        [
+            ("let another one answer", {_at("rollout.policy"): "other"}),
+            ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, "routing.sums": "other", f"{GRADIENT}.kl_coef": 0.1, f"{GRADIENT}.reference": "expert"},
+        [
+            ("name another reference", {f"{GRADIENT}.reference": "other"}),
+            ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, **OF_HIDDEN},
+        [
+            ("take an objective of log-probs", {_at("objective"): "opd"}),
+            ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, _at("score.engine"): "vllm"},
+        [
+            ('set score.engine = "hf"', {_at("score.engine"): "hf"}),
+            ('teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
         ],
     ),
     Refusal(
