@@ -148,7 +148,10 @@ class OwnTokenizer:
         return ids, parts
 
     def _unreadable(self, sample: Scorable, why: str) -> MismatchError:
-        return MismatchError(f'teacher {self._name!r} (tokenizer = "own") cannot read sample {sample.uid}, which {why}')
+        return MismatchError(
+            f'teacher {self._name!r} (tokenizer = "own") cannot read sample {sample.uid}, which {why}; leave such '
+            f'samples out with teachers.{self._name}.unknown_tokens = "mask"'
+        )
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> int | None:
