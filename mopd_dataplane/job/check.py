@@ -390,10 +390,10 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
                 f"{at}.rollout: teacher {sampler!r} has only a url, from which it does not answer prompts; give "
                 f"teachers.{sampler}.source, or let another teacher or the student answer"
             )
-    check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
     for reference in job.reference_of(stage):
         _require(reference, job.teachers, f"objectives.{stage.objective}.policy_gradient.reference names no teacher")
         teachers.add(reference)
+    check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score
         if job.teachers[teacher].is_remote and (score.engine, score.reads) != ("vllm", "prompt_logprobs"):

@@ -52,8 +52,9 @@ VALUES: dict[str, Any] = {
     "objectives.NAME.policy_gradient.reward_coef": 0.5, "objectives.NAME.policy_gradient.reference": "expert",
 }  # fmt: skip
 """Values that fit JOB, where the example of a key does not."""
-NO_VALUE = {"stages.NAME.name", "objectives.NAME.terms"}
-"""Another name is another stage; terms of other packages are not here."""
+SOURCES = {f"stages.NAME.data.from.NAME.{name}" for name in ("store", "where", "stage")}
+NO_VALUE = {"stages.NAME.name", "objectives.NAME.terms", *SOURCES}
+"""Another name is another stage; terms of other packages are not here; sources are part of the key `data`."""
 UNTIL = {"stages.student.rollout.until": {"groups": 8}, "stages.student.plan.groups": "spread"}
 BESIDE: dict[str, dict[str, Any]] = {
     **{f"engine.{name}": {"engine.kind": "vllm"} for name in ("noise", "url", "options", "keep")},
@@ -67,6 +68,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         f"plan.replay.{name}": {"stages.student.plan.replay": {"iterations": 2, "share": 0.5}}
         for name in ("iterations", "share")
     },
+    "objectives.NAME.policy_gradient.early_weight": {"objectives.all.policy_gradient.reward_coef": 0.0},
     "objectives.NAME.policy_gradient.own_token": {"objectives.all.policy_gradient.discount": 0.9},
 }
 """What stands in the job beside a key, before and after, for its value to be accepted."""
