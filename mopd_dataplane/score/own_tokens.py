@@ -92,10 +92,11 @@ class OwnTokenizer:
         self.tokenizer = teacher
         self._name = name
         self._ours, self._theirs = TokenBytes(student), TokenBytes(teacher)
+        self._ends = terminators(student) | {student.eos_token_id}
         self._end = _end(teacher)
 
     def read(self, sample: Scorable, prompt_ids: Sequence[int]) -> OwnTokens:
-        """Read one sample, whose last token ends the answer where it is a special one.
+        """Read one sample; a last token that ends the student's answers is read as the teacher's end.
 
         prompt_ids: the prompt in the teacher's tokens. Raises MismatchError naming a sample that cannot be read: with
         text that the policy did not write, with special tokens, with bytes that are not UTF-8, or with a text that the
@@ -104,7 +105,7 @@ class OwnTokenizer:
         response = sample.tokens[sample.prompt_len :].tolist()
         if not all(sample.loss_mask):
             raise self._unreadable(sample, "has text of tools or of a prefix between the tokens of the policy")
-        is_ended = bool(response) and response[-1] in self._ours.special
+        is_ended = bool(response) and response[-1] in self._ends
         if is_ended and self._end is None:
             raise self._unreadable(sample, "has an end, and the teacher's tokenizer has no end-of-sequence token")
         if inside := self._ours.special.keys() & set(response[:-1] if is_ended else response):

@@ -271,6 +271,7 @@ def test_a_chunk_has_the_log_prob_of_its_text(character_student: Path, tmp_path:
     ("change", "problem"),
     [
         (lambda ids, end: [ids[0], end, *ids[1:]], "has the special token '<|end|>'"),
+        (lambda ids, end: [*ids, end, end], "has the special token '<|end|>'"),
         (lambda ids, end: [*ids, TOKENIZERS["bytes"].encode("é", add_special_tokens=False)[0]], "no UTF-8 text"),
     ],
 )
