@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.chat_template import terminators
 from mopd_dataplane.models.token_bytes import TokenBytes
-from mopd_dataplane.score.readers import Scorable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mopd_dataplane.score.readers import Scorable
 
 
 class Alignment(NamedTuple):
