@@ -82,12 +82,12 @@ def claims() -> str:
     return "\n".join(lines) + "\n"
 
 
-def smollm2_mopd() -> str:
+def smollm2(job: str) -> str:
     """Every arm of the pretrained model: accuracy in the specialists' domains and in nobody's, and what it cost."""
-    comparison = COMPARISONS["smollm2-mopd"]
+    comparison = COMPARISONS[job]
     arms = comparison.arms
-    by_arm = _of_arms("smollm2-mopd", arms)
-    routing = load_job(JOBS / "smollm2-mopd").routing
+    by_arm = _of_arms(job, arms)
+    routing = load_job(JOBS / job).routing
     taught, ends = sorted(routing), {name: _ends(runs) for name, runs in by_arm.items()}
     own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
     head = ("arm", "what it does", *taught, "mean of these", "− mopd-exact, points", "recovered", "capital (nobody's)",
@@ -114,6 +114,26 @@ def smollm2_mopd() -> str:
             "",
             f"Exact reverse KL from the base to each teacher, nat per token of the base's answers: {distances}.",
         ]
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_curves() -> str:
+    """The arms of smollm2-long by the answers that they learnt from: mean accuracy over the specialists' domains."""
+    comparison = COMPARISONS["smollm2-long"]
+    taught = sorted(comparison.job.routing)
+    by_arm = _of_arms("smollm2-long", [name for name, arm in comparison.arms.items() if arm.stages])
+    answers = [
+        version * stage.rollout.prompts_per_iteration * stage.rollout.group_size
+        for stage, version in comparison.measured_versions(comparison.arms["mopd-exact"])
+    ]
+    head = ("arm", *(f"{count:,} answers" for count in answers))
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, runs in by_arm.items():
+        cells = ["not run"] * len(answers)
+        if runs:
+            ends = [[right(run["curve"][point]["right"]) for run in runs] for point in range(len(answers))]
+            cells = [over_seeds([{d: end[d] for d in taught} for end in at]) for at in ends]
+        lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
 

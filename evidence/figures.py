@@ -15,12 +15,22 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from comparisons import COMPARISONS
 from evidence_figure import accuracy_picture
-from evidence_tables import alternatives, claims, conflict, evidence, near, selection, smollm2_mopd, teacher_count
+from evidence_tables import (
+    alternatives,
+    claims,
+    conflict,
+    evidence,
+    near,
+    selection,
+    smollm2,
+    smollm2_curves,
+    teacher_count,
+)
 from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
@@ -40,9 +50,10 @@ PICTURE = ROOT / "docs" / "images" / "evidence.svg"
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict, "teacher-count": teacher_count,
-    "selection": selection,
-    "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
+    "near": near, "smollm2-mopd": partial(smollm2, "smollm2-mopd"),
+    "smollm2-long": partial(smollm2, "smollm2-long"), "smollm2-curves": smollm2_curves, "conflict": conflict,
+    "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,
+    "signals": signals,
 }  # fmt: skip
 
 

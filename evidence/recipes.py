@@ -43,7 +43,7 @@ TIME = re.compile(
 """How the texts of the recipes say what a run took."""
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
-OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "near", "teacher-count", "selection")
+OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "smollm2-long", "near", "teacher-count", "selection")
 """Jobs whose results evidence/figures.py shows."""
 HEAD = """
 Accuracy is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of several
