@@ -56,8 +56,8 @@ class Comparison:
     specialists: tuple[str, ...]
     base: str = "base"
     """Stage and arm that all others start from."""
-    points: int = 4
-    """How many versions of an arm are measured, evenly spread, the last among them."""
+    points: int | tuple[int, ...] = 4
+    """Versions of an arm that are measured: how many, evenly spread, the last among them; or which."""
     threads: int = 1
     """Compute threads of a training command; arms of one seed may run side by side."""
 
@@ -99,7 +99,10 @@ class Comparison:
         if len(stages) != 1:
             return [(stage, stage.iterations) for stage in stages]
         (stage,) = stages
-        versions = {max(1, round(stage.iterations * (i + 1) / self.points)) for i in range(self.points)}
+        if isinstance(self.points, tuple):
+            versions = {version for version in self.points if version < stage.iterations} | {stage.iterations}
+        else:
+            versions = {max(1, round(stage.iterations * (i + 1) / self.points)) for i in range(self.points)}
         return [(stage, version) for version in sorted(versions)]
 
 
@@ -194,7 +197,7 @@ COMPARISONS = {
     comparison.folder.name: comparison
     for comparison in (
         Comparison(JOBS / "alternatives", _ALTERNATIVES, _TOY_SPECIALISTS),
-        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=1, threads=2),
+        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 4, 8, 16), threads=2),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
         Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),
