@@ -55,7 +55,7 @@ class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore
         self.background_tasks: set[asyncio.Task[None]] = set()
         self.processor = self.reward_loop_worker_handles = None
         self.distillation_enabled = False
-        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, use_safetensors=True).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.acknowledged = acknowledged
         self.steps = 0

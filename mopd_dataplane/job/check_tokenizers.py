@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
     from mopd_dataplane.job.sections import Teacher
 
-GIVEN = ("logprob",)
+KINDS = ("logprob",)
 """Kinds of signals of such a teacher: its distributions are over other tokens than the student's."""
 
 
@@ -51,7 +51,7 @@ def check_own_tokenizers_of_stage(job: Job, stage: Stage, samplers: tuple[str, .
             f'other tokens; name another reference, or set teachers.{foreign[0]}.tokenizer = "student"'
         )
     foreign = [name for name in job.teachers_of(stage) if _reads_own(job.teachers[name])]
-    kinds = [kind for kind in (*job.objective(stage).signals, *stage.score.signals) if kind not in GIVEN]
+    kinds = [kind for kind in (*job.objective(stage).signals, *stage.score.signals) if kind not in KINDS]
     if foreign and kinds:
         raise JobFileError(
             f"{at}: objective {stage.objective!r} needs {', '.join(kinds)} signals, and teacher {foreign[0]!r} has "

@@ -115,7 +115,7 @@ class Teacher(Section):
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
     tokenizer: Fixed[Literal["student", "own"]] = "student"
     """`own`: a teacher of another tokenizer reads the student's text in its own tokens and gives log-probs of it, which
-    are shared out over the student's tokens (docs/objectives.md); `student`: it reads the student's token ids."""
+    are shared out over the student's tokens (docs/models.md); `student`: it reads the student's token ids."""
     end: Fixed[Literal["own", "map"]] = "own"
     """Where the teacher ends an answer with another token than the student, as an instruct teacher of a base student
     does: `map` exchanges the two in the teacher's LM head, so that its probability of ending is read at the student's

@@ -49,8 +49,8 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
         with open(descriptor, "wb") as file:
             file.write(owner)
         # A process that paused before its claim may get a number that was used and dropped; the newest claim stays.
-        if (newest := max(claimed_epochs(folder))) > epoch:
-            path.unlink()
+        if (newest := max(claimed_epochs(folder), default=epoch)) > epoch:
+            path.unlink(missing_ok=True)  # the owner of the newest may have dropped it already
             epoch = newest + 1
             continue
         fault_point("wal.epoch.claimed")

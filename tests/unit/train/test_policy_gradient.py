@@ -263,8 +263,8 @@ def test_early_tokens_weigh_more_by_what_disagrees_behind_them(case: Case, stude
     assert max(weight) == 1.5
     baseline = batch.sampler_logprobs if student == "sampler" else case.logprob.detach()
     advantage = torch.tensor(weight) * (batch.teacher_logprobs - baseline)
-    wanted = -((case.logprob - batch.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
-    case.same(case.loss(policy_gradient(student_logprob=student, early_weight=0.5), batch), wanted)
+    expected = -((case.logprob - batch.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(student_logprob=student, early_weight=0.5), batch), expected)
 
 
 def test_a_sum_of_nothing_is_refused() -> None:
