@@ -251,8 +251,10 @@ def test_reward_to_go_is_divided_by_what_it_sums(case: Case, own: bool, gamma: f
 @pytest.mark.parametrize("student", ["sampler", "current"])
 def test_early_tokens_weigh_more_by_what_disagrees_behind_them(case: Case, student: Any) -> None:
     """IW-OPD, token by token in float64; a sample that agrees everywhere has the weights of one sum that is 0."""
-    agreeing = case.batch.sequence == 1
-    batch = case.with_(teacher_logprobs=torch.where(agreeing, case.batch.sampler_logprobs, case.batch.teacher_logprobs))
+    sampler = case.logprob.detach() - 0.1 * torch.randn(len(case.batch.targets))  # ratios near 1, so that weights count
+    gap = case.batch.teacher_logprobs - case.batch.sampler_logprobs
+    gap[case.batch.sequence == 1] = 0
+    batch = case.with_(sampler_logprobs=sampler, teacher_logprobs=sampler + gap)
     distance = (batch.teacher_logprobs - batch.sampler_logprobs).double().abs().tolist()
     weight = []
     for t in range(len(distance)):
