@@ -4,10 +4,12 @@ import { ask, isStatic, stream } from "./api.js";
 import { copier, h, oneStop, put, say, select } from "./dom.js";
 import { cell, count, short } from "./format.js";
 import { histogram } from "./histogram.js";
+import { labelCounts } from "./labels.js";
 import { searchBar, searchProgress } from "./search.js";
 import { curlOf, quote } from "./sources.js";
 import { adjust, address, asSql, conditions, go, whereOf, whole, withCondition } from "./state.js";
 import { parts } from "./stores.js";
+import { typed } from "./typed.js";
 
 const PAGE = 50;
 const TEXT_AT = 1; // prompt and answer stand behind this many columns
@@ -28,14 +30,18 @@ function shownColumns(store, params, rows) {
 
 // A chip for every label that samples bear; a click filters by it.
 async function showLabels(place, params) {
-  const counts = new Map();
-  for (const row of await ask("labelled", { store: params.store || 0 }).catch(() => [])) counts.set(row.label, (counts.get(row.label) || 0) + 1);
-  put(place, [...counts].map(([label, n]) => {
+  put(place, (await labelCounts(params.store || 0)).map(([label, n]) => {
     const sql = `uid in (select uid from labelled where label = '${label.replace(/'/g, "''")}')`;
     const on = (params.w || "") === sql;
     return h("button", { class: on ? "chip on" : "chip", "aria-pressed": String(on), title: `${count(n)} samples bear this label`,
       onclick: () => adjust({ w: on ? "" : sql, page: "", at: "" }) }, `🏷 ${short(label, 24)}`);
   }));
+}
+
+// What was typed into the filter, as parameters of the address.
+function ofTyped(text) {
+  const { w, q, order } = typed(text);
+  return { w, f: "", page: "", at: "", ...(q === undefined ? {} : { q, sk: "" }), ...(order === undefined ? {} : { order }) };
 }
 
 // The conditions of the table: SQL that a person typed, a search, what histograms made, flags and labels. refusal,
@@ -44,9 +50,9 @@ function filterBar(store, params, { refusal, searchRefusal }) {
   const where = whereOf(params);
   const box = h("textarea", {
     id: "where", rows: 1, spellcheck: "false", "aria-label": "Filter as SQL", "aria-invalid": refusal ? "true" : null, "aria-describedby": refusal ? "refusal" : null,
-    placeholder: "all samples; or an SQL condition: reward < 1 and response_len > 100",
+    placeholder: "all samples; or SQL: reward < 1 and regexp_matches(response, '9{3}') order by kl desc",
     disabled: isStatic(), onkeydown: (e) => {
-      if (e.key === "Enter" && !e.shiftKey) { e.preventDefault(); adjust({ w: box.value.trim(), f: "", page: "", at: "" }); }
+      if (e.key === "Enter" && !e.shiftKey) { e.preventDefault(); adjust(ofTyped(box.value.trim())); }
       if (e.key === "Escape") { box.value = where; box.blur(); }
       e.stopPropagation();
     },
@@ -89,6 +95,7 @@ function trainOn(store, params) {
   const own = `plan = { where = ${JSON.stringify(where)} }`;
   const others = `data = { from = [{ store = ${JSON.stringify(store.uri)}, where = ${JSON.stringify(where)} }] }`;
   return h("details", {}, h("summary", {}, "train on this"),
+    params.q ? h("p", {}, "A plan reads no text, so the search is not part of the condition.") : null,
     h("p", {}, "In a stage of this store's job:"), h("pre", { class: "sql" }, own), copier(own, "copy plan.where"),
     h("p", {}, "In a stage of another job, which reads the samples where they are:"), h("pre", { class: "sql" }, others), copier(others, "copy data.from"));
 }
