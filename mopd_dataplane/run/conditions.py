@@ -36,16 +36,14 @@ def with_conditions(
     if not any(expressions_of(plan)) and plan.groups == "all":
         return columns
     rollouts = Conditions(store, snapshot, names)
-    positions = np.searchsorted(rollouts.sample_rows, columns.sample_rows)
+    rows = columns.sample_rows
     if reasons := conditions_of(plan):
-        failed = np.zeros(len(columns), np.int16)
-        for number, mask in enumerate(rollouts.masks([*reasons.values()], SUBJECT), start=1):
-            failed[(failed == 0) & ~mask[positions]] = number
+        failed = rollouts.first_unmet([*reasons.values()], SUBJECT, rows)
         columns = replace(columns, failed=failed, conditions=tuple(reasons))
     if plan.weight:
-        columns = replace(columns, weights=rollouts.numbers(plan.weight, "plan.weight")[positions])
+        columns = replace(columns, weights=rollouts.numbers(plan.weight, "plan.weight", rows))
     if plan.order:
-        columns = replace(columns, order_values=rollouts.numbers(plan.order, "plan.order")[positions])
+        columns = replace(columns, order_values=rollouts.numbers(plan.order, "plan.order", rows))
     return columns
 
 
@@ -68,17 +66,16 @@ def explain_conditions(
     """
     reasons = conditions_of(stage.plan)
     rollouts = Conditions(store, plan.snapshot, plan_names(job, first_step))
-    before = np.searchsorted(rollouts.sample_rows, rows)
-    after = np.searchsorted(rollouts.sample_rows, np.intersect1d(plan.sample_rows, rows))
-    masks = zip(reasons, rollouts.masks([*reasons.values()], SUBJECT), strict=True)
+    after = np.isin(rows, plan.sample_rows)
+    masks = zip(reasons, rollouts.masks([*reasons.values()], SUBJECT, rows), strict=True)
     lost = {
-        reason: {"alone": int((~mask[before]).sum()), "in_order": int(plan.stats.get(f"dropped_{reason}", 0))}
+        reason: {"alone": int((~mask).sum()), "in_order": int(plan.stats.get(f"dropped_{reason}", 0))}
         for reason, mask in masks
     }
-    values = {name: rollouts.numbers(name, name) for name in HISTOGRAMS}
+    values = {name: rollouts.numbers(name, name, rows) for name in HISTOGRAMS}
     return {
         "conditions": lost,
-        "histograms": {name: _histogram(column[before], column[after]) for name, column in values.items()},
+        "histograms": {name: _histogram(column, column[after]) for name, column in values.items()},
     }
 
 

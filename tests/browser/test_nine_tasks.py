@@ -115,9 +115,7 @@ def test_groups_without_spread(at: Callable[[str], Hand], demo_store: Store) -> 
     hand.done("groups without spread")
 
 
-def test_a_regular_expression_among_answers_of_low_reward_by_kl(
-    at: Callable[[str], Hand], demo_store: Store
-) -> None:
+def test_a_regular_expression_among_answers_of_low_reward_by_kl(at: Callable[[str], Hand], demo_store: Store) -> None:
     hand = at("samples")
     question = "reward < 0.5 and regexp_matches(response, '9{3}') order by kl desc"
     hand.fill(hand.page.get_by_label("Filter as SQL"), question)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,9 @@ import pyarrow as pa
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.store.format.row_ids import row_ids
+from mopd_dataplane.store.read.fragment_bounds import Within
 from mopd_dataplane.store.rollouts.derived import Part, Rows, parts
+from mopd_dataplane.store.rollouts.other_rows import ROW, OtherRows
 from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ LEFT_OUT = frozenset({"payload_crc", "schema_version", "writer_seq"})
 """Columns of `samples` that no page needs."""
 FEW = 4
 """Number of columns of `samples` read at once when nobody waits for them."""
+STRETCH = 1 << 18
+"""Samples of a stretch: enough that a statement over them takes longer than asking it."""
 _CODED = pa.dictionary(pa.int32(), pa.string())
 _NONE = pa.table({})
 
@@ -77,6 +81,35 @@ class Rollouts:
         columns = dict.fromkeys((*names, "sample_row"))
         self.read(columns)
         return pa.table({name: self._held[name] for name in columns})
+
+    def stretches(self, names: Iterable[str], among: slice) -> Iterator[pa.Table]:
+        """Yield these columns and `sample_row` of about STRETCH samples at a time, in the order of `table`.
+
+        among: positions of the samples. Files without any of them are not read, but for columns that compare samples,
+        which are read whole and retained, as no other column is. Without samples there is one table without a row.
+        """
+        columns = dict.fromkeys((*names, "sample_row"))
+        self.read(name for name in self._missing(columns) if name in self._parts and self._parts[name].compares)
+        missing = self._missing(columns)
+        computed = list(dict.fromkeys(self._parts[name] for name in missing if name in self._parts))
+        reads: dict[str, set[str]] = {}
+        for part in computed:
+            if part.table:
+                reads.setdefault(part.table, set()).update(part.reads)
+        within = self._within(among)
+        others = {name: OtherRows(self._store, name, of, self._snapshot, within) for name, of in reads.items()}
+        begin = among.start
+        for count, read in self._read_stretches([name for name in missing if name not in self._parts], among):
+            here, begin = slice(begin, begin + count), begin + count
+            ids = self.sample_rows[here]
+            stretch = {name: column[here] for name, column in self._held.items()} | read
+            rows_of = {table: rows.of(ids) for table, rows in others.items()}
+            for part in computed:
+                self._going()
+                own = pa.table({name: stretch[name] for name in part.needs})
+                needed = {name: own[name] for name in part.needs}
+                stretch |= part.make(Rows(ids), needed, rows_of.get(part.table, _NONE))
+            yield pa.table({name: stretch[name] for name in columns})
 
     def read(self, names: Iterable[str]) -> None:
         """Read or compute these columns."""
@@ -133,6 +166,32 @@ class Rollouts:
         for name, code in zip(names, coded, strict=True):
             self._held[name] = _joined(chunks.pop(0), _CODED if code else self._schema.field(name).type)
 
+    def _within(self, among: slice) -> Within | None:
+        """Return the row ids of some samples; None for all."""
+        ids = self.sample_rows[among]
+        if len(ids) == len(self.sample_rows):
+            return None
+        return Within(ROW, int(ids[0]), int(ids[-1])) if len(ids) else Within(ROW, 0, -1)
+
+    def _read_stretches(self, names: Sequence[str], among: slice) -> Iterator[tuple[int, dict[str, pa.ChunkedArray]]]:
+        """Yield for each stretch the number of its samples, and these columns of `samples`."""
+        ids = self.sample_rows[among]
+        if not names or not len(ids):
+            empty = self._schema.empty_table()
+            for begin in range(0, max(len(ids), 1), STRETCH):
+                yield min(STRETCH, len(ids) - begin), {name: empty[name] for name in names}
+            return
+        batches: list[pa.RecordBatch] = []
+        span = int(ids[-1]) + 1 - int(ids[0])
+        for _, batch in self._store.scan_samples(names, self._snapshot, first=int(ids[0]), limit=span):
+            self._going()
+            batches.append(batch)
+            if sum(part.num_rows for part in batches) >= STRETCH:
+                yield _together(batches)
+                batches = []
+        if batches:
+            yield _together(batches)
+
     def _compute(self, part: Part) -> None:
         """Compute derived columns."""
         needed = pa.table({name: self._held[name] for name in part.needs})
@@ -151,6 +210,11 @@ def _joined(pieces: list[pa.Array], kind: pa.DataType) -> pa.Array:
         return whole
     codes = pa.int8() if len(whole.dictionary) < 128 else pa.int32()
     return pa.DictionaryArray.from_arrays(whole.indices.cast(codes), whole.dictionary)
+
+
+def _together(batches: list[pa.RecordBatch]) -> tuple[int, dict[str, pa.ChunkedArray]]:
+    table = pa.Table.from_batches(batches)
+    return table.num_rows, dict(zip(table.column_names, table.columns, strict=True))
 
 
 def _copied(column: pa.Array | pa.ChunkedArray) -> pa.Array:

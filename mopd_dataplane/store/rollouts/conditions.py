@@ -7,7 +7,7 @@ errors. Only columns that the expression names are read, and no payload.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import duckdb
@@ -19,13 +19,14 @@ from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.rollouts.arrays import Rollouts
 from mopd_dataplane.store.rollouts.columns import HIDDEN, READ, REPETITION, SPREAD, STATS, definition, optional_sources
 from mopd_dataplane.store.rollouts.expressions import STEP, expand
-from mopd_dataplane.store.rollouts.referenced import referenced
+from mopd_dataplane.store.rollouts.referenced import looks_around, referenced
 from mopd_dataplane.tables import TABLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.open_store import OpenStore
 
+Rows = NDArray[np.int64]
 TABLE = "rollouts"
 """Name of the table in SQL."""
 _UNKNOWN = re.compile(r'Referenced column "([^"]+)" (?:was )?not found')
@@ -46,41 +47,77 @@ class Conditions:
         self._names = dict(names or {})
 
     @property
-    def sample_rows(self) -> NDArray[np.int64]:
+    def sample_rows(self) -> Rows:
         """[n] row id of every sample, ascending."""
         return self._rollouts.sample_rows
 
-    def rows(self, condition: str, subject: str = "--where") -> NDArray[np.int64]:
+    def rows(self, condition: str, subject: str = "--where") -> Rows:
         """Return the row ids, ascending, of the samples that meet a condition. Raises QueryError."""
         [mask] = self.masks([condition], subject)
         return self.sample_rows[mask]
 
-    def masks(self, conditions: Sequence[str], subject: str) -> list[NDArray[np.bool_]]:
+    def masks(self, conditions: Sequence[str], subject: str, rows: Rows | None = None) -> list[NDArray[np.bool_]]:
         """Return for each condition whether each sample meets it, [n] bool; a null counts as no.
 
-        subject: name of the conditions in messages. Raises QueryError.
+        subject: name of the conditions in messages. rows: of the samples, all in the order of `sample_rows` for None.
+        Raises QueryError.
         """
         if not conditions:
             return []
         texts = [expand(text, self._names, subject) for text in conditions]
-        answer = self._answer(texts, subject)
-        for text, column in zip(conditions, answer.columns, strict=True):
-            check_boolean(text, column.type, subject)
+        answer = self._answer(texts, subject, rows)
+        _check_boolean(conditions, answer, subject)
         return [np.asarray(column.fill_null(False)) for column in answer.columns]
 
-    def numbers(self, expression: str, subject: str) -> NDArray[np.float64]:
-        """Evaluate an expression for each sample: [n], NaN for a null. Raises QueryError."""
-        [column] = self._answer([expand(expression, self._names, subject)], subject).columns
+    def first_unmet(self, conditions: Sequence[str], subject: str, rows: Rows) -> NDArray[np.int16]:
+        """Return for each sample the number, from 1 on, of the first condition that it does not meet, 0 if it meets
+        all: [n]. A null counts as not met. subject, rows, errors: as for `masks`.
+        """
+        texts = [expand(text, self._names, subject) for text in conditions]
+        _check_boolean(conditions, self._answer(texts, subject, rows[:0]), subject)
+        cases = " ".join(f"when not coalesce(({text}\n), false) then {number}" for number, text in enumerate(texts, 1))
+        [column] = self._answer([f"cast(case {cases} else 0 end as smallint)"], subject, rows).columns
+        return np.asarray(column)
+
+    def numbers(self, expression: str, subject: str, rows: Rows | None = None) -> NDArray[np.float64]:
+        """Evaluate an expression for each sample: [n], NaN for a null. subject, rows, errors: as for `masks`."""
+        [column] = self._answer([expand(expression, self._names, subject)], subject, rows).columns
         check_number(expression, column.type, subject)
         return np.asarray(column.cast(pa.float64()).fill_null(np.nan))
 
-    def _answer(self, texts: Sequence[str], subject: str) -> pa.Table:
-        """Return a column for each expression, with samples in the order of their rows."""
+    def _answer(self, texts: Sequence[str], subject: str, rows: Rows | None = None) -> pa.Table:
+        """Return a column for each expression. Only files with some of the samples are read, unless an expression
+        looks at the whole table."""
+        if rows is None:
+            return pa.concat_tables(self._answers(texts, subject, slice(0, len(self.sample_rows))))
+        positions = self._positions(rows)
+        among = slice(int(positions.min()), int(positions.max()) + 1) if len(rows) else slice(0, 0)
+        answer = pa.concat_tables(self._answers(texts, subject, among)).combine_chunks()
+        positions -= among.start
+        return answer.take(pa.array(positions))
+
+    def _answers(self, texts: Sequence[str], subject: str, among: slice) -> Iterator[pa.Table]:
+        """Yield the answer for a stretch of samples at a time."""
         with _connect() as connection:
-            named = referenced(connection, _select(texts), self._rollouts.names)
-            connection.register(TABLE, self._rollouts.table(named))
-            visible_names = [name for name in self._rollouts.names if name not in HIDDEN]
-            return evaluate(connection, texts, [*visible_names, *self._names], subject).drop_columns("sample_row")
+            statement = _select(texts)
+            named = referenced(connection, statement, self._rollouts.names)
+            if looks_around(connection, statement):
+                connection.register(TABLE, self._rollouts.table(named))
+                yield self._evaluate(connection, texts, subject)[among]
+                return
+            for stretch in self._rollouts.stretches(named, among):
+                connection.register(TABLE, stretch)
+                yield self._evaluate(connection, texts, subject)
+
+    def _positions(self, rows: Rows) -> Rows:
+        """Return the positions of samples in `sample_rows`: [m]."""
+        ids = self.sample_rows
+        is_dense = len(ids) and ids[-1] - ids[0] == len(ids) - 1
+        return rows - ids[0] if is_dense else np.searchsorted(ids, rows)
+
+    def _evaluate(self, connection: duckdb.DuckDBPyConnection, texts: Sequence[str], subject: str) -> pa.Table:
+        columns = [name for name in self._rollouts.names if name not in HIDDEN]
+        return evaluate(connection, texts, [*columns, *self._names], subject).drop_columns("sample_row")
 
 
 def job_questions(store: OpenStore) -> dict[str, str]:
@@ -91,7 +128,7 @@ def job_questions(store: OpenStore) -> dict[str, str]:
 def evaluate(
     connection: duckdb.DuckDBPyConnection, texts: Sequence[str], columns: Sequence[str], subject: str
 ) -> pa.Table:
-    """Return `sample_row` and a column for each expression over the connection's table.
+    """Return `sample_row` and a column for each expression over the connection's table, in the order of its rows.
 
     Raises QueryError, which names the nearest of `columns` for a column that the table lacks.
     """
@@ -114,6 +151,11 @@ def check_boolean(text: str, kind: pa.DataType, subject: str) -> None:
     """Check that a condition is true or false. Raises QueryError if not."""
     if not pa.types.is_boolean(kind):
         raise QueryError(f"{subject}: {text!r:.200} is a {kind}, not true or false: compare it, as in kl > 0.5")
+
+
+def _check_boolean(conditions: Sequence[str], answer: pa.Table, subject: str) -> None:
+    for text, kind in zip(conditions, answer.schema.types, strict=True):
+        check_boolean(text, kind, subject)
 
 
 def check_number(text: str, kind: pa.DataType, subject: str) -> None:
@@ -153,11 +195,12 @@ def check_kind(
 
 def _select(texts: Sequence[str]) -> str:
     shown = ", ".join(f"({text}\n) as value_{number}" for number, text in enumerate(texts))
-    return f"select sample_row, {shown} from {TABLE} order by sample_row"
+    return f"select sample_row, {shown} from {TABLE}"
 
 
 def _connect() -> duckdb.DuckDBPyConnection:
-    """Open a connection that reads only registered tables. One thread: sums then have one order of their terms."""
+    """Open a connection that reads only registered tables. One thread: answers have the order of the rows, and sums one
+    order of their terms."""
     connection = duckdb.connect(config={"python_enable_replacements": "false", "threads": "1"})
     connection.execute("set enable_progress_bar = false; set enable_external_access = false")
     connection.execute("set lock_configuration = true")

@@ -41,6 +41,8 @@ class Part:
     table: str = ""
     reads: tuple[str, ...] = ()
     """Columns of that table; rows of samples outside the table of rollouts are left out."""
+    compares: bool = False
+    """True if the values of a sample depend on other samples, so that they cannot be computed for a stretch of them."""
 
 
 def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
@@ -56,9 +58,10 @@ def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
         *(Part((f"kl_{name}",), (), partial(_said_by, name, names), "scores", divergences) for name in own),
         Part(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, names), "scores",
              ("sample_row", "teacher", "bytes")),
-        Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped),
-        Part(("unscored",), ("stage", "iteration", "teachers"), _unscored),
-        Part(("surprising",), ("domain", "kl"), _surprising),
+        Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped,
+             compares=True),
+        Part(("unscored",), ("stage", "iteration", "teachers"), _unscored, compares=True),
+        Part(("surprising",), ("domain", "kl"), _surprising, compares=True),
         Part(("labels",), ("uid",), _labels, "labels", READ["labels"]),
         Part(("eval_answers", "eval_reward", "eval_accuracy"), ("prompt_id",), _evaluated, "evals", READ["evals"]),
         *(Part((name,), needs, partial(_flag, name, of)) for name, (needs, of) in _FLAGS.items()),
@@ -196,6 +199,16 @@ def _said(rows: Rows, scores: pa.Table, vocabularies: Collection[str] | None) ->
     if vocabularies is not None and not set(names) <= set(vocabularies):
         there = there & np.isin(codes, [code for code, name in enumerate(names) if name in vocabularies])
     places, codes, kls = _chosen(there, places, codes, scores["mean_reverse_kl"].to_numpy())
+    if _ascends(places):  # the usual case, and quick: one score of one teacher a sample
+        present = ~np.isnan(kls)
+        teachers = np.zeros(rows.total, np.int32)
+        teachers[places] = 1
+        chosen_places, values = _chosen(present, places, kls)
+        return {
+            "kl": rows.spread(chosen_places, values, pa.float32()),
+            "teachers": pa.array(teachers),
+            "kl_spread": rows.spread(chosen_places, np.zeros(len(values)), pa.float32()),
+        }
     pairs = places * np.int64(max(1, len(names))) + codes
     owners = _Groups(pairs).places // max(1, len(names))
     teachers = np.bincount(owners, minlength=rows.total).astype(np.int32)

@@ -77,6 +77,16 @@ def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collect
     return {columns[name] for name in named & columns.keys()}
 
 
+def looks_around(cursor: duckdb.DuckDBPyConnection, sql: str) -> bool:
+    """Check if a SELECT may need the whole table for one row: it has a query or a window inside, or is nested too deep
+    to analyse."""
+    [(text,)] = cursor.execute("select json_serialize_sql(?)", [sql]).fetchall()
+    try:
+        return any(node.get("class") in ("SUBQUERY", "WINDOW") for node in nodes_of(json.loads(text)))
+    except RecursionError:
+        return True
+
+
 def nodes_of(value: Any) -> Iterator[dict[str, Any]]:
     """Yield all objects in a JSON value."""
     if isinstance(value, dict):

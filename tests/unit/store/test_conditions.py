@@ -15,6 +15,10 @@ from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.errors import QueryError
 from mopd_dataplane.records import Signal
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.read import row_reader
+from mopd_dataplane.store.rollouts import arrays, other_rows
+from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.columns import optional_sources
 from mopd_dataplane.store.rollouts.conditions import Conditions, check_kind, empty_rollouts
 from mopd_dataplane.store.rollouts.expressions import check_timeless, conjuncts, expand, used_names
 
@@ -181,6 +185,98 @@ def test_a_plan_may_not_depend_on_the_time_of_day() -> None:
     for text in ("now() > created_at", "created_at < current_date"):
         with pytest.raises(QueryError, match="depends on the time of day"):
             check_timeless(text, "plan.where")
+
+
+@pytest.fixture
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches of some samples, of files that hold more."""
+    monkeypatch.setattr(arrays, "STRETCH", 7)
+    monkeypatch.setattr(row_reader, "SCAN_ROWS", 3)
+    monkeypatch.setattr(other_rows, "BATCH_ROWS", 5)
+
+
+@pytest.mark.usefixtures("short_stretches")
+def test_columns_of_a_stretch_are_those_of_the_whole_table(scored: Store) -> None:
+    def rollouts() -> Rollouts:
+        snapshot = scored.snapshot()
+        return Rollouts(scored, snapshot, {"adder": 8, "speller": 8}, set(optional_sources(scored, snapshot)), list)
+
+    names = rollouts().names
+    whole = rollouts().table(names).to_pylist()
+    for among in (slice(0, COUNT), slice(9, 41), slice(17, 18), slice(0, 0)):
+        stretches = list(rollouts().stretches(names, among))
+        assert [row for stretch in stretches for row in stretch.to_pylist()] == whole[among]
+        assert len(stretches) == max(1, -(-(among.stop - among.start) // 9)), "a stretch ends with a batch"
+
+
+@pytest.mark.usefixtures("short_stretches")
+@pytest.mark.parametrize(
+    "condition",
+    ["kl > 0", "kl > avg(kl) over (partition by domain)", "kl > (select avg(kl) from rollouts)", "group_spread > 0"],
+)
+def test_answers_for_some_samples_are_those_for_all_of_them(scored: Store, condition: str) -> None:
+    rollouts = Conditions(scored, scored.snapshot())
+    ids = rollouts.sample_rows
+    [mask] = rollouts.masks([condition], "where")
+    assert 0 < mask.sum() < COUNT
+    for rows in (ids, ids[::-1], ids[[44, 12, 13]], ids[:0]):
+        [own] = rollouts.masks([condition], "where", rows)
+        assert own.tolist() == mask[positions_of(ids, rows)].tolist()
+
+
+def positions_of(ids: np.ndarray, rows: np.ndarray) -> list[int]:
+    """Positions of rows among ids."""
+    return [ids.tolist().index(row) for row in rows.tolist()]
+
+
+@pytest.mark.usefixtures("short_stretches")
+def test_the_first_condition_that_a_sample_does_not_meet(scored: Store) -> None:
+    rollouts = Conditions(scored, scored.snapshot())
+    conditions = ["reward > 0", "kl < 0.3", "response_len > 9"]
+    masks = rollouts.masks(conditions, "where")
+    expected = [next((n for n, met in enumerate(row, 1) if not met), 0) for row in zip(*masks, strict=True)]
+    assert set(expected) == {0, 1, 2, 3}
+    rows = rollouts.sample_rows[::-1]
+    assert rollouts.first_unmet(conditions, "where", rows).tolist() == expected[::-1]
+    with pytest.raises(QueryError, match="'reward' is a float, not true or false"):
+        rollouts.first_unmet(["kl < 0.3", "reward"], "where", rows)
+
+
+def test_one_teacher_a_sample(tmp_path: Path) -> None:
+    """Where each sample has at most one score, its divergence is that score, and a sample without one has none."""
+    store = Store.create(tmp_path / "store")
+    samples = [sample(i, response=4) for i in range(6)]
+    rows = store.commit_samples(samples).rows.tolist()
+    store.add_teacher(teacher("adder"))
+    store.commit_signals("adder", "logprob", [
+        Signal(uid=samples[i].uid, sample_row=rows[i], kind="logprob", logprob=np.full(4, -0.5, np.float32),
+               mean_reverse_kl=kl)
+        for i, kl in ((0, 0.25), (2, float("nan")), (5, -0.5))
+    ])  # fmt: skip
+    rollouts = Conditions(store, store.snapshot())
+    np.testing.assert_array_equal(rollouts.numbers("kl", "kl"), [0.25, np.nan, np.nan, np.nan, np.nan, -0.5])
+    assert rollouts.numbers("teachers", "teachers").tolist() == [1, 0, 1, 0, 0, 1]
+    np.testing.assert_array_equal(rollouts.numbers("kl_spread", "kl"), [0, np.nan, np.nan, np.nan, np.nan, 0])
+
+
+def test_files_of_other_samples_are_not_read(tmp_path: Path) -> None:
+    """A condition on the newest samples of a store opens none of the older ones' files, nor those of their rewards."""
+    store = Store.create(tmp_path / "store")
+    for first in (0, 10, 20):
+        samples = [sample(i) for i in range(first, first + 10)]
+        rows = store.commit_samples(samples).rows.tolist()
+        store.add_rewards([
+            {"uid": one.uid, "sample_row": row, "verifier": "exact", "verifier_version": "1", "reward": row % 2,
+             "detail": None} for row, one in zip(rows, samples, strict=True)
+        ])  # fmt: skip
+    snapshot = store.snapshot()
+    condition = ["reward > 0", "response_len > 1"]
+    Conditions(store, snapshot).first_unmet(condition, "where", np.arange(30))  # which rows a file has is known now
+    for rows in (np.arange(20, 30), np.array([3])):
+        with opened_files(Path(store.path("samples/data")), Path(store.path("rewards/data"))) as opened:
+            unmet = Conditions(store, snapshot).first_unmet(condition, "where", rows)
+        assert unmet.tolist() == [int(row % 2 == 0) for row in rows]
+        assert len({path for path in opened if path.suffix == ".lance"}) == 2, "one file of each table"
 
 
 def test_only_metadata_is_read(scored: Store) -> None:
