@@ -271,7 +271,7 @@ def test_files_of_other_samples_are_not_read(tmp_path: Path) -> None:
         ])  # fmt: skip
     snapshot = store.snapshot()
     condition = ["reward > 0", "response_len > 1"]
-    Conditions(store, snapshot).first_unmet(condition, "where", np.arange(30))  # which rows a file has is known now
+    Conditions(store, snapshot).first_unmet(condition, "where", np.arange(29))  # which rows a file has is known now
     for rows in (np.arange(20, 30), np.array([3])):
         with opened_files(Path(store.path("samples/data")), Path(store.path("rewards/data"))) as opened:
             unmet = Conditions(store, snapshot).first_unmet(condition, "where", rows)
