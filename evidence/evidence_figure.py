@@ -19,6 +19,8 @@ def accuracy_picture() -> str:
     smol, toy = COMPARISONS["smollm2-mopd"], COMPARISONS["alternatives"]
     domains = sorted(smol.job.routing)
     smol_curves, smol_levels = _curves(smol, domains, start=True)
+    long_curves, _ = _curves(COMPARISONS["smollm2-long"], domains, start=True)
+    longer = {f"{arm}, longer": curve for arm, curve in long_curves.items()}
     toy_curves, toy_levels = _curves(toy, sorted(toy.job.routing), start=False)
     answers = _answers(load_job(JOBS / "quickstart").stage("student"))
     many = {
@@ -26,10 +28,13 @@ def accuracy_picture() -> str:
         for arm, objective in QUICKSTART_OBJECTIVES.items()
     }
     panels = (
-        Panel(title="SmolLM2-135M, seed 0", curves=smol_curves, levels=smol_levels, ticks=(0, 64, 128, 192), width=420),
+        Panel(
+            title="SmolLM2-135M, seed 0", curves={**smol_curves, **longer},
+            levels={**smol_levels, "specialists": _specialists(smol)}, ticks=(0, 192, 384, 768, 1152, 1536), width=520,
+        ),
         Panel(
             title="toy world, mean of seeds 0 to 2", curves={**toy_curves, **many}, levels=toy_levels,
-            ticks=(1024, 2048, 4096, 8192, 16384, 24576), logarithmic=True, width=680,
+            ticks=(1024, 2048, 4096, 8192, 16384, 24576), logarithmic=True, width=640,
         ),
     )  # fmt: skip
     return panels_picture(
@@ -50,6 +55,8 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
         if arm.like or name in comparison.specialists:
             continue
         runs = [result["curve"] for result in results(job) if result["arm"] == name]
+        if not runs:
+            continue
         points = [mean(_accuracy(right(p["right"]), domains) for p in versions) for versions in zip(*runs, strict=True)]
         if arm.stages:
             curves[name] = list(zip(_answers_by_point(comparison, arm), points, strict=True))
@@ -58,6 +65,12 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
     if start:
         curves = {name: [(0, levels[comparison.base]), *curve] for name, curve in curves.items()}
     return curves, levels
+
+
+def _specialists(comparison: Comparison) -> float:
+    """Mean over domains of what each domain's own specialist gets right."""
+    ends = {result["arm"]: right(result["curve"][-1]["right"]) for result in results(comparison.folder.name)}
+    return mean(float(ends[teacher][domain].mean()) for domain, teacher in comparison.job.routing.items())
 
 
 def _answers_by_point(comparison: Comparison, arm: Arm) -> list[int]:

@@ -25,17 +25,23 @@ def evidence() -> str:
     """Accuracy of the arms on the pretrained model and in the toy world, after few answers and after many."""
     smol, toy = (COMPARISONS[job] for job in ("smollm2-mopd", "alternatives"))
     taught = sorted(smol.job.routing)
-    head = ("arm", "what it does", "SmolLM2-135M, 192 answers", "toy, 4,096 answers", "toy, 24,576 answers",
-            "all tokens, toy, 4,096 answers")  # fmt: skip
+    head = ("arm", "what it does", "SmolLM2-135M, 192 answers", "SmolLM2-135M, 1,536 answers", "toy, 4,096 answers",
+            "toy, 24,576 answers", "all tokens, toy, 4,096 answers")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
-    smol_runs, toy_runs = _of_arms("smollm2-mopd", EVIDENCE_ARMS), _of_arms("alternatives", EVIDENCE_ARMS)
+    smol_runs, long_runs, toy_runs = (
+        _of_arms(job, EVIDENCE_ARMS) for job in ("smollm2-mopd", "smollm2-long", "alternatives")
+    )
     for name in EVIDENCE_ARMS:
-        smol_ends = [{domain: end[domain] for domain in taught} for end in _ends(smol_runs[name]).values()]
+        few, more = (
+            [{domain: end[domain] for domain in taught} for end in _ends(runs[name]).values()]
+            for runs in (smol_runs, long_runs)
+        )
         many = quickstart_ends(QUICKSTART_OBJECTIVES.get(name, ""))
-        columns = (smol_ends, list(_ends(toy_runs[name]).values()), many)
-        cells = [over_seeds(ends) if ends else "not run" for ends in columns]
+        cells = [
+            over_seeds(ends) if ends else "not run" for ends in (few, more, list(_ends(toy_runs[name]).values()), many)
+        ]
         if not toy.arms[name].stages:
-            cells[2] = "–"
+            cells[1] = cells[3] = "–"
         cells.append(_cost(toy_runs[name])[1])
         lines.append(line(name, toy.arms[name].description, *cells))
     return "\n".join(lines) + "\n"
