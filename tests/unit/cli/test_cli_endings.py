@@ -197,11 +197,11 @@ def commands() -> list[list[str]]:
     import typer
 
     root: Any = typer.main.get_command(app)
-    found: list[list[str]] = [[]]
+    command_paths: list[list[str]] = [[]]
     for name, command in root.commands.items():
-        found.append([name])
-        found += [[name, child] for child in getattr(command, "commands", {})]
-    return found
+        command_paths.append([name])
+        command_paths += [[name, child] for child in getattr(command, "commands", {})]
+    return command_paths
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

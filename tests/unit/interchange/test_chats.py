@@ -61,8 +61,8 @@ def test_the_chosen_answer_has_reward_one_and_the_rejected_none() -> None:
     chosen, rejected = rows_of("preference", {"chosen": [USER, SAYS], "rejected": [USER, {**SAYS, "content": "8"}]})
     assert (chosen.prompt, chosen.response, chosen.rewards) == ([USER], "It is 7", {("preference", ""): 1.0})
     assert (rejected.prompt, rejected.response, rejected.rewards) == ([USER], "8", {("preference", ""): 0.0})
-    given = rows_of("preference", {"prompt": "3+4=", "chosen": "7", "rejected": "8"})
-    assert [(row.prompt, row.response) for row in given] == [("3+4=", "7"), ("3+4=", "8")]
+    rows = rows_of("preference", {"prompt": "3+4=", "chosen": "7", "rejected": "8"})
+    assert [(row.prompt, row.response) for row in rows] == [("3+4=", "7"), ("3+4=", "8")]
 
 
 def test_of_a_conversation_with_tools_only_the_assistants_tokens_are_trained_on() -> None:
@@ -137,8 +137,8 @@ def test_answers_begin_in_the_thought_that_the_template_opens_and_end_with_its_t
     assert texts[3][1].startswith('A sum.\n</think>\n\n<tool_call>\n{"name": "add"')
     assert texts[3][1].endswith("</tool_call><|im_end|>")
     assert (report.ended, report.tokenised, report.ignored) == (3, 4, [])
-    asked = [prompt.text for prompt in store.prompts()]
-    assert any(text.startswith("tools: [") and text.endswith("user: 2+2?") for text in asked)
+    prompt_texts = [prompt.text for prompt in store.prompts()]
+    assert any(text.startswith("tools: [") and text.endswith("user: 2+2?") for text in prompt_texts)
     exported = tmp_path / "messages.jsonl"
     export_samples(store, str(exported), form="messages")
     said = [json.loads(line)["messages"][1]["content"] for line in exported.read_text().splitlines()]

@@ -41,10 +41,10 @@ class Vocabulary:
 def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store with log-probs, hidden states and, of one teacher, a top-3 of the student's choice and another package's
     kind."""
-    made = make_store(tmp_path_factory.mktemp("signals") / "store", prompts=2)
+    signal_store = make_store(tmp_path_factory.mktemp("signals") / "store", prompts=2)
     rng = np.random.default_rng(1)
-    samples = made.samples(["uid", "loss_tokens", "response_len", "domain"]).to_pylist()
-    made.commit_signals(TEACHER, "topk", [
+    samples = signal_store.samples(["uid", "loss_tokens", "response_len", "domain"]).to_pylist()
+    signal_store.commit_signals(TEACHER, "topk", [
         Signal(
             uid=sample["uid"], sample_row=row, kind="topk", topk_source="student",
             topk_ids=rng.integers(0, 98, (sample["loss_tokens"], 3), dtype=np.int32),
@@ -52,27 +52,27 @@ def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFac
         )
         for row, sample in enumerate(samples) if sample["domain"] == "number_sorting"
     ])  # fmt: skip
-    made.commit_signals(TEACHER, "margin", [
+    signal_store.commit_signals(TEACHER, "margin", [
         Signal(
             uid=sample["uid"], sample_row=row, kind="margin",
             extra={"margin": rng.random(sample["response_len"], dtype=np.float32)},
         )
         for row, sample in enumerate(samples) if sample["domain"] == "number_sorting"
     ])  # fmt: skip
-    return made
+    return signal_store
 
 
-def bring(folder: Path, place: Path) -> tuple[Store, ImportReport]:
+def bring(folder: Path, export_path: Path) -> tuple[Store, ImportReport]:
     """An export, imported into a new store."""
     copy = create_store(str(folder / "copy"))
-    return copy, import_rollouts(copy, place, ImportSettings(format="plain"), Vocabulary())
+    return copy, import_rollouts(copy, export_path, ImportSettings(format="plain"), Vocabulary())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_signal_comes_back_bit_for_bit(store: Store, tmp_path: Path, kind: str) -> None:
-    place = tmp_path / ("out" if kind == "datasets" else f"out.{kind}")
-    export_samples(store, place, signals=ALL)
-    copy, report = bring(tmp_path, place)
+    export_path = tmp_path / ("out" if kind == "datasets" else f"out.{kind}")
+    export_samples(store, export_path, signals=ALL)
+    copy, report = bring(tmp_path, export_path)
     assert report.signals == store.table("scores", ["uid"]).num_rows == copy.table("scores", ["uid"]).num_rows
     facts = ["uid", "teacher", "kind", "codec", "rows", "bytes", "mean_reverse_kl", "payload_crc", "teacher_digest"]
     order = [("uid", "ascending"), ("teacher", "ascending"), ("kind", "ascending")]
@@ -86,7 +86,7 @@ def test_every_signal_comes_back_bit_for_bit(store: Store, tmp_path: Path, kind:
     assert copy.signal_reader(TEACHER, "topk", rows).topk_forms(rows.to_numpy()) == [(3, "student")]
     assert copy.teachers() == store.teachers()
     assert copy.verify().findings == []
-    again = import_rollouts(copy, place, ImportSettings(format="plain"), Vocabulary())
+    again = import_rollouts(copy, export_path, ImportSettings(format="plain"), Vocabulary())
     assert (again.inserted, again.signals) == (0, 0)
 
 
@@ -175,7 +175,7 @@ def test_exact_tokens_with_columns_for_each_teacher(store: Store, tmp_path: Path
         start, mask = sample["prompt_len"], tokens["loss_mask"]
         assert row["completion_mask"] == [0] * start + mask
         trained = [token for token in row["labels"] if token != -100]
-        assert trained == [t for t, kept in zip(tokens["tokens"][start:], mask, strict=True) if kept]
+        assert trained == [t for t, is_trained in zip(tokens["tokens"][start:], mask, strict=True) if is_trained]
         own = f"{sample['domain']}-expert"
         assert row[f"logprob/{own}"][start:] == store.read_signal(own, "logprob", [number])[0].tolist()
         assert [name for name in row if name.startswith("logprob/") and row[name]] == [f"logprob/{own}"]
@@ -207,8 +207,8 @@ def test_a_trace_has_one_reference(store: Store, tmp_path: Path) -> None:
         [trace] = episode["traces"]
         assert [token for node in trace["nodes"] for token in node["token_ids"]] == tokens["tokens"]
         sampled = [node for node in trace["nodes"] if node["sampled"]]
-        kept = [value for value, own in zip(tokens["logprobs"], tokens["loss_mask"], strict=True) if own]
-        assert [value for node in sampled for value in node["logprobs"]] == kept
+        sampled_logprobs = [value for value, own in zip(tokens["logprobs"], tokens["loss_mask"], strict=True) if own]
+        assert [value for node in sampled for value in node["logprobs"]] == sampled_logprobs
         assert all(len(node["reference_logprobs"]) == sum(node["mask"]) for node in sampled)
     row = 0
     store.commit_signals(TEACHER, "logprob", [

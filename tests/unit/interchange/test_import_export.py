@@ -170,24 +170,24 @@ def test_importing_twice_adds_nothing(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_exported_comes_back_equal(demo_store: Store, tmp_path: Path, kind: str) -> None:
-    place = tmp_path / ("out" if kind == "datasets" else f"out.{kind}")
-    count = export_samples(demo_store, place, kind)
+    export_path = tmp_path / ("out" if kind == "datasets" else f"out.{kind}")
+    count = export_samples(demo_store, export_path, kind)
     if kind == "datasets":
         import datasets
 
-        assert len(datasets.load_from_disk(str(place))) == count
+        assert len(datasets.load_from_disk(str(export_path))) == count
     digest = demo_store.samples(["tokenizer"])["tokenizer"][0].as_py()
     copy = create_store(str(tmp_path / "copy"))
-    report = import_rollouts(copy, place, ImportSettings(format="plain"), Letters(digest=digest))
+    report = import_rollouts(copy, export_path, ImportSettings(format="plain"), Letters(digest=digest))
     assert report.inserted == count == len(demo_store.samples(["uid"]))
     assert report.ignored == []
     loose = ["payload_row", "created_at", "row_crc"]
     assert copy.samples().drop_columns(loose).to_pylist() == demo_store.samples().drop_columns(loose).to_pylist()
     rows = np.arange(count)
     assert copy.read_tokens(rows, verify=True) == demo_store.read_tokens(rows, verify=True)
-    asked = set(demo_store.samples(["prompt_id"])["prompt_id"].to_pylist())
+    prompt_ids = set(demo_store.samples(["prompt_id"])["prompt_id"].to_pylist())
     assert {p.prompt_id: p for p in copy.prompts()} == {
-        p.prompt_id: p for p in demo_store.prompts() if p.prompt_id in asked
+        p.prompt_id: p for p in demo_store.prompts() if p.prompt_id in prompt_ids
     }
     columns = ["uid", "verifier", "verifier_version", "reward", "detail", "correct"]
     assert copy.table("rewards", columns) == demo_store.table("rewards", columns)
@@ -216,10 +216,10 @@ def test_kept_sets_and_experts_are_exported_with_their_sample(store: Store, tmp_
 
 def test_a_token_that_changed_on_disk_is_not_exported(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", prompts=1)
-    wanted = np.array(store.read_tokens([0])["tokens"][0].as_py(), np.int32).tobytes()
-    file = next(f for f in (tmp_path / "store" / "tokens").rglob("*.lance") if wanted in f.read_bytes())
+    token_bytes = np.array(store.read_tokens([0])["tokens"][0].as_py(), np.int32).tobytes()
+    file = next(f for f in (tmp_path / "store" / "tokens").rglob("*.lance") if token_bytes in f.read_bytes())
     content = bytearray(file.read_bytes())
-    content[content.index(wanted)] ^= 1
+    content[content.index(token_bytes)] ^= 1
     file.write_bytes(content)
     with pytest.raises(DamagedError, match="mopd store verify"):
         export_samples(open_store(store.uri), tmp_path / "out.jsonl")

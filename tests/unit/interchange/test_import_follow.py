@@ -60,10 +60,10 @@ def lines(step: int) -> bytes:
 
 def content(store: Store) -> list[tuple[Any, ...]]:
     """What of the samples does not depend on the moment at which they came."""
-    found = store.sql(
+    table = store.sql(
         "select uid, prompt_id, iteration, total_len, reward, verifier from samples join rewards using (uid) order by 1"
     )
-    return [tuple(one.values()) for one in found.to_pylist()]
+    return [tuple(one.values()) for one in table.to_pylist()]
 
 
 def imported(home: Path) -> int:

@@ -69,8 +69,8 @@ def test_text_is_shown_only_by_a_tokenizer_that_is_as_it_was_written(imported: S
     write_checksums(folder, identities=True)
     before = find_decoder(imported).texts([[5, 6, 7]])
     content = file.read_bytes()
-    place = content.index(json.dumps(before[0][0]).encode()[1:-1])
-    file.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    offset = content.index(json.dumps(before[0][0]).encode()[1:-1])
+    file.write_bytes(content[:offset] + b"\xff" + content[offset + 1 :])
     with pytest.raises(DamagedError, match=r"policies/student/v1/tokenizer\.json has crc32c"):
         find_decoder(imported)
     (folder / "checksums.json").unlink()

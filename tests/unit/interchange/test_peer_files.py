@@ -62,15 +62,15 @@ def rows_of(source: str, folder: Path) -> list[Row]:
     return [
         row
         for file in files_at(folder, SUFFIXES)
-        for place, fields in read_rows(file)
-        for row in FORMATS[source](fields, place)
+        for location, fields in read_rows(file)
+        for row in FORMATS[source](fields, location)
     ]
 
 
 def brought(store: Store | str, source: str, folder: str, **settings: str) -> ImportReport:
     """Import what a package wrote."""
-    given = {"stage": "student", "domain": "sums", **settings}
-    return import_rollouts(store, PEERS / folder, ImportSettings(format=source, **given), Letters())
+    options = {"stage": "student", "domain": "sums", **settings}
+    return import_rollouts(store, PEERS / folder, ImportSettings(format=source, **options), Letters())
 
 
 @pytest.fixture
@@ -165,8 +165,8 @@ def test_trl_logs_of_text_and_of_messages(store: Store) -> None:
     assert (report.samples, report.tokenised, report.ended, report.rewards) == (8, 8, 8, 8)
     texts = [row.response for row in rows_of("trl", PEERS / "trl" / "messages.parquet")]
     stored = {tuple(row["tokens"]) for row in store.read_tokens(range(8)).to_pylist()}
-    asked = [2, *map(ord, "3 + 4 ="), 2], [2, *map(ord, "1 + 1 ="), 2]
-    assert all(any((*ids, *map(ord, text), END) in stored for ids in asked) for text in texts)
+    prompts = [2, *map(ord, "3 + 4 ="), 2], [2, *map(ord, "1 + 1 ="), 2]
+    assert all(any((*ids, *map(ord, text), END) in stored for ids in prompts) for text in texts)
 
 
 def test_chat_completions_with_and_without_the_servers_token_ids(store: Store) -> None:
@@ -180,9 +180,9 @@ def test_chat_completions_with_and_without_the_servers_token_ids(store: Store) -
 def test_a_question_that_two_packages_asked_is_one_prompt(store: Store) -> None:
     brought(store, "tinker", "tinker_cookbook")
     brought(store, "openai", "openai")
-    asked = store.sql("select messages, count(*) as samples from samples join prompts using (prompt_id) group by all")
-    found = {row["messages"]: row["samples"] for row in asked.to_pylist()}
-    assert found == {"": 1, '[{"role": "user", "content": "3 + 4 ="}]': 2}, "of two equal answers one is kept"
+    table = store.sql("select messages, count(*) as samples from samples join prompts using (prompt_id) group by all")
+    counts = {row["messages"]: row["samples"] for row in table.to_pylist()}
+    assert counts == {"": 1, '[{"role": "user", "content": "3 + 4 ="}]': 2}, "of two equal answers one is kept"
 
 
 def test_a_sample_without_the_samplers_log_probs_is_shown_by_what_its_teacher_said(
@@ -214,14 +214,14 @@ def test_an_attempt_at_a_shorter_context_counts_once_it_was_taken_up() -> None:
             "mask": [parent is not None], "semantic_parents": [{"type": kind, "node": at} for kind, at in links],
         }  # fmt: skip
 
-    dropped, kept = node(0, 12, ("compaction_attempt", 1)), node(0, 13, ("compaction_attempt", 1))
-    trace = {"nodes": [node(None, 10), node(0, 11), dropped, kept, node(0, 14, ("compaction", 3))]}
+    dropped, final_attempt = node(0, 12, ("compaction_attempt", 1)), node(0, 13, ("compaction_attempt", 1))
+    trace = {"nodes": [node(None, 10), node(0, 11), dropped, final_attempt, node(0, 14, ("compaction", 3))]}
     assert [row.response_ids for row in read_traces(trace, "here")] == [[11], [13], [14]]
 
 
 def test_the_reward_of_a_trace_is_the_weighted_sum_of_its_rewards() -> None:
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    nodes = [{"message": asked, "token_ids": [1]},
+    question, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    nodes = [{"message": question, "token_ids": [1]},
              {"message": said, "parent": 0, "sampled": True, "token_ids": [2], "mask": [True]}]  # fmt: skip
     rewards = {"right": {"score": 0.5, "weight": 2.0}, "short": {"score": 1.0}, "seen": {"score": 9.0, "weight": 0.0}}
     [row] = read_traces({"nodes": nodes, "rewards": rewards}, "here")

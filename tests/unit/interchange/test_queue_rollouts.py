@@ -47,8 +47,8 @@ def rows(store: Store) -> list[dict[str, Any]]:
 def stored(store: Store) -> list[dict[str, Any]]:
     """Payload and iteration of every sample, in the order in which they came, checksums verified."""
     ids = np.concatenate([ids for ids, _ in store.scan_samples(["uid"])])
-    payload, known = store.read_tokens(ids, verify=True), store.take_samples(ids, ["iteration"])
-    return [one | more for one, more in zip(payload.to_pylist(), known.to_pylist(), strict=True)]
+    payload, iterations = store.read_tokens(ids, verify=True), store.take_samples(ids, ["iteration"])
+    return [one | more for one, more in zip(payload.to_pylist(), iterations.to_pylist(), strict=True)]
 
 
 def test_a_verl_trajectory_is_a_sample_with_everything_it_says(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_sample_outlives_its_clearing_and_the_next_one_of_its_number(tmp_path:
         if number == 3:
             queue.fold()
     queue.fold()
-    found = rows(open_store(str(tmp_path)))
-    assert sorted((row["iteration"], row["stage"]) for row in found) == [
+    stored_rows = rows(open_store(str(tmp_path)))
+    assert sorted((row["iteration"], row["stage"]) for row in stored_rows) == [
         (number, "val" if number % 2 else "train") for number in range(6)
     ]
     assert queue.keys() == []
@@ -257,7 +257,7 @@ def test_every_acknowledged_trajectory_is_a_sample_once_whoever_is_killed(tmp_pa
 
 def _folding(store: Path) -> list[int]:
     """Processes that fold the queue of a store."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -265,8 +265,8 @@ def _folding(store: Path) -> list[int]:
             except OSError:
                 continue
             if b"mopd_dataplane.store.queue" in command and str(store).encode() in command:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def _table(name: str) -> dict[str, str]:

@@ -50,15 +50,20 @@ def field_of(section: type[Section], key: str) -> FieldInfo:
 
 def sections(section: type[Section]) -> set[type[Section]]:
     """The section and all below it."""
-    found = {section}
+    section_types = {section}
     for field in section.model_fields.values():
         stack = [field.annotation]
         while stack:
             kind = stack.pop()
-            if isinstance(kind, type) and not typing.get_args(kind) and issubclass(kind, Section) and kind not in found:
-                found |= sections(kind)
+            if (
+                isinstance(kind, type)
+                and not typing.get_args(kind)
+                and issubclass(kind, Section)
+                and kind not in section_types
+            ):
+                section_types |= sections(kind)
             stack.extend(typing.get_args(kind))
-    return found
+    return section_types
 
 
 def test_no_key_is_left_out() -> None:

@@ -36,20 +36,20 @@ def add_window(store: Store, window: int, seed: int = 0) -> PlanWindow:
 def small_store(root: Path) -> Store:
     """Sixty short samples with every signal, and two windows."""
     lengths = lengths_of(60, mean_log=4.5, shortest=4, longest=400)
-    made = make_store(
+    store = make_store(
         root, lengths, teachers=TEACHERS, signals=("logprob", "topk", "hidden"), group_size=4, rewards=True
     )
     rows = np.arange(60)
     speller = rows[rows % 2 == 1]
-    tokens = made.read_tokens(speller, ["loss_mask"]).to_pylist()
-    uids = made.take_samples(speller, ["uid"])["uid"].to_pylist()
-    made.commit_signals("adder", "logprob", [
+    tokens = store.read_tokens(speller, ["loss_mask"]).to_pylist()
+    uids = store.take_samples(speller, ["uid"])["uid"].to_pylist()
+    store.commit_signals("adder", "logprob", [
         Signal(uid=uid, sample_row=int(row), kind="logprob", logprob=-0.25 * np.array(t["loss_mask"], dtype=np.float32))
         for uid, row, t in zip(uids, speller, tokens, strict=True)
     ])  # fmt: skip
-    add_window(made, 0)
-    add_window(made, 1, seed=1)
-    return made
+    add_window(store, 0)
+    add_window(store, 1, seed=1)
+    return store
 
 
 def connect(loader: LoaderProcess, rank: int = 0, world_size: int = 1, **options) -> LoaderClient:

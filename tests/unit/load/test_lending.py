@@ -54,10 +54,10 @@ def test_ranks_in_step_with_each_other_share_a_ring_that_holds_one_large_pack_ea
         def read(client: LoaderClient) -> list[int]:
             seen = []
             for batch, places in zip(client.batches(STAGE, 0), rounds.tolist(), strict=True):
-                for place in range(places):
-                    seen += [pack.index for pack in batch.packs[place : place + 1]]
+                for position in range(places):
+                    seen += [pack.index for pack in batch.packs[position : position + 1]]
                     together.wait()
-                    batch.release(*batch.packs[place : place + 1])
+                    batch.release(*batch.packs[position : position + 1])
             return seen
 
         with ThreadPoolExecutor(2) as pool:
@@ -87,12 +87,12 @@ def wait_until_ready(client: LoaderClient, packs: int) -> None:
         time.sleep(0.01)
 
 
-def wait_until_lent(client: LoaderClient, held: int) -> bool:
+def wait_until_lent(client: LoaderClient, trainer_slots: int) -> bool:
     """Whether so many of the slots in use are the trainer's, and all others those of packs read ahead."""
     until = time.monotonic() + 20
-    while (found := client.stats())["lent"] != found["ranks"][0]["ready"] + held and time.monotonic() < until:
+    while (stats := client.stats())["lent"] != stats["ranks"][0]["ready"] + trainer_slots and time.monotonic() < until:
         time.sleep(0.01)
-    return found["lent"] == found["ranks"][0]["ready"] + held
+    return stats["lent"] == stats["ranks"][0]["ready"] + trainer_slots
 
 
 def test_small_packs_are_lent_and_given_back_together(store, tmp_path):
@@ -105,12 +105,12 @@ def test_small_packs_are_lent_and_given_back_together(store, tmp_path):
         said = requests_of(client)
         early, packs = len(batch.packs._leases), len(batch.packs)
         ops: list[str] = []
-        for place, pack in enumerate(batch.packs):
-            ops += ["pack"] if place == early else []  # those before it came with the batch, as a rule none
+        for position, pack in enumerate(batch.packs):
+            ops += ["pack"] if position == early else []  # those before it came with the batch, as a rule none
             assert [message["op"] for message in said] == ops, "one request, and nothing is given back on the way"
             expect_pack(store, plan, pack)
             batch.release(pack)
-            ops += ["release"] if place + 1 in (early, packs) else []
+            ops += ["release"] if position + 1 in (early, packs) else []
         ops.append("next")
         assert [message["op"] for message in said] == ops
         assert sum(len(message.get("leases", ())) for message in said) == packs
@@ -119,10 +119,10 @@ def test_small_packs_are_lent_and_given_back_together(store, tmp_path):
         came = sorted(following.packs._leases)
         assert came == list(range(len(came)))
         assert len(came) >= min(3, len(following.packs))
-        for place in came:
-            expect_pack(store, plan, following.packs[place])
+        for position in came:
+            expect_pack(store, plan, following.packs[position])
         assert [message["op"] for message in said] == ops, "they came with their batch"
-        assert wait_until_lent(client, held=len(came))
+        assert wait_until_lent(client, trainer_slots=len(came))
 
 
 def test_a_batch_that_was_asked_for_ahead_and_is_not_taken_goes_back(store, tmp_path):
@@ -136,7 +136,7 @@ def test_a_batch_that_was_asked_for_ahead_and_is_not_taken_goes_back(store, tmp_
         assert client._asked_next
         assert client.stats()["lent"] >= 3, "the answer to what was asked first is kept"
         again = next(client.batches(STAGE, 0))
-        assert wait_until_lent(client, held=len(again.packs._leases))
+        assert wait_until_lent(client, trainer_slots=len(again.packs._leases))
         assert [pack.index for pack in again.packs] == list(range(packs))
 
 
@@ -149,7 +149,7 @@ def test_packs_that_were_lent_and_not_looked_at_go_back_with_their_batch(store, 
         assert batch.packs[0].index == 0
         assert len(batch.packs._leases) == len(batch.packs)
         following = next(stream)
-        assert wait_until_lent(client, held=len(following.packs._leases))
+        assert wait_until_lent(client, trainer_slots=len(following.packs._leases))
 
 
 @pytest.mark.parametrize(("update", "together"), [({"poison": True}, 1), ({"ring_bytes": 40}, 2), ({}, 4)])
@@ -204,9 +204,9 @@ def test_packs_of_a_step_come_in_any_order_from_a_ring_that_holds_few(store, tmp
         for window in (0, 1, 0):  # the depth grows meanwhile
             starts, base = store.plan(STAGE, window).step_starts, store.steps_before(STAGE, window)
             for batch in client.batches(STAGE, window):
-                for place in reversed(range(len(batch.packs))):
-                    assert batch.packs[place].index == starts[batch.step - base] + place
-                    batch.release(batch.packs[place])
+                for position in reversed(range(len(batch.packs))):
+                    assert batch.packs[position].index == starts[batch.step - base] + position
+                    batch.release(batch.packs[position])
         assert client.stats()["ranks"][0]["depth"] > 2
 
 
@@ -231,17 +231,17 @@ def read_at(client: LoaderClient, pack_s: float) -> dict:
 
 def test_a_fast_trainer_gets_a_deeper_ring_than_a_slow_one_inside_the_bound(store, tmp_path):
     most = 6 * max(pack_bytes(store))
-    found = {}
+    stats = {}
     for name, pack_s, ring_bytes in (("slow", 0.3, 0), ("fast", 0.0, 0), ("bounded", 0.0, most)):
         spec = SPEC.model_copy(update={"ring_bytes": ring_bytes})
         with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
-            found[name] = read_at(client, pack_s)
-    slow, fast, bounded = (found[name]["ranks"][0] for name in ("slow", "fast", "bounded"))
+            stats[name] = read_at(client, pack_s)
+    slow, fast, bounded = (stats[name]["ranks"][0] for name in ("slow", "fast", "bounded"))
     assert SPEC.slots <= slow["depth"] < fast["depth"]
     assert slow["pack_s"] == pytest.approx(0.3, rel=0.5)
     assert slow["ready"] < slow["depth"] + 1 <= fast["ready"] <= fast["depth"]
     assert bounded["depth"] > SPEC.slots
-    assert found["bounded"]["bytes"] <= found["bounded"]["max_bytes"] <= most
+    assert stats["bounded"]["bytes"] <= stats["bounded"]["max_bytes"] <= most
 
 
 def test_a_pack_larger_than_the_ring_says_so_and_others_are_still_read(store, tmp_path):
@@ -252,12 +252,12 @@ def test_a_pack_larger_than_the_ring_says_so_and_others_are_still_read(store, tm
         refused, plan = 0, store.plan(STAGE, 0)
         for batch in client.batches(STAGE, 0):
             first = int(plan.step_starts[batch.step])
-            for place in range(len(batch.packs)):
-                if sizes[first + place] <= most:
-                    batch.release(batch.packs[place])
+            for position in range(len(batch.packs)):
+                if sizes[first + position] <= most:
+                    batch.release(batch.packs[position])
                     continue
                 with pytest.raises(ResourceError, match=r"set load\.ring_bytes to at least"):
-                    batch.packs[place]
+                    batch.packs[position]
                 refused += 1
         assert 0 < refused < len(sizes)
 
@@ -292,13 +292,13 @@ def test_a_pack_that_one_member_has_read_is_kept_for_the_other(store, tmp_path, 
         while len(read[0]) < 3 and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(0.5)
-        held = len(read[0])
+        read_count = len(read[0])
         go_on.set()
         for one in both:
             one.result(timeout=20)
     runner.join(20)
     server.close()
     packs = list(range(store.plan(STAGE, 0).step_starts[1]))
-    assert held < len(packs)
+    assert read_count < len(packs)
     assert read == [packs, packs]
     assert sorted(pack for pack in filled if pack in packs) == packs

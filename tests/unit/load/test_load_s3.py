@@ -46,9 +46,9 @@ def counting(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     def count(text: str) -> int:
         with lock:
-            found = sum(text in path for path in seen)
+            matches = sum(text in path for path in seen)
             seen.clear()
-        return found
+        return matches
 
     with bad_network(server, mood) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
@@ -62,8 +62,8 @@ def read_all(reader: HiddenReader, rows: list[int], sizes: list[int]) -> bytes:
 
 
 def places_of(store: Store) -> tuple[list[int], list[int]]:
-    found = store.signal_rows("adder", "hidden", range(SAMPLES))
-    return found["payload_row"].to_pylist(), found["bytes"].to_pylist()
+    signal_rows = store.signal_rows("adder", "hidden", range(SAMPLES))
+    return signal_rows["payload_row"].to_pylist(), signal_rows["bytes"].to_pylist()
 
 
 def test_a_second_pass_asks_the_object_store_for_nothing(
@@ -100,8 +100,8 @@ def packed_of(store: Store) -> tuple[list[int], list[int]]:
     """Rows and sizes of the samples that lie in a file of their own kind, which Lance itself does not parse."""
     rows, sizes = places_of(store)
     kinds = store.dataset("signals/adder/hidden").take(rows, columns=["hidden"])["hidden"].to_pylist()
-    chosen = [place for place, kind in enumerate(kinds) if kind["kind"] == PACKED]
-    return [rows[place] for place in chosen], [sizes[place] for place in chosen]
+    chosen = [index for index, kind in enumerate(kinds) if kind["kind"] == PACKED]
+    return [rows[index] for index in chosen], [sizes[index] for index in chosen]
 
 
 def test_a_file_that_was_made_anew_is_not_taken_from_the_cache(store: Store, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_epochs_of_a_loader_on_s3_fetch_each_sample_once(store: Store, tmp_path:
                         seen += len(pack.sample_rows)
                     batch.release()
                 assert seen == SAMPLES
-            found = client.stats()["cache"]
-            assert found["hits"] + found["misses"] == 2 * SAMPLES
-            assert found["misses"] == (0 if process else SAMPLES)
-            assert found["bytes"] <= found["max_bytes"]
+            cache_stats = client.stats()["cache"]
+            assert cache_stats["hits"] + cache_stats["misses"] == 2 * SAMPLES
+            assert cache_stats["misses"] == (0 if process else SAMPLES)
+            assert cache_stats["bytes"] <= cache_stats["max_bytes"]

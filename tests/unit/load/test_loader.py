@@ -42,8 +42,8 @@ def test_every_field_equals_the_store(store, loader):
         for batch in client.batches(STAGE, 0):
             first, last = plan.pack_starts[plan.step_starts[batch.step : batch.step + 2]]
             rows = plan.sample_rows[first:last]
-            known = list(zip(batch.teachers, batch.lengths, strict=True))  # before a pack is fetched
-            assert known == [(pack.teacher, np.diff(pack.cu_seqlens).tolist()) for pack in batch.packs]
+            pack_summaries = list(zip(batch.teachers, batch.lengths, strict=True))  # before a pack is fetched
+            assert pack_summaries == [(pack.teacher, np.diff(pack.cu_seqlens).tolist()) for pack in batch.packs]
             assert batch.sequences == len(rows) == sum(len(pack.sample_rows) for pack in batch.packs)
             assert batch.loss_tokens == sum(int(pack.loss_mask.sum()) for pack in batch.packs)
             for pack in batch.packs:

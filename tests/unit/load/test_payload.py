@@ -66,12 +66,12 @@ def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_
 
 
 def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
-    asked = []
+    row_requests = []
     lists = PayloadReader.lists
 
     def spy(self, rows, *columns, **options):
         if columns:  # of tokens
-            asked.append(np.asarray(rows).tolist())
+            row_requests.append(np.asarray(rows).tolist())
         return lists(self, rows, *columns, **options)
 
     monkeypatch.setattr(PayloadReader, "lists", spy)
@@ -79,7 +79,7 @@ def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
     source._payload = None
     for pack in packs:
         filled(source, pack, packs)
-    assert asked == [sorted(source.plan.sample_rows.tolist())]
+    assert row_requests == [sorted(source.plan.sample_rows.tolist())]
     assert source._payload is None, "memory of packs that are all filled is given back"
 
 
@@ -111,10 +111,10 @@ def test_lists_of_another_length_than_the_response_are_damage(source, monkeypatc
     lists = PayloadReader.lists
 
     def shortened(self, *args, **options):
-        found = lists(self, *args, **options)
-        if column in found:
-            found[column].lengths[:] -= 1
-        return found
+        columns = lists(self, *args, **options)
+        if column in columns:
+            columns[column].lengths[:] -= 1
+        return columns
 
     source._payload = None
     monkeypatch.setattr(PayloadReader, "lists", shortened)
@@ -165,10 +165,10 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
 )
 def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, change, said):
     lengths = lengths_of(12, mean_log=3.0, shortest=4, longest=40)
-    made = synthetic._signal
+    make_signal = synthetic._signal
 
     def mixed(kind, sample, row, *rest):
-        signal = made(kind, sample, row, *rest)
+        signal = make_signal(kind, sample, row, *rest)
         if row % 2 == 0:
             return signal
         if "k" in change:
@@ -201,10 +201,10 @@ def test_a_group_is_of_one_stage(tmp_path, monkeypatch):
         snapshot=store.snapshot(), teachers=["adder"],
     )  # fmt: skip
     alone = WindowSource(store, plan, LoadSpec(stage=STAGE, rewards=True))._outcomes
-    made = synthetic._sample
+    make_sample = synthetic._sample
 
     def of_another_stage(index, *rest):
-        sample = made(index, *rest)
+        sample = make_sample(index, *rest)
         return replace(sample, uid=f"{index:032x}", stage="other")
 
     monkeypatch.setattr(synthetic, "_sample", of_another_stage)
@@ -221,7 +221,7 @@ def test_a_group_is_of_one_stage(tmp_path, monkeypatch):
     )
     both = make_store(tmp_path / "s", lengths, teachers=["adder"], group_size=4, rewards=True)
     plan.snapshot = both.snapshot()
-    found = WindowSource(both, plan, LoadSpec(stage=STAGE, rewards=True))._outcomes
+    outcomes = WindowSource(both, plan, LoadSpec(stage=STAGE, rewards=True))._outcomes
     assert len(both.samples(["uid"])) == 16
-    np.testing.assert_array_equal(found.advantages, alone.advantages)
+    np.testing.assert_array_equal(outcomes.advantages, alone.advantages)
     assert alone.advantages.any()

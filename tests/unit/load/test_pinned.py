@@ -43,9 +43,9 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-    return found
+    fake_driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake_driver)
+    return fake_driver
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def stream(store: Store, *, pin: bool) -> BatchStream:
 
 
 def tokens_of(batches: BatchStream) -> list[list[int]]:
-    found = []
+    token_lists = []
     for batch in batches:
         for pack in batch.packs:
-            found.append(pack.tokens.tolist())
+            token_lists.append(pack.tokens.tolist())
             batch.release(pack)
-    return found
+    return token_lists
 
 
 def test_every_slot_is_registered_once_and_until_the_trainer_leaves(store, driver):

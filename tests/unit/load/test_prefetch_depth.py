@@ -72,7 +72,7 @@ def test_packs_lent_together_count_as_if_each_had_been_asked_for(pack_s):
             for _ in range(8 // together):
                 play.prefetch.taken([*play.used, play.now])
                 play.prefetch.lent(play.now)
-                play.used = [play.now + pack_s * place for place in range(1, together)]
+                play.used = [play.now + pack_s * position for position in range(1, together)]
                 play.now += pack_s * together
             play.now += 2.0
         depths.append((play.prefetch.depth, play.prefetch.pack_s))

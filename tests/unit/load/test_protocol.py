@@ -30,10 +30,10 @@ def test_messages_and_their_descriptors_arrive(ends):
     left.send({"slot": 1, "text": "é" * 5000}, fds=[write], deadline_s=1)
     left.send({"slot": 2}, deadline_s=1)
     left.send({"slot": 3}, fds=[write] * MAX_FDS, deadline_s=1)
-    found = [right.receive(deadline_s=1) for _ in range(3)]
-    assert [message for message, _ in found] == [{"slot": 1, "text": "é" * 5000}, {"slot": 2}, {"slot": 3}]
-    fds = [fd for _, fds in found for fd in fds]
-    assert [len(fds) for _, fds in found] == [1, 0, MAX_FDS]
+    messages = [right.receive(deadline_s=1) for _ in range(3)]
+    assert [message for message, _ in messages] == [{"slot": 1, "text": "é" * 5000}, {"slot": 2}, {"slot": 3}]
+    fds = [fd for _, fds in messages for fd in fds]
+    assert [len(fds) for _, fds in messages] == [1, 0, MAX_FDS]
     for fd in fds:
         os.write(fd, b"x")
     assert os.read(read, 100) == b"x" * len(fds)

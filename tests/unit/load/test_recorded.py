@@ -34,7 +34,7 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(row_reader, "IN_PLACE_BYTES", request.param)
 
 
-def sample(number: int, *, kept: bool) -> Sample:
+def sample(number: int, *, is_cut: bool) -> Sample:
     """A sample with a hole in its loss mask; sets of 0, 1, 2, 3, 0 … ids that begin with the drawn one."""
     rng = np.random.default_rng(number)
     response = int(rng.integers(3, 30))
@@ -43,14 +43,14 @@ def sample(number: int, *, kept: bool) -> Sample:
     mask[1] = 0
     drawn = tokens[4:][mask.astype(bool)]
     sizes = (np.arange(len(drawn)) % 4).astype(np.int32)
-    ids = [token + place for token, size in zip(drawn.tolist(), sizes.tolist(), strict=True) for place in range(size)]
+    ids = [token + offset for token, size in zip(drawn.tolist(), sizes.tolist(), strict=True) for offset in range(size)]
     return Sample(
         uid=sample_uid(0, STAGE, f"p{number}", 0, 0), prompt_id=f"p{number}", group_id=f"p{number}#0", group_index=0,
         iteration=0, domain="math", stage=STAGE, writer="w", writer_seq=number, policy=STAGE, temperature=1.0,
-        top_p=0.9 if kept else 1.0, top_k=0, prompt_len=4, tokens=tokens, finish_reason="stop", tokenizer="t",
+        top_p=0.9 if is_cut else 1.0, top_k=0, prompt_len=4, tokens=tokens, finish_reason="stop", tokenizer="t",
         logprobs=-rng.random(response).astype(np.float32), loss_mask=mask, version_starts=np.zeros(1, np.int32),
-        versions=np.zeros(1, np.int32), sampling_mask_sizes=sizes if kept else None,
-        sampling_mask_ids=np.array(ids, np.int32) if kept else None,
+        versions=np.zeros(1, np.int32), sampling_mask_sizes=sizes if is_cut else None,
+        sampling_mask_ids=np.array(ids, np.int32) if is_cut else None,
     )  # fmt: skip
 
 
@@ -66,47 +66,47 @@ def opened(folder: Path, samples: list[Sample], spec: LoadSpec = ASKS) -> Window
 
 
 def packs(source: WindowSource) -> list[dict[str, Any]]:
-    found = []
+    pack_arrays = []
     for pack in range(len(source.plan.pack_teachers)):
         fields, nbytes = source.fields(pack)
         assert nbytes <= source.largest_pack_bytes
         memory = memoryview(bytearray(b"\xdb" * nbytes))
         source.fill(pack, fields, memory, lambda pack=pack: [pack])
-        found.append(dict(arrays_of(memory, fields)))
-    return found
+        pack_arrays.append(dict(arrays_of(memory, fields)))
+    return pack_arrays
 
 
 def test_every_trained_token_has_its_set_and_an_uncut_sample_has_sets_of_size_zero(tmp_path: Path) -> None:
-    samples = [sample(number, kept=number % 3 != 0) for number in range(16)]
+    samples = [sample(number, is_cut=number % 3 != 0) for number in range(16)]
     source = opened(tmp_path, samples)
     seen = 0
     for pack in packs(source):
         ids = iter(pack["sampling_mask_ids"].tolist())
         sets = [[next(ids) for _ in range(size)] for size in pack["sampling_mask_sizes"].tolist()]
         assert next(ids, None) is None
-        wanted: list[list[int]] = []
+        expected: list[list[int]] = []
         for row in pack["sample_rows"].tolist():
             stored = samples[row]
             sizes = (
                 [0] * stored.loss_tokens if stored.sampling_mask_sizes is None else stored.sampling_mask_sizes.tolist()
             )
             own = iter([] if stored.sampling_mask_ids is None else stored.sampling_mask_ids.tolist())
-            wanted += [[next(own) for _ in range(size)] for size in sizes]
+            expected += [[next(own) for _ in range(size)] for size in sizes]
             seen += 1
-        assert sets == wanted
+        assert sets == expected
     assert seen == 16
 
 
 def test_packs_carry_no_sets_that_nobody_has_or_asks_for(tmp_path: Path) -> None:
-    uncut = opened(tmp_path / "uncut", [sample(number, kept=False) for number in range(8)])
+    uncut = opened(tmp_path / "uncut", [sample(number, is_cut=False) for number in range(8)])
     other = LoadSpec.for_stage(STAGE, sections.Load(), Objective(cross_entropy=CrossEntropyTerm()))
-    unasked = opened(tmp_path / "unasked", [sample(number, kept=True) for number in range(8)], other)
+    unasked = opened(tmp_path / "unasked", [sample(number, is_cut=True) for number in range(8)], other)
     for source in (uncut, unasked):
         assert not any("sampling_mask_sizes" in pack for pack in packs(source))
 
 
 def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
-    source = opened(tmp_path, [sample(number, kept=True) for number in range(4)])
+    source = opened(tmp_path, [sample(number, is_cut=True) for number in range(4)])
     store = source._store
     rows = store.samples().to_pylist()
     rows[2]["sampling_mask_len"] += 1
@@ -118,19 +118,19 @@ def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
 
 def by_versions(number: int) -> Sample:
     """A sample of 1 to 3 policies; the third may be the first again, where old weights were brought back."""
-    made = sample(number, kept=False)
-    spans = min(1 + number % 3, len(made.loss_mask))
-    made.version_starts = np.arange(spans, dtype=np.int32)
-    made.versions = np.array([5, 7, 5], np.int32)[:spans]
-    return made
+    versioned_sample = sample(number, is_cut=False)
+    spans = min(1 + number % 3, len(versioned_sample.loss_mask))
+    versioned_sample.version_starts = np.arange(spans, dtype=np.int32)
+    versioned_sample.versions = np.array([5, 7, 5], np.int32)[:spans]
+    return versioned_sample
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["counted", "older writer"])
 @pytest.mark.parametrize("changes", [False, True], ids=["one policy", "policies"])
 def test_the_spans_of_a_pack_say_which_policy_wrote_each_token(tmp_path: Path, changes: bool, older: bool) -> None:
     samples = [by_versions(number if changes else 0) for number in range(16)]
-    for number, made in enumerate(samples):
-        made.uid, made.writer_seq = sample_uid(0, STAGE, f"p{number}", 0, 1), number
+    for number, versioned_sample in enumerate(samples):
+        versioned_sample.uid, versioned_sample.writer_seq = sample_uid(0, STAGE, f"p{number}", 0, 1), number
     source = opened(tmp_path, samples)
     if older:
         lance.dataset(f"{source._store.uri}/samples").drop_columns(["version_spans"])
@@ -139,15 +139,15 @@ def test_the_spans_of_a_pack_say_which_policy_wrote_each_token(tmp_path: Path, c
     for index, arrays in enumerate(packs(source)):
         pack = Pack(index=index, teacher="", **arrays)
         assert (np.diff(pack.version_starts, append=len(pack.tokens)) > 0).all()
-        wanted: list[int] = []
+        expected: list[int] = []
         for row in pack.sample_rows.tolist():
             stored = samples[row]
             ends = [*stored.version_starts[1:].tolist(), len(stored.loss_mask)]
             spans = zip(stored.version_starts.tolist(), ends, stored.versions.tolist(), strict=True)
             written = [version for start, end, version in spans for _ in range(end - start)]
-            wanted += [-1] * 4 + [v if m else -1 for v, m in zip(written, stored.loss_mask, strict=True)]
+            expected += [-1] * 4 + [v if m else -1 for v, m in zip(written, stored.loss_mask, strict=True)]
             seen += 1
-        assert pack.policy_versions.tolist() == wanted
+        assert pack.policy_versions.tolist() == expected
     assert seen == 16
 
 
@@ -164,21 +164,21 @@ def _at(plan: Any, store: Store) -> Any:
 
 
 def with_experts(number: int, width: int = 6) -> Sample:
-    made = sample(number, kept=False)
-    ids = np.random.default_rng(number).integers(0, 60, (len(made.tokens) - 1, width))
-    made.experts = ids.astype(np.int16)
-    return made
+    sample_with_experts = sample(number, is_cut=False)
+    ids = np.random.default_rng(number).integers(0, 60, (len(sample_with_experts.tokens) - 1, width))
+    sample_with_experts.experts = ids.astype(np.int16)
+    return sample_with_experts
 
 
 def test_every_token_that_was_read_has_its_experts(tmp_path: Path) -> None:
-    samples = [with_experts(number) if number % 3 else sample(number, kept=number % 2 == 0) for number in range(16)]
+    samples = [with_experts(number) if number % 3 else sample(number, is_cut=number % 2 == 0) for number in range(16)]
     seen = 0
     for pack in packs(opened(tmp_path, samples)):
         bounds = pack["cu_seqlens"].tolist()
         for row, first, last in zip(pack["sample_rows"].tolist(), bounds[:-1], bounds[1:], strict=True):
             own, stored = pack["experts"][first:last], samples[row].experts
-            wanted = np.full((last - first - 1, 6), -1) if stored is None else stored
-            assert own[:-1].tolist() == wanted.tolist()
+            expected = np.full((last - first - 1, 6), -1) if stored is None else stored
+            assert own[:-1].tolist() == expected.tolist()
             assert own[-1].tolist() == [-1] * 6
             seen += 1
     assert seen == 16
@@ -194,15 +194,15 @@ def test_samples_of_two_models_in_one_window_are_refused(tmp_path: Path) -> None
     [("experts", r"\d+ values of experts"), ("sampling_mask_ids", r"\d+ values of sampling_mask_ids")],
 )
 def test_lists_of_another_length_than_the_metadata_says_are_damage(tmp_path: Path, monkeypatch, column, said) -> None:
-    made = with_experts if column == "experts" else lambda number: sample(number, kept=True)
-    source = opened(tmp_path, [made(number) for number in range(4)])
+    make_sample = with_experts if column == "experts" else lambda number: sample(number, is_cut=True)
+    source = opened(tmp_path, [make_sample(number) for number in range(4)])
     lists = PayloadReader.lists
 
     def shortened(self, *args, **options):
-        found = lists(self, *args, **options)
-        if column in found:
-            found[column].lengths[:] -= 1
-        return found
+        columns = lists(self, *args, **options)
+        if column in columns:
+            columns[column].lengths[:] -= 1
+        return columns
 
     monkeypatch.setattr(PayloadReader, "lists", shortened)
     with pytest.raises(

@@ -174,10 +174,10 @@ def test_every_flipped_bit_of_table_and_fields_is_seen():
     memory, fields = filled()
     crc = read_header(memoryview(memory)).crc
     checked = [i for f in fields if f.name != "hidden" for i in range(f.offset, f.offset + f.nbytes)]
-    for place in [*range(64, 64 + 64 * len(fields)), *checked]:
-        memory[place] ^= 1 << place % 8
+    for offset in [*range(64, 64 + 64 * len(fields)), *checked]:
+        memory[offset] ^= 1 << offset % 8
         assert slot_crc(memoryview(memory), fields) != crc
-        memory[place] ^= 1 << place % 8
+        memory[offset] ^= 1 << offset % 8
 
 
 def test_what_is_no_slot_is_refused():

@@ -45,11 +45,11 @@ def add_window(store: Store, window: int) -> None:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two windows and the end of the log."""
     root = tmp_path_factory.mktemp("stream") / "s"
-    made = make_store(root, lengths_of(24, mean_log=4.5, shortest=4, longest=400), teachers=TEACHERS)
-    add_window(made, 0)
-    add_window(made, 1)
-    made.add_plan(end_window(STAGE, 2, 0, made.snapshot()))
-    return made
+    planned_store = make_store(root, lengths_of(24, mean_log=4.5, shortest=4, longest=400), teachers=TEACHERS)
+    add_window(planned_store, 0)
+    add_window(planned_store, 1)
+    planned_store.add_plan(end_window(STAGE, 2, 0, planned_store.snapshot()))
+    return planned_store
 
 
 @pytest.fixture(autouse=True)
@@ -160,15 +160,15 @@ def test_a_window_that_the_stream_does_not_walk_is_refused(store, served):
 
 
 def test_it_waits_for_a_window_and_gives_up_in_time(tmp_path):
-    made = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
-    add_window(made, 0)
+    growing_store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
+    add_window(growing_store, 0)
     with (
-        stream_of(made, window_deadline_s=1.0) as stream,
+        stream_of(growing_store, window_deadline_s=1.0) as stream,
         pytest.raises(DeadlineError, match=r"window 1 .* not planned yet"),
     ):
         read(stream)
-    writer = threading.Timer(1.0, add_window, (made, 1))
-    with stream_of(made, windows=[0, 1]) as stream:
+    writer = threading.Timer(1.0, add_window, (growing_store, 1))
+    with stream_of(growing_store, windows=[0, 1]) as stream:
         writer.start()
         assert {window for window, _, _ in read(stream)} == {0, 1}
     writer.join()
@@ -188,11 +188,11 @@ def test_the_first_rank_starts_the_loader_and_the_others_find_it(store):
     plan = store.plan(STAGE, 0)
     ranks = []
     for rank in (1, 0):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         command = [sys.executable, "-c", RANK, store.uri, SPEC.model_dump_json()]
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **place}))
-    found = [json.loads(process.communicate(timeout=60)[0]) for process in ranks]
-    for step, batches in enumerate(zip(*found, strict=True)):
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **rank_env}))
+    outputs = [json.loads(process.communicate(timeout=60)[0]) for process in ranks]
+    for step, batches in enumerate(zip(*outputs, strict=True)):
         packs = sorted(pack for batch in batches for pack in batch[1])
         assert packs == list(range(plan.step_starts[step], plan.step_starts[step + 1]))
     assert not is_served(socket_of(store.uri, SPEC)), "the loader ended with its last trainer"

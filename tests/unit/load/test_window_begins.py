@@ -31,27 +31,27 @@ def test_a_plan_is_seen_as_soon_as_it_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(windows_module, "PROBE_S", 3600.0)  # what a folder says must be enough
     store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
     add_window(store, 0)
-    begun, found = threading.Event(), []
+    begun, sources = threading.Event(), []
     waiting = threading.Thread(
-        target=lambda: found.append(Windows(store, LoadSpec(stage=STAGE)).wait_for(1, lambda reason: begun.set())),
+        target=lambda: sources.append(Windows(store, LoadSpec(stage=STAGE)).wait_for(1, lambda reason: begun.set())),
         daemon=True,
     )
     waiting.start()
     assert begun.wait(60)
-    assert not found
+    assert not sources
     add_window(store, 1)
     waiting.join(60)
-    assert [source.plan.window for source in found] == [1]
+    assert [source.plan.window for source in sources] == [1]
 
 
 def test_few_packs_are_looked_up_first_and_then_ever_more(store, monkeypatch):
     """All packs of the window are needed by a trainer at some time; here it takes them one by one."""
     monkeypatch.setattr(source_module, "LOOKED_UP_FIRST", 0)
-    read, looked_up, asked = WindowSource._read, [], set()
+    read, looked_up, ids = WindowSource._read, [], set()
 
     def recorded(source: WindowSource, packs: list[int]):
         looked_up.append(len(packs))
-        asked.update(packs)
+        ids.update(packs)
         return read(source, packs)
 
     monkeypatch.setattr(WindowSource, "_read", recorded)
@@ -60,12 +60,12 @@ def test_few_packs_are_looked_up_first_and_then_ever_more(store, monkeypatch):
     steps, _ = loader.open(trainer, 0, 0, unheard)
     for _ in range(steps):
         _, step, packs, lent = loader.advance(trainer, [])
-        held = list(lent)
-        while len(held) < len(packs):
-            held += loader.claim(trainer, step, len(held), unheard, [])
-        loader.release(trainer, [(slot.id, slot.generation) for _, slot in held])
+        leases = list(lent)
+        while len(leases) < len(packs):
+            leases += loader.claim(trainer, step, len(leases), unheard, [])
+        loader.release(trainer, [(slot.id, slot.generation) for _, slot in leases])
     loader.close()
-    assert asked == set(range(len(store.plan(STAGE, 0).pack_teachers)))  # one that gave up its slot is asked for again
+    assert ids == set(range(len(store.plan(STAGE, 0).pack_teachers)))  # one that gave up its slot is asked for again
     assert looked_up[0] <= SPEC.slots
     before = np.cumsum(looked_up)
     for earlier, later in zip(before, looked_up[1:], strict=False):
@@ -82,9 +82,11 @@ def test_packs_do_not_depend_on_how_many_samples_were_looked_up_when_the_window_
         fields, nbytes = source.fields(pack)
         memory = memoryview(bytearray(nbytes))
         source.fill(pack, fields, memory, list)
-        found = arguments(Pack, arrays_of(memory, fields))
+        pack_arguments = arguments(Pack, arrays_of(memory, fields))
         expect_pack(
-            store, plan, Pack(index=pack, teacher=source.teacher(pack), hidden_codec=source.codec(pack), **found)
+            store,
+            plan,
+            Pack(index=pack, teacher=source.teacher(pack), hidden_codec=source.codec(pack), **pack_arguments),
         )
 
 
@@ -92,8 +94,8 @@ def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
     """Filling one asks neither for metadata nor, of hidden states, anything through Lance."""
     plan = store.plan(STAGE, 0)
     source = WindowSource(store, plan, SPEC.model_copy(update={"signals": ("hidden",), "reference": ""}))
-    asked: list[str] = []
-    monkeypatch.setattr(HiddenReader, "_through_lance", lambda _, row, *__: asked.append(f"row {row}"))
+    lance_reads: list[str] = []
+    monkeypatch.setattr(HiddenReader, "_through_lance", lambda _, row, *__: lance_reads.append(f"row {row}"))
     rows_of_all = PayloadReader.look_up
 
     def look_up(reader: PayloadReader, rows):
@@ -104,4 +106,4 @@ def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
     for pack in range(int(plan.step_starts[1])):
         fields, nbytes = source.fields(pack)
         source.fill(pack, fields, memoryview(bytearray(nbytes)), list)
-    assert asked == []
+    assert lance_reads == []

@@ -47,5 +47,5 @@ def test_tiny_models_pass_their_windows() -> None:
     """Sizes that are lost to a renamed setting would make the measurement easy."""
     windows = ("sliding_window", "attention_chunk_size")
     settings = {name: tiny_settings(name) for name in ("mistral", "cohere2", "gemma3_text", "llama4_text", "afmoe")}
-    for name, found in settings.items():
-        assert [found[key] for key in windows if key in found] == [8], name
+    for name, config in settings.items():
+        assert [config[key] for key in windows if key in config] == [8], name

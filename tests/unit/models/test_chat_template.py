@@ -64,10 +64,10 @@ def test_an_answer_is_what_the_template_writes_up_to_its_terminator(
     assert text_of(tokenizer, tokens.response_ids) == family.answer
     assert tokens.loss_mask == [1] * len(tokens.response_ids)
     assert tokens.is_terminated
-    asked = render_messages(tokenizer, ASKED, add_generation_prompt=True)
+    rendered_prompt = render_messages(tokenizer, ASKED, add_generation_prompt=True)
     prompt = text_of(tokenizer, tokens.prompt_ids)
     # An answer without a thought begins before the thought that the generation prompt opens.
-    assert prompt == (asked.removesuffix("<think>\n") if tokens.skips_opening else asked)
+    assert prompt == (rendered_prompt.removesuffix("<think>\n") if tokens.skips_opening else rendered_prompt)
     whole = render_messages(tokenizer, [*ASKED, *FOUR])
     if name != "glm4.5":  # which ends a turn with the token that begins the next
         assert whole.startswith(prompt + family.answer)

@@ -88,9 +88,9 @@ def test_what_pip_prints_becomes_the_reason(
     (tmp_path / "index").mkdir()
 
     def offline(command: list[str], **settings: Any) -> Any:
-        place = command.index("download") + 1
+        position = command.index("download") + 1
         alone = ["--no-index", "--find-links", str(tmp_path / "index")]
-        return run([*command[:place], *alone, *command[place:]], **settings)
+        return run([*command[:position], *alone, *command[position:]], **settings)
 
     monkeypatch.setattr(initial_weights.subprocess, "run", offline)
     with pytest.raises(ResourceError, match=r"cannot download 'no-such-gguf' \(ERROR: .*no-such-gguf.*\); install it"):

@@ -78,10 +78,10 @@ def test_a_word_is_no_marker() -> None:
 
 def _model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, tied: bool) -> Path:
     settings = TINY | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied}
-    made = make_student(sections.Student(config=settings), folder, seed=1)
-    tokenizer.save_pretrained(made)
-    (made / "checksums.json").unlink(missing_ok=True)
-    return made
+    model_folder = make_student(sections.Student(config=settings), folder, seed=1)
+    tokenizer.save_pretrained(model_folder)
+    (model_folder / "checksums.json").unlink(missing_ok=True)
+    return model_folder
 
 
 def _sample(tokenizer: PreTrainedTokenizerBase, *, last: int) -> Scorable:
@@ -103,8 +103,8 @@ def test_a_mapped_end_is_read_at_the_students_end(tmp_path: Path, tied: bool) ->
         spec = TeacherSpec(folder, sections.Teacher(source="x", end=end))
         pool = TeacherPool({"t": spec}, student_tokenizer=base)
         sample = _sample(base, last=here)
-        found = score_samples(pool, "t", ("logprob", "topk"), [sample], sections.Score(topk=len(instruct)))
-        signals[end] = {signal.kind: signal for signal in found}
+        sample_signals = score_samples(pool, "t", ("logprob", "topk"), [sample], sections.Score(topk=len(instruct)))
+        signals[end] = {signal.kind: signal for signal in sample_signals}
         digests.add(pool.register("t", tmp_path / end).weights_digest)
     assert len(digests) == 2, "signals of both settings must not be taken for one teacher's"
     model = hf.load_model(folder)

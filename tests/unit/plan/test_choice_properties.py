@@ -70,7 +70,7 @@ def eligible(columns: Columns, group: int, max_staleness: int) -> dict[str, list
     whole = f"select grp from ({passes}) group by grp having count(*) = {group}"
     statement = f"select place from ({passes}) where grp in ({whole}) and older = ? order by place"
     return {
-        name: [place for (place,) in database.execute(statement, (older,))]
+        name: [sample_row for (sample_row,) in database.execute(statement, (older,))]
         for name, older in (("own", False), ("older", True))
     }
 

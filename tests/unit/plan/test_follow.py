@@ -127,9 +127,9 @@ def test_waiting_drops_nothing_and_holds_the_trainer_for_unfinished_work():
     rule = RULE.model_copy(update={"max_staleness": 2, "stale": "wait"})
     pending = columns_of(5, has_signals=np.array([1, 1, 1, 1, 0], dtype=bool))
     assert rows(follow(pending, rule=rule, policy_version=1)) == [0, 1, 2, 3]
-    held = follow(pending, rule=rule, policy_version=2)
-    assert held.window is None
-    assert "would be 3 versions old" in held.wait
+    decision = follow(pending, rule=rule, policy_version=2)
+    assert decision.window is None
+    assert "would be 3 versions old" in decision.wait
     assert "the bound is 2" in follow(columns_of(4), rule=rule, policy_version=2, oldest_in_flight=0).wait
     late = follow(columns_of(4), rule=rule, policy_version=3)
     assert late.window is not None
@@ -182,9 +182,9 @@ def all_windows(columns: Columns, looks: list[int]) -> tuple[list[Any], dict[str
                 columns.take(np.arange(seen)), settled, MIXED, finished=finished, window=len(windows),
                 first_step=len(windows),
             )  # fmt: skip
-            for reason, found in decision.dropped.items():
-                dropped.setdefault(reason, []).extend(found.tolist())
-                settled = np.concatenate([settled, found])
+            for reason, dropped_rows in decision.dropped.items():
+                dropped.setdefault(reason, []).extend(dropped_rows.tolist())
+                settled = np.concatenate([settled, dropped_rows])
             if decision.window is None:
                 break
             windows.append(decision.window)

@@ -18,20 +18,22 @@ def rewards(rows: list[int], values: list[float], verifier: str = "v") -> pa.Tab
 
 
 def test_centred_within_the_group_over_rewarded_samples_only():
-    found = group_outcomes(rewards([0, 2, 1, 5], [1.0, 0.0, 1.0, 0.5]), ROWS, GROUPS, np.array([5, 0, 1, 2, 3]))
-    assert found.rewards.tolist()[:4] == [0.5, 1.0, 1.0, 0.0]
-    assert np.isnan(found.rewards[4])
-    assert found.advantages.tolist() == [0.0, 0.5, 0.0, -0.5, 0.0]
+    outcomes = group_outcomes(rewards([0, 2, 1, 5], [1.0, 0.0, 1.0, 0.5]), ROWS, GROUPS, np.array([5, 0, 1, 2, 3]))
+    assert outcomes.rewards.tolist()[:4] == [0.5, 1.0, 1.0, 0.0]
+    assert np.isnan(outcomes.rewards[4])
+    assert outcomes.advantages.tolist() == [0.0, 0.5, 0.0, -0.5, 0.0]
 
 
 def test_divided_by_the_sample_standard_deviation():
-    found = group_outcomes(rewards([0, 2, 3, 1], [1.0, 0.0, 0.5, 1.0]), ROWS, GROUPS, np.arange(4), divide_by_std=True)
-    assert found.advantages == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-4)
+    outcomes = group_outcomes(
+        rewards([0, 2, 3, 1], [1.0, 0.0, 0.5, 1.0]), ROWS, GROUPS, np.arange(4), divide_by_std=True
+    )
+    assert outcomes.advantages == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-4)
 
 
 def test_equal_rewards_give_no_advantage():
-    found = group_outcomes(rewards([0, 2, 3], [1.0, 1.0, 1.0]), ROWS, GROUPS, np.arange(4), divide_by_std=True)
-    assert found.advantages.tolist() == [0.0] * 4
+    outcomes = group_outcomes(rewards([0, 2, 3], [1.0, 1.0, 1.0]), ROWS, GROUPS, np.arange(4), divide_by_std=True)
+    assert outcomes.advantages.tolist() == [0.0] * 4
 
 
 def test_two_verifiers_must_be_told_apart():
@@ -50,5 +52,5 @@ def test_verifiers_of_other_groups_do_not_matter():
     with pytest.raises(MismatchError, match="style, v; name the one"):
         group_outcomes(mixed, ROWS, GROUPS, np.array([0, 5]))
     two_domains = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([1, 4], [0.0, 1.0], "style")])
-    found = group_outcomes(two_domains, ROWS, GROUPS, np.array([0, 1, 2, 4]))
-    assert found.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
+    outcomes = group_outcomes(two_domains, ROWS, GROUPS, np.array([0, 1, 2, 4]))
+    assert outcomes.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]

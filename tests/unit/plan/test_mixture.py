@@ -89,10 +89,10 @@ def test_scheduled_weights_are_met_step_by_step(strict, size):
     steps = np.arange(len(plan.step_starts) - 1)
     assert len(steps) > 20
     weight = np.interp(steps + 3, [0, 20], [0, 1])
-    wanted = weight / (1 + weight)
-    found = shares(plan, domains, 1)
-    assert np.abs(found - wanted).max() <= (0.06 if strict else 0.2)
-    assert np.abs((found - wanted).mean()) <= 0.02, "on average the share is the weight's"
+    expected = weight / (1 + weight)
+    domain_shares = shares(plan, domains, 1)
+    assert np.abs(domain_shares - expected).max() <= (0.06 if strict else 0.2)
+    assert np.abs((domain_shares - expected).mean()) <= 0.02, "on average the share is the weight's"
     assert len(np.unique(plan.sample_rows)) == len(plan.sample_rows), "nothing is taken twice"
     assert plan.settings["weights"]["mixture/b"] == np.round(weight, 9).tolist()
     assert plan.settings["first_step"] == 3

@@ -35,9 +35,9 @@ def contents(packs: Packs) -> list[list[int]]:
 @given(cap=st.integers(1, 40), data=st.data())
 def test_equals_best_fit_decreasing(cap, data):
     lengths = data.draw(st.lists(st.integers(1, cap), min_size=1, max_size=80))
-    made = contents(pack(np.array(lengths, dtype=np.int32), cap))
-    assert sorted(chain.from_iterable(made)) == list(range(len(lengths)))
-    assert sorted(sum(lengths[i] for i in part) for part in made) == best_fit_decreasing(lengths, cap)
+    parts = contents(pack(np.array(lengths, dtype=np.int32), cap))
+    assert sorted(chain.from_iterable(parts)) == list(range(len(lengths)))
+    assert sorted(sum(lengths[i] for i in part) for part in parts) == best_fit_decreasing(lengths, cap)
 
 
 @settings(max_examples=200, deadline=None)
@@ -46,17 +46,17 @@ def test_each_stratum_is_packed_by_itself(data, key):
     lengths = np.array(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=60)), dtype=np.int32)
     strata = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))), np.int16)
     packs = pack(lengths, 20, strata, key)
-    made = contents(packs)
-    assert sorted(chain.from_iterable(made)) == list(range(len(lengths)))
-    for part, stratum in zip(made, packs.strata.tolist(), strict=True):
+    parts = contents(packs)
+    assert sorted(chain.from_iterable(parts)) == list(range(len(lengths)))
+    for part, stratum in zip(parts, packs.strata.tolist(), strict=True):
         assert set(strata[part].tolist()) == {stratum}
         assert lengths[part].tolist() == sorted(lengths[part].tolist(), reverse=True)
     for stratum in range(4):
-        inside = [sum(lengths[part].tolist()) for part in made if strata[part[0]] == stratum]
+        inside = [sum(lengths[part].tolist()) for part in parts if strata[part[0]] == stratum]
         assert sorted(inside) == best_fit_decreasing(lengths[strata == stratum].tolist(), 20)
-    assert packs.sizes.tolist() == [len(part) for part in made]
-    assert packs.tokens.tolist() == [int(lengths[part].sum()) for part in made]
-    assert packs.squares.tolist() == [int((lengths[part] ** 2).sum()) for part in made]
+    assert packs.sizes.tolist() == [len(part) for part in parts]
+    assert packs.tokens.tolist() == [int(lengths[part].sum()) for part in parts]
+    assert packs.squares.tolist() == [int((lengths[part] ** 2).sum()) for part in parts]
 
 
 def test_a_key_draws_which_samples_of_a_length_share_a_pack():
@@ -89,9 +89,9 @@ def test_dense_on_the_published_length_law():
 
 def test_only_the_chosen_packs_are_gathered_in_the_chosen_order():
     packs = pack(np.array([9, 4, 6, 3, 7], dtype=np.int32), 10)
-    made = contents(packs)
+    parts = contents(packs)
     samples, starts = packs.gather(np.array([2, 0]))
-    assert [samples[first:last].tolist() for first, last in pairwise(starts.tolist())] == [made[2], made[0]]
+    assert [samples[first:last].tolist() for first, last in pairwise(starts.tolist())] == [parts[2], parts[0]]
 
 
 def test_gather_groups_follows_the_chosen_order():

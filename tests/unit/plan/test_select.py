@@ -136,14 +136,14 @@ def test_columns_from_tables():
 
 def test_efforts_choose_the_teacher_where_they_are_read():
     samples, _, _ = tables(6)
-    place = samples.column_names.index(EFFORT_COLUMN)
-    samples = samples.set_column(place, EFFORT_COLUMN, pa.array(["high", "low", "low"] * 2))
+    column_index = samples.column_names.index(EFFORT_COLUMN)
+    samples = samples.set_column(column_index, EFFORT_COLUMN, pa.array(["high", "low", "low"] * 2))
 
     def teachers(table: pa.Table) -> list[int]:
-        asked = {"route": lambda domain, effort: f"{domain}/{effort}".strip("/"), "teachers": known}
-        return collect_columns([(np.arange(6), table)], 6, **asked).teachers.tolist()
+        options = {"route": lambda domain, effort: f"{domain}/{effort}".strip("/"), "teachers": teacher_names}
+        return collect_columns([(np.arange(6), table)], 6, **options).teachers.tolist()
 
-    known = ["maths", "code", "maths/high", "maths/low", "code/high", "code/low"]
+    teacher_names = ["maths", "code", "maths/high", "maths/low", "code/high", "code/low"]
     assert teachers(samples) == [2, 5, 3, 4, 3, 5]
     assert teachers(samples.drop_columns([EFFORT_COLUMN])) == [0, 1] * 3, "no effort is read, so none is asked for"
 
@@ -223,16 +223,16 @@ def test_columns_are_the_same_however_they_are_read(samples, cuts, gaps, first):
     )  # fmt: skip
     bounds = pairwise(sorted({0, n, *(cut for cut in cuts if cut < n)}))
     parts = [(rows[a:b], table.slice(a, b - a)) for a, b in bounds]
-    found = collect_columns(parts, n + 5, route=lambda domain, effort: domain, teachers=["d0", "d1", "d2"])
+    columns = collect_columns(parts, n + 5, route=lambda domain, effort: domain, teachers=["d0", "d1", "d2"])
     order = sorted(range(n), key=lambda at: (iteration[at], table["writer_seq"][at].as_py(), writer[at], at))
-    assert found.sample_rows.tolist() == rows[order].tolist()
-    assert found.total_len.tolist() == (10 + length)[order].tolist()
-    assert found.loss_tokens.tolist() == length[order].tolist()
-    assert found.version_first.tolist() == iteration[order].tolist()
-    assert [found.domain_names[code] for code in found.domains] == [f"d{code}" for code in domain[order]]
-    assert found.teachers.tolist() == domain[order].tolist()
-    assert found.abandoned.tolist() == (domain[order] == 2).tolist()
-    assert found.groups.tolist() == found.sample_rows.tolist()
+    assert columns.sample_rows.tolist() == rows[order].tolist()
+    assert columns.total_len.tolist() == (10 + length)[order].tolist()
+    assert columns.loss_tokens.tolist() == length[order].tolist()
+    assert columns.version_first.tolist() == iteration[order].tolist()
+    assert [columns.domain_names[code] for code in columns.domains] == [f"d{code}" for code in domain[order]]
+    assert columns.teachers.tolist() == domain[order].tolist()
+    assert columns.abandoned.tolist() == (domain[order] == 2).tolist()
+    assert columns.groups.tolist() == columns.sample_rows.tolist()
 
 
 def test_a_group_is_planned_without_its_unscorable_answers():

@@ -58,10 +58,10 @@ def import_what_a_command_needs() -> None:
 
 store = sys.argv[1]
 import_what_a_command_needs()
-asked: list[str] = json.load(sys.stdin)
+statements: list[str] = json.load(sys.stdin)
 running: list[int] = []
 codes: list[int] = []
-for number, question in enumerate(asked):
+for number, question in enumerate(statements):
     process = ask(store, question, number)
     if process is None:
         main()  # raises SystemExit: the child ends here

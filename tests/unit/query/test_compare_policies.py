@@ -35,19 +35,19 @@ def small_store(root: Path, right: dict[str, int], *, text: str = "ask", verifie
 
 
 def test_a_policy_against_itself_has_no_difference(demo_store: Store) -> None:
-    found = compare_policies(demo_store.uri, demo_store.uri)
-    assert found.left_out == 0
-    for row in found.rows:
+    comparison = compare_policies(demo_store.uri, demo_store.uri)
+    assert comparison.left_out == 0
+    for row in comparison.rows:
         assert row.accuracy is not None
         assert row.reward is not None
         assert (row.accuracy.value, row.accuracy.p, row.reward.value) == (0.0, 1.0, 0.0)
         assert row.verdict == "no difference found"
-    assert found.a == found.b == f"{demo_store.uri}#student@4"
+    assert comparison.a == comparison.b == f"{demo_store.uri}#student@4"
 
 
 def test_versions_of_a_stage_and_stages_of_a_store(demo_store: Store) -> None:
-    found = compare_policies(f"{demo_store.uri}#student@1", f"{demo_store.uri}#student")
-    whole = found.rows[-1]
+    comparison = compare_policies(f"{demo_store.uri}#student@1", f"{demo_store.uri}#student")
+    whole = comparison.rows[-1]
     assert (whole.domain, whole.prompts, whole.verdict) == ("mean", 24, "B better")
     assert whole.accuracy is not None
     assert (whole.accuracy.only_a, whole.accuracy.only_b) == (0, 12)

@@ -86,11 +86,11 @@ def test_differences_from_the_sampler_are_shown_by_position(make_store: Callable
             TokenStats(sample_row=row["sample_row"], stage="student", step=1, policy_version=0,
                        values={"logprob_gap": np.full(row["loss_tokens"], 9.0)}),
         ])  # fmt: skip
-    found = gaps_by_position(store)
-    assert [(row["window"], row["start"], row["last"]) for row in found] == [(0, 0, 2), (0, 3, 14), (0, 15, 62)]
-    assert [row["mean"] for row in found] == [0.5, 2.0, 2.0]
-    assert found[0]["tokens"] == 3 * len(opening)
-    assert sum(row["tokens"] for row in found) == sum(row["loss_tokens"] for row in opening)
+    gap_rows = gaps_by_position(store)
+    assert [(row["window"], row["start"], row["last"]) for row in gap_rows] == [(0, 0, 2), (0, 3, 14), (0, 15, 62)]
+    assert [row["mean"] for row in gap_rows] == [0.5, 2.0, 2.0]
+    assert gap_rows[0]["tokens"] == 3 * len(opening)
+    assert sum(row["tokens"] for row in gap_rows) == sum(row["loss_tokens"] for row in opening)
     grid = section(store, "exactness").grids[-1]
     assert [cell.text for cell in grid.rows[0]] == ["student", "0", "0–2", str(3 * len(opening)), "0.5", "0.5"]
     assert "student: the difference grows" not in grid.caption, "2 is no more than four times 0.5"

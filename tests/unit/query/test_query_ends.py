@@ -49,7 +49,7 @@ def _payload(schema: pa.Schema, seed: int) -> pa.Table:
 
 def questions(store: Store) -> list[str]:
     """Every table x {all columns, each payload column} x {limit, filter, join}."""
-    asked = []
+    statements = []
     for name in (name for name in store.names() if name.partition("/")[0] != "signals" or TEACHER in name):
         spec = spec_of(name)
         table, key = name.replace("/", "_"), spec.key[0] if spec.key else "uid"
@@ -57,21 +57,21 @@ def questions(store: Store) -> list[str]:
         for column in ["*", *(shown if spec.heavy else [])]:
             taken = f'"{column}"' if column != "*" else column
             other = "samples" if key == "uid" and name != "samples" else f'"{table}"'
-            asked += [
+            statements += [
                 f'select {taken} from "{table}" limit 2',
                 f'select {taken} from "{table}" where "{key}" is not null and "{key}" > \'8\' limit 2',
                 f'select a.{taken} from "{table}" a join {other} b on a."{key}" = b."{key}" limit 2',
             ]
-    return asked
+    return statements
 
 
 @pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["one in four", "all"])
 def test_every_question_ends_with_0(store: Store, share: int) -> None:
-    asked = questions(store)[::share]  # 4 and 3 share no factor: limit, filter and join take turns
-    assert len(asked) > 60 / share
+    statements = questions(store)[::share]  # 4 and 3 share no factor: limit, filter and join take turns
+    assert len(statements) > 60 / share
     done = subprocess.run(
         [sys.executable, "-W", "ignore:lance is not fork-safe", Path(__file__).with_name("questions.py"), store.uri],
-        input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=True,
+        input=json.dumps(statements), capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     codes = json.loads(done.stdout)
-    assert {question: code for question, code in zip(asked, codes, strict=True) if code} == {}, done.stderr
+    assert {question: code for question, code in zip(statements, codes, strict=True) if code} == {}, done.stderr

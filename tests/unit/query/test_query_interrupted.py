@@ -53,7 +53,7 @@ def test_a_signal_before_the_query_has_begun_ends_it_too(monkeypatch: pytest.Mon
 
 def test_a_query_that_never_began_is_not_begun_later(monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[threading.Thread] = []
-    start, asked = threading.Thread.start, []
+    start, calls = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:
         late.append(thread)
@@ -61,7 +61,7 @@ def test_a_query_that_never_began_is_not_begun_later(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with duckdb.connect() as connection, pytest.raises(KeyboardInterrupt):
-        _heeding_signals(connection, lambda: asked.append(1) or pa.table({}))
+        _heeding_signals(connection, lambda: calls.append(1) or pa.table({}))
     start(late[0])
     late[0].join(10)
-    assert asked == []
+    assert calls == []

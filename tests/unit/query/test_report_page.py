@@ -68,20 +68,22 @@ def test_accuracy_and_recovery_are_those_of_the_tables(demo_store: Store, measur
         return float(sum(own) / len(own))
 
     for row in measures.accuracy:
-        place = row["policy"], row["policy_version"], row["domain"]
-        assert row["accuracy"] == mean(*place)
-        assert row["reward"] == mean(*place, of="reward") > row["accuracy"] - 1e-9
+        key = row["policy"], row["policy_version"], row["domain"]
+        assert row["accuracy"] == mean(*key)
+        assert row["reward"] == mean(*key, of="reward") > row["accuracy"] - 1e-9
         assert row["low"] <= row["accuracy"] <= row["high"]
-    found = {row["domain"]: row for row in recovery(measures)}
-    assert list(found) == [*sorted(DOMAINS), "mean"]
+    recoveries = {row["domain"]: row for row in recovery(measures)}
+    assert list(recoveries) == [*sorted(DOMAINS), "mean"]
     gains = []
     for domain in DOMAINS:
         base, teacher = mean("base", 1, domain), mean(f"sft-{domain}", 1, domain)
         gains.append((mean("student", 4, domain) - base, teacher - base))
-        assert found[domain]["recovery"] == pytest.approx(gains[-1][0] / gains[-1][1])
-        assert found[domain]["teacher"] == f"{domain}-expert"
-        assert (found[domain]["base"], found[domain]["warning"]) == ("base", "")
-    assert found["mean"]["recovery"] == pytest.approx(sum(gain for gain, _ in gains) / sum(lead for _, lead in gains))
+        assert recoveries[domain]["recovery"] == pytest.approx(gains[-1][0] / gains[-1][1])
+        assert recoveries[domain]["teacher"] == f"{domain}-expert"
+        assert (recoveries[domain]["base"], recoveries[domain]["warning"]) == ("base", "")
+    assert recoveries["mean"]["recovery"] == pytest.approx(
+        sum(gain for gain, _ in gains) / sum(lead for _, lead in gains)
+    )
 
 
 def test_partial_credit_is_never_called_accuracy(measures: Measures, page: str) -> None:
@@ -104,17 +106,17 @@ def test_a_student_that_learnt_nothing_recovers_nothing_and_a_teacher_without_a_
     def answers(policy: str, version: int, right: dict[str, int]) -> None:
         store.add_evals(
             {"policy": policy, "policy_version": version, "prompt_id": name, "domain": domain, "reward": 1.0,
-             "correct": place < right[domain], "response": "x", "response_len": 1, "finish_reason": "stop"}
-            for domain, names in ids.items() for place, name in enumerate(names)
+             "correct": index < right[domain], "response": "x", "response_len": 1, "finish_reason": "stop"}
+            for domain, names in ids.items() for index, name in enumerate(names)
         )  # fmt: skip
 
     answers("base", 9, {"chain_sum": 2, "number_sorting": 7, "spell_backward": 2})
     answers("student", 9, {"chain_sum": 2, "number_sorting": 7, "spell_backward": 2})
     answers("sft-number_sorting", 9, {"chain_sum": 2, "number_sorting": 8, "spell_backward": 2})
-    found = {row["domain"]: row for row in recovery(measure(store))}
-    assert found["chain_sum"]["recovery"] == found["mean"]["recovery"] == 0.0
-    assert found["number_sorting"]["recovery"] is None
-    assert "nothing to recover" in found["number_sorting"]["warning"]
+    recoveries = {row["domain"]: row for row in recovery(measure(store))}
+    assert recoveries["chain_sum"]["recovery"] == recoveries["mean"]["recovery"] == 0.0
+    assert recoveries["number_sorting"]["recovery"] is None
+    assert "nothing to recover" in recoveries["number_sorting"]["warning"]
     section = next(section for section in sections(measure(store)) if section.key == "accuracy")
     assert "number_sorting: – because the teacher's lead over the base" in section.grids[1].caption
 
@@ -163,9 +165,9 @@ def test_figures_are_of_the_evaluation_split_as_soon_as_there_is_one(
             {"policy": "p", "policy_version": 1, "prompt_id": prompt.prompt_id, "domain": "d", "reward": 1.0,
              "correct": right, "response": "x", "response_len": 1, "finish_reason": "stop"}
         ])  # fmt: skip
-        found = measure(store)
-        assert (found.held_out.split, found.accuracy[0]["accuracy"]) == (split, float(right))
-        text = sections(found)[0].text
+        split_measures = measure(store)
+        assert (split_measures.held_out.split, split_measures.accuracy[0]["accuracy"]) == (split, float(right))
+        text = sections(split_measures)[0].text
         assert ("tuning prompts" in text) == (split == "tune")
 
 
@@ -184,10 +186,10 @@ def test_start_is_the_newest_version_of_the_policy_a_stage_starts_from() -> None
     rows = [
         row for row in rows if (row["policy"], row["policy_version"]) not in (("init", 1), ("init", 2), ("student", 0))
     ]
-    found = from_the_start(rows, {"base": "init", "student": "base"})
-    assert [row["policy_version"] for row in found if row["policy"] == "student"] == [0, 1, 2]
-    assert [row["policy_version"] for row in found if row["policy"] == "base"] == [0, 1, 2]
-    assert "init" not in {row["policy"] for row in found}
+    stage_rows = from_the_start(rows, {"base": "init", "student": "base"})
+    assert [row["policy_version"] for row in stage_rows if row["policy"] == "student"] == [0, 1, 2]
+    assert [row["policy_version"] for row in stage_rows if row["policy"] == "base"] == [0, 1, 2]
+    assert "init" not in {row["policy"] for row in stage_rows}
     assert [row["policy_version"] for row in from_the_start(rows, {}) if row["policy"] == "student"] == [1, 2]
 
 

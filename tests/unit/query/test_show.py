@@ -17,8 +17,8 @@ from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
 
 
 def hostile_uid(store: Store) -> str:
-    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and iteration = 1")
-    return str(found["uid"][0].as_py())
+    table = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and iteration = 1")
+    return str(table["uid"][0].as_py())
 
 
 def shown(store: Store, uid: str, *, colour: bool = False) -> str:
@@ -37,8 +37,8 @@ def test_every_token_carries_what_sampler_and_teacher_said(demo_store: Store) ->
     assert [token.id for token in view.tokens] == payload["tokens"][view.metadata["prompt_len"] :]
     assert trained.tolist() == [bool(mask) for mask in payload["loss_mask"]]
     assert not trained.all()
-    for place, token in enumerate(view.tokens):
-        expected = (payload["logprobs"][place], float(scored[place])) if token.trained else (None, None)
+    for position, token in enumerate(view.tokens):
+        expected = (payload["logprobs"][position], float(scored[position])) if token.trained else (None, None)
         assert (token.sampler_logprob, token.teacher_logprob) == expected
 
 
@@ -141,7 +141,7 @@ def test_pieces_join_to_the_text_also_where_a_character_spans_tokens(tmp_path: P
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    tokenizer = Tokenizer(models.BPE({letter: token_id for token_id, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

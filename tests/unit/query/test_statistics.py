@@ -26,21 +26,21 @@ Z = statistics.NormalDist().inv_cdf(0.975)
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (1, 7), (66, 200), (174, 200), (200, 200)])
 def test_wilson_bounds_solve_the_score_equation(right: int, n: int) -> None:
     """Each bound p is where the observed share lies just z standard errors of a true share p away."""
-    found = share([True] * right + [False] * (n - right))
-    assert found.value == right / n
-    assert found.error == pytest.approx(math.sqrt(found.value * (1 - found.value) / n))
-    for bound in {found.low, found.high} - {0.0, 1.0, found.value}:
-        assert abs(found.value - bound) == pytest.approx(Z * math.sqrt(bound * (1 - bound) / n), rel=1e-9)
-    assert 0 <= found.low <= found.value <= found.high <= 1
-    assert found.high > found.low, "even a clean sweep is uncertain"
+    estimate = share([True] * right + [False] * (n - right))
+    assert estimate.value == right / n
+    assert estimate.error == pytest.approx(math.sqrt(estimate.value * (1 - estimate.value) / n))
+    for bound in {estimate.low, estimate.high} - {0.0, 1.0, estimate.value}:
+        assert abs(estimate.value - bound) == pytest.approx(Z * math.sqrt(bound * (1 - bound) / n), rel=1e-9)
+    assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+    assert estimate.high > estimate.low, "even a clean sweep is uncertain"
 
 
 def test_wilson_covers_the_truth_as_often_as_it_says() -> None:
     draw = np.random.default_rng(3)
     for truth in (0.05, 0.5, 0.9):
         counts = draw.binomial(200, truth, 2000)
-        found = {int(c): share(np.arange(200) < c) for c in np.unique(counts)}
-        covered = np.mean([found[int(c)].low <= truth <= found[int(c)].high for c in counts])
+        estimates = {int(c): share(np.arange(200) < c) for c in np.unique(counts)}
+        covered = np.mean([estimates[int(c)].low <= truth <= estimates[int(c)].high for c in counts])
         assert 0.93 <= covered <= 0.975
 
 
@@ -48,37 +48,37 @@ def test_bootstrap_interval_is_that_of_every_possible_resample() -> None:
     """Four prompts have 256 resamples; the interval of all of them, weighed alike, is the bootstrap's."""
     values = [0.1, 0.4, 0.4, 0.9]
     every = sorted(statistics.mean(drawn) for drawn in itertools.product(values, repeat=4))
-    found = mean_share({"x": values})
-    assert found.low == pytest.approx(np.quantile(every, 0.025), abs=0.02)
-    assert found.high == pytest.approx(np.quantile(every, 0.975), abs=0.02)
-    assert found.error == pytest.approx(statistics.stdev(values) / 2)
+    estimate = mean_share({"x": values})
+    assert estimate.low == pytest.approx(np.quantile(every, 0.025), abs=0.02)
+    assert estimate.high == pytest.approx(np.quantile(every, 0.975), abs=0.02)
+    assert estimate.error == pytest.approx(statistics.stdev(values) / 2)
 
 
 def test_paired_bootstrap_agrees_with_the_normal_law_where_prompts_are_many() -> None:
     draw = np.random.default_rng(0)
     a = draw.random(2000) < 0.6
     b = np.where(draw.random(2000) < 0.8, a, draw.random(2000) < 0.8)
-    found = compare({"x": a}, {"x": b}, binary=True)
+    comparison = compare({"x": a}, {"x": b}, binary=True)
     gaps = [int(y) - int(x) for x, y in zip(a, b, strict=True)]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    assert found.value == pytest.approx(statistics.mean(gaps))
-    assert found.error == pytest.approx(error)
-    assert found.low == pytest.approx(found.value - Z * error, abs=error / 10)
-    assert found.high == pytest.approx(found.value + Z * error, abs=error / 10)
-    assert found.only_a == sum(gap < 0 for gap in gaps)
-    assert found.only_b == sum(gap > 0 for gap in gaps)
+    assert comparison.value == pytest.approx(statistics.mean(gaps))
+    assert comparison.error == pytest.approx(error)
+    assert comparison.low == pytest.approx(comparison.value - Z * error, abs=error / 10)
+    assert comparison.high == pytest.approx(comparison.value + Z * error, abs=error / 10)
+    assert comparison.only_a == sum(gap < 0 for gap in gaps)
+    assert comparison.only_b == sum(gap > 0 for gap in gaps)
 
 
 def test_pairing_is_what_makes_a_small_difference_visible() -> None:
     """A beats B nowhere and loses on 8 of 200 prompts: paired it shows, unpaired it would not."""
     a = np.arange(200) < 100
     b = np.arange(200) < 108
-    found = compare({"x": a}, {"x": b}, binary=True)
-    assert found.is_significant
-    assert found.p == pytest.approx(2 / 2**8)
+    comparison = compare({"x": a}, {"x": b}, binary=True)
+    assert comparison.is_significant
+    assert comparison.p == pytest.approx(2 / 2**8)
     unpaired = math.sqrt(share(a).error ** 2 + share(b).error ** 2)
-    assert found.error < unpaired / 3
-    assert found.value < Z * unpaired
+    assert comparison.error < unpaired / 3
+    assert comparison.value < Z * unpaired
 
 
 @pytest.mark.parametrize("pair", [(0, 0), (0, 1), (3, 9), (9, 3), (40, 40), (300, 410), (700, 800), (2000, 1800)])
@@ -91,18 +91,24 @@ def test_mcnemar_is_the_exact_binomial_test(pair: tuple[int, int]) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_a_policy_does_not_differ_from_itself(right: list[bool]) -> None:
-    found = compare({"x": right}, {"x": right}, binary=True)
-    assert (found.value, found.low, found.high, found.p, found.is_significant) == (0.0, 0.0, 0.0, 1.0, False)
+    comparison = compare({"x": right}, {"x": right}, binary=True)
+    assert (comparison.value, comparison.low, comparison.high, comparison.p, comparison.is_significant) == (
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        False,
+    )
 
 
 def test_two_policies_of_equal_skill_are_found_different_in_one_case_of_twenty() -> None:
     draw = np.random.default_rng(8)
     skill = draw.random(200)
-    found = [
+    verdicts = [
         compare({"x": draw.random(200) < skill}, {"x": draw.random(200) < skill}, binary=True).is_significant
         for _ in range(200)
     ]
-    assert np.mean(found) < 0.11
+    assert np.mean(verdicts) < 0.11
 
 
 def test_recovery_is_measured_from_the_base() -> None:
@@ -121,20 +127,20 @@ def test_recovery_is_measured_from_the_base() -> None:
 
 def test_no_recovery_where_the_teacher_does_not_lead() -> None:
     base, teacher = {"x": np.arange(200) < 196}, {"x": np.arange(200) >= 2}
-    found = recover(base, teacher, base)
-    assert found.value is found.low is found.high is None
-    assert "nothing to recover" in found.warning
-    assert "+1.0 points" in found.warning
+    recovery = recover(base, teacher, base)
+    assert recovery.value is recovery.low is recovery.high is None
+    assert "nothing to recover" in recovery.warning
+    assert "+1.0 points" in recovery.warning
 
 
 def test_a_handful_of_prompts_is_no_lead_however_one_sided() -> None:
     """98 against 100 % of 200: four prompts, all one way, which four coins do in one case of eight."""
     base, teacher = {"x": np.arange(200) < 196}, {"x": np.arange(200) < 200}
-    found = recover(base, teacher, teacher)
-    assert found.lead.low > 0, "the bootstrap alone would call it a lead"
-    assert found.lead.p == pytest.approx(0.125)
-    assert not found.lead.is_significant
-    assert found.value is None
+    recovery = recover(base, teacher, teacher)
+    assert recovery.lead.low > 0, "the bootstrap alone would call it a lead"
+    assert recovery.lead.p == pytest.approx(0.125)
+    assert not recovery.lead.is_significant
+    assert recovery.value is None
 
 
 def test_recovery_interval_covers_the_truth() -> None:
@@ -143,10 +149,10 @@ def test_recovery_interval_covers_the_truth() -> None:
     covered = 0
     for _ in range(100):
         luck = draw.random((3, 200))
-        found = recover({"x": luck[0] < 0.3}, {"x": luck[1] < 0.8}, {"x": luck[2] < 0.7})
-        assert found.low is not None
-        assert found.high is not None
-        covered += found.low <= 0.8 <= found.high
+        recovery = recover({"x": luck[0] < 0.3}, {"x": luck[1] < 0.8}, {"x": luck[2] < 0.7})
+        assert recovery.low is not None
+        assert recovery.high is not None
+        covered += recovery.low <= 0.8 <= recovery.high
     assert covered >= 88
 
 

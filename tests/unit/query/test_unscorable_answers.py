@@ -116,8 +116,8 @@ def test_a_copy_names_the_same_answers(store: Store, tmp_path: Path) -> None:
     stage = SimpleNamespace(name="student", sources=())
     list(copy_samples(store, str(tmp_path / "copy"), "iteration = 9"))
     copy = open_store(str(tmp_path / "copy"))
-    for place in (store, copy):
-        uids = place.take_samples(event_rows(place, stage, UNSCORABLE), ["uid"])["uid"].to_pylist()
-        named = place.table("events", ["detail"], filter="kind = 'unscorable'")["detail"].to_pylist()
+    for answer_store in (store, copy):
+        uids = answer_store.take_samples(event_rows(answer_store, stage, UNSCORABLE), ["uid"])["uid"].to_pylist()
+        named = answer_store.table("events", ["detail"], filter="kind = 'unscorable'")["detail"].to_pylist()
         assert sorted(uids) == sorted(json.loads(detail)["uid"] for detail in named)
         assert len(uids) == 4

@@ -38,7 +38,7 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
     """run_rollout on the toy engine over `count` prompts, with everything else defaulted."""
 
     def rolled(
-        shelf: Shelf, *, count: int = 20, slots: int = 8, home: Path | None = None, **given: Any
+        shelf: Shelf, *, count: int = 20, slots: int = 8, home: Path | None = None, **overrides: Any
     ) -> RolloutReport:
         settings = {
             "stage": "student",
@@ -50,7 +50,7 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
             "commit": shelf.commit,
             "render": lambda prompt: [ord(c) % 12 for c in prompt.text],
             "already": set(shelf.samples),
-        } | given
+        } | overrides
         engine = settings.pop("engine", None) or ToyEngine(slots=slots)
         prompts = settings.pop("prompts", None)
         if prompts is None:

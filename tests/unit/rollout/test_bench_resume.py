@@ -10,9 +10,9 @@ from mopd_dataplane.bench.resume import measure
 
 def test_rates_of_both_treatments(tiny_model: Path) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    found = measure(tiny_model, samples=24, slots=8, max_new_tokens=24, every=10)
+    rates = measure(tiny_model, samples=24, slots=8, max_new_tokens=24, every=10)
     assert signal.getsignal(signal.SIGTERM) is handler
-    killed, stopped = found["killed"], found["stopped"]
+    killed, stopped = rates["killed"], rates["stopped"]
     assert stopped["exact_rate"] == 1
     assert stopped["same_bits"] == stopped["same_tokens"] == 24
     assert killed["same_tokens"] == 24

@@ -8,10 +8,10 @@ from mopd_dataplane.bench.wal import measure
 
 
 def test_every_figure_is_measured(tmp_path: Path) -> None:
-    found = measure(tmp_path, sequences=8, seconds=0.2)
+    figures = measure(tmp_path, sequences=8, seconds=0.2)
     for key in ("tokens_per_s", "ack_p50_ms", "ack_p99_ms", "share_of_decode", "raw_write_bytes_per_s"):
-        assert found[key] > 0
-    assert found["ack_p50_ms"] <= found["ack_p99_ms"]
-    assert found["share_of_decode"] == found["log_step_ms"] / found["decode_step_ms"]
-    assert sum(found["fdatasync_ms"].values()) > 0
+        assert figures[key] > 0
+    assert figures["ack_p50_ms"] <= figures["ack_p99_ms"]
+    assert figures["share_of_decode"] == figures["log_step_ms"] / figures["decode_step_ms"]
+    assert sum(figures["fdatasync_ms"].values()) > 0
     assert list(tmp_path.iterdir()) == []

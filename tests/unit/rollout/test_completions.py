@@ -27,9 +27,9 @@ class Says(BaseHTTPRequestHandler):
 def streams() -> Iterator[Completions]:
     server = HTTPServer(("127.0.0.1", 0), Says)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    made = Completions(f"http://127.0.0.1:{server.server_port}", {}, most=2)
-    yield made
-    made.close()
+    completions = Completions(f"http://127.0.0.1:{server.server_port}", {}, most=2)
+    yield completions
+    completions.close()
     server.shutdown()
     server.server_close()
 

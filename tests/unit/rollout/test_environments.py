@@ -30,7 +30,7 @@ CHATML = (
 )
 
 
-def asked(tool: Environment, *said: str, folder: Path) -> str | None:
+def reply_of(tool: Environment, *said: str, folder: Path) -> str | None:
     """What a tool replies, its commands run."""
     box = SubprocessSandbox(folder)
 
@@ -44,18 +44,19 @@ def asked(tool: Environment, *said: str, folder: Path) -> str | None:
 
 def test_a_turn_that_fits_runs_the_command_and_another_ends_the_conversation(tmp_path: Path) -> None:
     tool = make_environment("command", {**ADD, "turns": 2})
-    assert asked(tool, "add 12 34", folder=tmp_path) == "46"
-    assert asked(tool, "the sum is 46", folder=tmp_path) is None
-    assert asked(tool, "add 1 2", "3", "add 3 4", folder=tmp_path) == "7"
-    assert asked(tool, "add 1 2", "3", "add 3 4", "7", "add 7 1", folder=tmp_path) is None
+    assert reply_of(tool, "add 12 34", folder=tmp_path) == "46"
+    assert reply_of(tool, "the sum is 46", folder=tmp_path) is None
+    assert reply_of(tool, "add 1 2", "3", "add 3 4", folder=tmp_path) == "7"
+    assert reply_of(tool, "add 1 2", "3", "add 3 4", "7", "add 7 1", folder=tmp_path) is None
 
 
 def test_what_the_policy_wrote_is_never_another_word_of_the_command(tmp_path: Path) -> None:
     tool = CommandTool(call="say (?P<what>.*)", argv=["printf", "[%s]", "{what}"])
     assert (
-        asked(tool, "say x; touch /nope $(id) {what} -- 'y", folder=tmp_path) == "[x; touch /nope $(id) {what} -- 'y]"
+        reply_of(tool, "say x; touch /nope $(id) {what} -- 'y", folder=tmp_path)
+        == "[x; touch /nope $(id) {what} -- 'y]"
     )
-    assert asked(CommandTool(call="x", argv=["ls", "/nowhere"]), "x", folder=tmp_path / "b").startswith(
+    assert reply_of(CommandTool(call="x", argv=["ls", "/nowhere"]), "x", folder=tmp_path / "b").startswith(
         "exit code 2: ls"
     )  # type: ignore[union-attr]
 
@@ -160,13 +161,13 @@ def test_an_evaluation_holds_the_same_conversations_with_commands_of_its_own(tmp
         for i in range(3)
     ]
     turns = UnloggedTurns(append_line, tmp_path)
-    answers = generate(ToyEngine(slots=2), requests, lambda place, *said: turns.reply(PROMPT, f"u{place}", *said))
-    for found in answers:
-        assert found.finish_reason == "stop"
-        assert [ids for ids, own in whose_turns(found.ids, found.mask) if not own] == [[9, 2], [9, 3]]
-        assert found.ids.count(TOY_EOS) == 3
+    answers = generate(ToyEngine(slots=2), requests, lambda index, *said: turns.reply(PROMPT, f"u{index}", *said))
+    for answer in answers:
+        assert answer.finish_reason == "stop"
+        assert [ids for ids, own in whose_turns(answer.ids, answer.mask) if not own] == [[9, 2], [9, 3]]
+        assert answer.ids.count(TOY_EOS) == 3
     short = [Request(uid="u9", prompt_ids=requests[0].prompt_ids, key=requests[0].key, max_new_tokens=400)]
-    [cut] = generate(ToyEngine(slots=1), short, lambda place, ids, mask: [9] * 400)
+    [cut] = generate(ToyEngine(slots=1), short, lambda index, ids, mask: [9] * 400)
     assert cut.finish_reason == "length"
     assert set(cut.mask) == {1}
 

@@ -135,7 +135,7 @@ def test_a_sample_that_died_anywhere_goes_on_with_the_same_experts(
         ahead += any(partial.routed > len(partial.experts) for partial in partials)
     assert deaths > 3
     for tokens, experts in experts_of(shelf.samples).values():
-        assert experts == [[token * 10 + place for place in range(WIDTH)] for token in tokens[:-1]]
+        assert experts == [[token * 10 + column for column in range(WIDTH)] for token in tokens[:-1]]
     assert len(experts_of(shelf.samples)) == 20
     if point == "wal.appended":
         assert ahead, "some death left experts of a step without the step"

@@ -57,9 +57,9 @@ def expected(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -
     probabilities /= probabilities.sum()
     if top_p < 1:
         order = order[np.cumsum(probabilities) - probabilities < top_p]
-    found = np.zeros(len(logits))
-    found[order] = np.exp(scaled[order] - scaled.max())
-    return found / found.sum()
+    distribution = np.zeros(len(logits))
+    distribution[order] = np.exp(scaled[order] - scaled.max())
+    return distribution / distribution.sum()
 
 
 def test_the_generator_gives_the_published_words() -> None:
@@ -131,14 +131,16 @@ def test_the_log_prob_is_that_of_the_distribution() -> None:
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 4, (64, 1000)).astype(np.float32)
     temperature, top_k, top_p = rng.uniform(0.3, 2, 64), rng.integers(0, 900, 64), rng.uniform(0.5, 1, 64)
-    found = Distribution.of(logits, temperature, top_k, top_p)
-    tokens = found.draw(words(64), np.arange(64), temperature)
+    distribution = Distribution.of(logits, temperature, top_k, top_p)
+    tokens = distribution.draw(words(64), np.arange(64), temperature)
     truth = [
         np.log(expected(*row)[token])
         for token, *row in zip(tokens, logits, temperature, top_k.tolist(), top_p, strict=True)
     ]
-    np.testing.assert_allclose(found.logprobs(tokens), truth, rtol=0, atol=2e-6)  # float32 scores of size up to 20
-    np.testing.assert_allclose(np.exp(found.log_q()).sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        distribution.logprobs(tokens), truth, rtol=0, atol=2e-6
+    )  # float32 scores of size up to 20
+    np.testing.assert_allclose(np.exp(distribution.log_q()).sum(axis=1), 1, rtol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -163,11 +165,11 @@ def test_a_row_does_not_feel_its_neighbours(seed: int, rows: int, vocab: int) ->
 def test_temperature_zero_is_greedy_and_ties_go_to_the_lower_id() -> None:
     logits = np.array([[1.0, 3.0, 3.0, 0.0], [5.0, 1.0, 5.0, 5.0]], np.float32)
     _, top_k, top_p = plain(2)
-    found = Distribution.of(logits, np.zeros(2), top_k, top_p)
-    tokens = found.draw(words(2), np.zeros(2, np.int64), np.zeros(2))
+    distribution = Distribution.of(logits, np.zeros(2), top_k, top_p)
+    tokens = distribution.draw(words(2), np.zeros(2, np.int64), np.zeros(2))
     assert tokens.tolist() == [1, 0]
     whole = logits - np.log(np.exp(logits.astype(float)).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(found.logprobs(tokens), [whole[0, 1], whole[1, 0]], rtol=1e-6)
+    np.testing.assert_allclose(distribution.logprobs(tokens), [whole[0, 1], whole[1, 0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("vocab", [6, 500])
@@ -177,8 +179,8 @@ def test_cuts_keep_exactly_what_sorting_keeps(vocab: int) -> None:
     for _ in range(60):
         logits = (rng.integers(-4, 5, vocab) * rng.choice([0.1, 1.0, 6.0])).astype(np.float32)
         top_k, top_p = int(rng.integers(0, vocab + 1)), float(rng.choice([0.2013, 0.7537, 0.99871, 1.0]))
-        kept = Distribution.of(logits[None], np.ones(1), np.full(1, top_k), np.full(1, top_p)).kept()[0]
-        np.testing.assert_array_equal(kept, expected(logits, 1.0, top_k, top_p) > 0)
+        mask = Distribution.of(logits[None], np.ones(1), np.full(1, top_k), np.full(1, top_p)).kept()[0]
+        np.testing.assert_array_equal(mask, expected(logits, 1.0, top_k, top_p) > 0)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.5, 4.0, 20.0])
@@ -189,11 +191,11 @@ def test_a_large_vocabulary_keeps_the_likeliest_tokens_up_to_the_mass(spread: fl
     rows = rng.normal(0, spread, (3, 20_000)).astype(np.float32)
     rows[1] = np.round(rows[1])
     rows -= rows.max(axis=1, keepdims=True)
-    found = Distribution.of(rows, np.ones(3), np.full(3, top_k), np.full(3, top_p)).kept()
-    for row, kept in zip(rows, found, strict=True):
+    masks = Distribution.of(rows, np.ones(3), np.full(3, top_k), np.full(3, top_p)).kept()
+    for row, mask in zip(rows, masks, strict=True):
         order = np.argsort(-row, kind="stable")
-        count = int(kept.sum())
-        np.testing.assert_array_equal(np.flatnonzero(kept), np.sort(order[:count]))
+        count = int(mask.sum())
+        np.testing.assert_array_equal(np.flatnonzero(mask), np.sort(order[:count]))
         mass = np.cumsum(np.exp(row[order[: top_k or None]].astype(np.float64)))
         before = mass[count - 2] if count > 1 else 0.0
         assert before / mass[-1] < top_p * (1 + 1e-6)

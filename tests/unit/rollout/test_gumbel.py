@@ -18,9 +18,9 @@ def choose(
     logits: np.ndarray, key: int, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probs of rows at positions 0, 1, … of a key."""
-    found = Distribution.of(logits, temperature, top_k, top_p)
-    tokens = found.draw(np.tile(key_words(key), (len(logits), 1)), np.arange(len(logits)), temperature)
-    return tokens, found.logprobs(tokens)
+    distribution = Distribution.of(logits, temperature, top_k, top_p)
+    tokens = distribution.draw(np.tile(key_words(key), (len(logits), 1)), np.arange(len(logits)), temperature)
+    return tokens, distribution.logprobs(tokens)
 
 
 def plain(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,8 +92,8 @@ def test_top_k_and_top_p_cut_and_renormalise() -> None:
 
 def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
     temperature, _, top_p = plain(1)
-    kept = Distribution.of(np.zeros((1, 6), np.float32), temperature, np.array([4]), top_p).kept()[0]
-    assert kept.tolist() == [True] * 4 + [False] * 2
+    mask = Distribution.of(np.zeros((1, 6), np.float32), temperature, np.array([4]), top_p).kept()[0]
+    assert mask.tolist() == [True] * 4 + [False] * 2
 
 
 def test_the_token_is_the_largest_of_log_prob_and_noise() -> None:

@@ -105,7 +105,7 @@ def test_stop_text_is_found_across_the_resume_point() -> None:
     ids = tokenizer.encode("ab##c", add_special_tokens=False)
     for cut in range(len(ids)):
         stops = StopText(tokenizer, ("##",), ids[:cut])
-        seen = [place for place, token in enumerate(ids[cut:], start=cut) if stops.add(token)]
+        seen = [position for position, token in enumerate(ids[cut:], start=cut) if stops.add(token)]
         assert seen == ([] if cut > 3 else [3])
 
 

@@ -42,7 +42,7 @@ def rolled(roll: Roll, tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Callable[[str], Path]:
+def cache_file(tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: tmp_path / name / "student" / "engine-0" / SAVED
 
 
@@ -54,7 +54,7 @@ def new_shelf(shelf: Any) -> Any:
     return type(shelf)()
 
 
-def test_a_saved_resume_gives_every_bit_of_the_uninterrupted_run(rolled: Any, shelf: Any, kept: Any) -> None:
+def test_a_saved_resume_gives_every_bit_of_the_uninterrupted_run(rolled: Any, shelf: Any, cache_file: Any) -> None:
     """Three graceful stops. Without the file they cost log-prob bits, and only then is a sample statistical."""
     whole, prefilled = new_shelf(shelf), new_shelf(shelf)
     rolled(whole, "whole")
@@ -62,7 +62,7 @@ def test_a_saved_resume_gives_every_bit_of_the_uninterrupted_run(rolled: Any, sh
         reports = []
         for at in (9, 14, 25, 0):
             reports.append(rolled(store, name, at=at, kv_bytes=kv_bytes))
-            assert kept(name).exists() == (at > 0 and kv_bytes > 0)
+            assert cache_file(name).exists() == (at > 0 and kv_bytes > 0)
     assert bits(shelf.samples) == bits(whole.samples)
     interrupted = [sample for sample in shelf.samples.values() if sample.interruptions]
     assert len(interrupted) >= 16
@@ -118,35 +118,35 @@ def other_metadata(old: str, new: str) -> Callable[[Path], None]:
     ids=["one bit", "cut off", "empty", "weights", "tokenizer", "build", "device", "samples"],
 )
 def test_a_file_that_does_not_fit_is_deleted_and_the_log_goes_on(
-    rolled: Any, shelf: Any, kept: Any, tmp_path: Path, spoil: Callable[[Path], None]
+    rolled: Any, shelf: Any, cache_file: Any, tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     rolled(shelf, "log", at=6)
-    spoil(kept("log"))
-    (kept("log").parent / "kv.tmp").write_bytes(b"half a save")
+    spoil(cache_file("log"))
+    (cache_file("log").parent / "kv.tmp").write_bytes(b"half a save")
     report = rolled(shelf, "log")
     assert report.resumed > 10
     assert report.restored == 0
     assert len(shelf.samples) == COUNT
-    assert not list(kept("log").parent.glob("kv.*"))
+    assert not list(cache_file("log").parent.glob("kv.*"))
 
 
-def test_a_file_of_an_earlier_moment_is_not_believed(rolled: Any, shelf: Any, kept: Any, tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_moment_is_not_believed(rolled: Any, shelf: Any, cache_file: Any, tmp_path: Path) -> None:
     """The log has gone on since: the same samples, more tokens."""
     rolled(shelf, "log", at=6)
-    shutil.copy(kept("log"), tmp_path / "old")
+    shutil.copy(cache_file("log"), tmp_path / "old")
     rolled(shelf, "log", at=3)
-    shutil.copy(tmp_path / "old", kept("log"))
+    shutil.copy(tmp_path / "old", cache_file("log"))
     assert rolled(shelf, "log").restored == 0
 
 
-def test_a_cache_over_the_limit_is_not_saved(rolled: Any, shelf: Any, kept: Any) -> None:
+def test_a_cache_over_the_limit_is_not_saved(rolled: Any, shelf: Any, cache_file: Any) -> None:
     rolled(shelf, "log", at=6, kv_bytes=10_000)
-    assert not list(kept("log").parent.glob("kv.*"))
+    assert not list(cache_file("log").parent.glob("kv.*"))
     assert rolled(shelf, "log").restored == 0
 
 
 def test_a_disk_that_does_not_take_the_file_costs_only_the_file(
-    rolled: Any, shelf: Any, kept: Any, monkeypatch: pytest.MonkeyPatch
+    rolled: Any, shelf: Any, cache_file: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors import SafetensorError
 
@@ -159,13 +159,13 @@ def test_a_disk_that_does_not_take_the_file_costs_only_the_file(
     with monkeypatch.context() as patched:
         patched.setattr(kv_file, "save_file", full)
         rolled(shelf, "log", at=6)
-    assert not list(kept("log").parent.glob("kv.*"))
+    assert not list(cache_file("log").parent.glob("kv.*"))
     assert rolled(shelf, "log").resumed > 10
 
 
-def test_only_the_owner_may_read_the_file(rolled: Any, shelf: Any, kept: Any) -> None:
+def test_only_the_owner_may_read_the_file(rolled: Any, shelf: Any, cache_file: Any) -> None:
     rolled(shelf, "log", at=6)
-    assert kept("log").stat().st_mode & 0o077 == 0
+    assert cache_file("log").stat().st_mode & 0o077 == 0
 
 
 def test_rows_of_different_lengths_go_through_the_file(tiny_model: Path, tmp_path: Path) -> None:

@@ -32,15 +32,15 @@ def step(position: int, ended: int = 0) -> log_records.Step:
 @pytest.fixture
 def ledger() -> Ledger:
     """One sample of two policies that ran a command, was interrupted, and is given up and finished."""
-    made = Ledger()
+    sample_ledger = Ledger()
     told = [
         log_records.Open(0, OPENING), log_records.Span(0, 0, 3, "a"), step(0), log_records.Tool(0, 0, ASKED),
         log_records.Tool(0, 0, ANSWERED), log_records.Resume(0, False, 0.1), log_records.Resume(0, True, 0.0),
         log_records.Span(0, 1, 4, "b"), step(1, STOP), log_records.Abandon(0, "tool_in_doubt"),
     ]  # fmt: skip
     for message in told:
-        made.apply(message)
-    return made
+        sample_ledger.apply(message)
+    return sample_ledger
 
 
 def finish(ledger: Ledger) -> log_records.Finish:

@@ -15,8 +15,8 @@ def test_resume_is_exact_and_the_controls_are_rejected(tmp_path: Path, monkeypat
     monkeypatch.setattr(length_stats, "PERMUTATIONS", 299)
     monkeypatch.setattr(length_bias, "MAX_NEW", 150)
     plot = tmp_path / "plot.png"
-    found = length_bias.measure(250, dose=0.5, plot=plot, resume_kills=6)
-    arms = found["arms"]
+    report = length_bias.measure(250, dose=0.5, plot=plot, resume_kills=6)
+    arms = report["arms"]
     assert arms["B"]["identical"] == arms["D"]["identical"] == 250
     same = arms["B"]["equivalence"]
     assert (same["ratio"], same["low"], same["high"]) == (1, 1, 1)
@@ -31,16 +31,16 @@ def test_resume_is_exact_and_the_controls_are_rejected(tmp_path: Path, monkeypat
     assert arms["H"]["identical"] < 250
     assert 0.4 < arms["C"]["tilt_over_hazard"] < 2
     assert {name for name, arm in arms.items() if arm["prompts_lost"]} == {"E", "G"}
-    low, middle, high = (found["doses"][dose]["difference_percent"] for dose in ("0.1", "0.25", "0.5"))
+    low, middle, high = (report["doses"][dose]["difference_percent"] for dose in ("0.1", "0.25", "0.5"))
     assert low > middle > high
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_the_tilt_is_the_one_the_theory_predicts_at_every_dose() -> None:
-    found = length_bias.measure(10_000)
-    assert found["arms"]["B"]["identical"] == 10_000
-    doses = [found["doses"][str(dose)] for dose in length_bias.DOSES]
+    report = length_bias.measure(10_000)
+    assert report["arms"]["B"]["identical"] == 10_000
+    doses = [report["doses"][str(dose)] for dose in length_bias.DOSES]
     shorter = [dose["difference_percent"] for dose in doses]
     assert 0 > shorter[0] > shorter[1] > shorter[2]
     assert all(0.8 < dose["tilt_over_hazard"] < 1.2 for dose in doses)

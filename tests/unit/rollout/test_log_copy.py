@@ -48,10 +48,10 @@ def _no_observer_stays() -> Iterator[None]:
 @pytest.fixture
 def reference(roll: Roll, tmp_path: Path) -> dict[str, Sample]:
     """What an uninterrupted rollout gives."""
-    found: dict[str, Sample] = {}
-    kept = type("Shelf", (), {"samples": {}, "commit": lambda _, batch: found.update({s.uid: s for s in batch})})()
-    roll(kept, home=tmp_path / "reference")
-    return found
+    samples: dict[str, Sample] = {}
+    shelf = type("Shelf", (), {"samples": {}, "commit": lambda _, batch: samples.update({s.uid: s for s in batch})})()
+    roll(shelf, home=tmp_path / "reference")
+    return samples
 
 
 def tokens(samples: dict[str, Sample]) -> dict[str, tuple[bytes, bytes]]:

@@ -100,36 +100,36 @@ def test_the_newest_sampler_draws_from_the_mixture_too(tiny_model: Path, teacher
         own, theirs = (distribution(folder, prompt, tokens, 1.0) for folder in (tiny_model, teacher))
         mixed = np.log((1 - SHARE) * np.exp(own) + SHARE * np.exp(theirs)).astype(np.float32)
         count = len(tokens)
-        found = sampler(SAMPLER).of(mixed, np.ones(count), np.zeros(count, np.int64), np.ones(count))
+        mixture = sampler(SAMPLER).of(mixed, np.ones(count), np.zeros(count, np.int64), np.ones(count))
         keys = np.tile(key_words(sample_key(uid)), (count, 1))
-        assert tokens == found.draw(keys, np.arange(count), np.ones(count)).tolist()
+        assert tokens == mixture.draw(keys, np.arange(count), np.ones(count)).tolist()
         np.testing.assert_allclose(logprobs, mixed[np.arange(count), tokens], atol=TOLERANCE)
 
 
 def test_mixture_is_a_distribution_with_all_of_both_supports() -> None:
     with np.errstate(divide="ignore"):
         p, q = np.log([[0.5, 0.5, 0.0, 0.0]]), np.log([[0.0, 0.25, 0.75, 0.0]])
-    found = np.exp(Distribution(p).mixed(Distribution(q), share=0.2).log_q())
-    np.testing.assert_allclose(found, [[0.4, 0.45, 0.15, 0.0]])
+    probabilities = np.exp(Distribution(p).mixed(Distribution(q), share=0.2).log_q())
+    np.testing.assert_allclose(probabilities, [[0.4, 0.45, 0.15, 0.0]])
 
 
-@pytest.mark.parametrize("kept", [1, 11, 23])
-def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, teacher: Path, kept: int) -> None:
+@pytest.mark.parametrize("prefix_len", [1, 11, 23])
+def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, teacher: Path, prefix_len: int) -> None:
     engine = HfEngine(tiny_model, slots=8, mixed_teacher=MixedTeacher(teacher, SHARE))
     whole = decode(engine, requests(8))
     seen = 0
     for request in requests(8):
         tokens, logprobs = whole[request.uid]
-        if len(tokens) <= kept:
+        if len(tokens) <= prefix_len:
             continue
         seen += 1
-        prefix = np.array(tokens[:kept], np.int32)
+        prefix = np.array(tokens[:prefix_len], np.int32)
         resumed = Request(
             uid=request.uid, prompt_ids=request.prompt_ids, prefix_ids=prefix, key=request.key, max_new_tokens=LENGTH
         )
         rescored = engine.admit([(0, resumed)])[0]
-        np.testing.assert_allclose(rescored, logprobs[max(0, kept - 16) : kept], atol=TOLERANCE)
-        assert engine.step().token_ids.tolist() == [tokens[kept]]
+        np.testing.assert_allclose(rescored, logprobs[max(0, prefix_len - 16) : prefix_len], atol=TOLERANCE)
+        assert engine.step().token_ids.tolist() == [tokens[prefix_len]]
         engine.release(0)
     assert seen > 2
 
@@ -141,8 +141,8 @@ def test_a_polite_stop_keeps_the_cache_of_both_models(
 
     def rolled(store: Any, name: str, at: int) -> None:
         engine = Preempted(tiny_model, at=at, slots=8, mixed_teacher=MixedTeacher(teacher, SHARE))
-        given = {"engine": engine, "home": tmp_path / name, "wal": sections.Wal()}
-        roll(store, render=lambda prompt: engine.tokenizer.encode(prompt.text), **given)
+        options = {"engine": engine, "home": tmp_path / name, "wal": sections.Wal()}
+        roll(store, render=lambda prompt: engine.tokenizer.encode(prompt.text), **options)
 
     whole = type(shelf)()
     rolled(whole, "whole", 0)

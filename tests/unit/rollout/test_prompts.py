@@ -29,8 +29,8 @@ def test_a_row_brings_its_own_privileged_text(tmp_path: Path) -> None:
     rows = [{"text": "1+1", "answer": "2", "teacher_context": "own"}, {"text": "1+2", "answer": "3"}]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    found = load_prompts("sums", Domain(source=str(file), train=2, teacher_context="it is {answer}"))
-    assert [prompt.teacher_context for prompt in found] == ["own", "it is 3"]
+    prompts = load_prompts("sums", Domain(source=str(file), train=2, teacher_context="it is {answer}"))
+    assert [prompt.teacher_context for prompt in prompts] == ["own", "it is 3"]
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_hugging_face_datasets_give_prompts_by_column(
         source="datasets", dataset=saved_dataset(tmp_path / "set", form), train=2, eval=1,
         columns={"text": "problem", "answer": "solution"}, template="{question} =",
     )  # fmt: skip
-    found = load_prompts("sums", domain)
-    assert [(p.text, p.answer, p.split) for p in found] == [
+    prompts = load_prompts("sums", domain)
+    assert [(p.text, p.answer, p.split) for p in prompts] == [
         ("1+0 =", "1", "eval"), ("1+1 =", "2", "train"), ("1+2 =", "3", "train"),
     ]  # fmt: skip
-    assert found[0].source == f"datasets:{tmp_path / 'set'}"
+    assert prompts[0].source == f"datasets:{tmp_path / 'set'}"
 
 
 def test_a_dataset_that_is_not_there_is_named_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,24 +115,24 @@ def test_a_dataset_that_is_not_there_is_named_with_what_is(tmp_path: Path, monke
 def test_messages_are_a_prompt_and_the_assistants_last_is_the_answer(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps({"messages": chat}) for chat in CHAT))
-    found = load_prompts("sums", Domain(source=str(file), train=4, template="{question} ="))
-    assert found[1].asked == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1 ="}]
-    assert (found[1].text, found[1].answer) == ("system: Add.\nuser: 1+1 =", "2")
+    prompts = load_prompts("sums", Domain(source=str(file), train=4, template="{question} ="))
+    assert prompts[1].asked == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1 ="}]
+    assert (prompts[1].text, prompts[1].answer) == ("system: Add.\nuser: 1+1 =", "2")
     single = tmp_path / "single.jsonl"
     single.write_text("\n".join(json.dumps({"prompt": chat[1:2], "answer": "x"}) for chat in CHAT))
     assert [p.asked for p in load_prompts("sums", Domain(source=str(single), train=2))] == ["1+0", "1+1"]
 
 
 def test_messages_go_through_the_chat_template_and_a_context_before_the_system_message() -> None:
-    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     tokenizer = chat_tokenizer(sorted(CHAT_FAMILIES)[0])
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}>{{ m.content }};{% endfor %}"
-    render_chat = partial(render, asked, tokenizer, template="chat")
+    render_chat = partial(render, messages, tokenizer, template="chat")
     assert tokenizer.decode(render_chat()) == "system>Add.;user>1+1;"
     assert tokenizer.decode(render_chat(context="It is 2.")) == "system>It is 2.\n\nAdd.;user>1+1;"
-    assert asked[0]["content"] == "Add."
+    assert messages[0]["content"] == "Add."
     with pytest.raises(PromptError, match="2 messages needs the chat template"):
-        render(asked, tokenizer)
+        render(messages, tokenizer)
 
 
 @pytest.mark.parametrize(

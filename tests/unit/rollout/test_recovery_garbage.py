@@ -45,9 +45,9 @@ def log_of(home: Path, bodies: list[tuple[int, bytes]]) -> None:
     """Write a segment with these records, none of them promised as durable."""
     header = SegmentHeader(1, bytes(16), 0, 1, 0)
     framed = [pack_record(header.salt, lsn, 0, 1, kind, body) for lsn, (kind, body) in enumerate(bodies, start=1)]
-    place = home / "00000001" / f"{0:016x}.wal"
-    place.parent.mkdir()
-    place.write_bytes(header.pack() + b"".join(framed))
+    segment_path = home / "00000001" / f"{0:016x}.wal"
+    segment_path.parent.mkdir()
+    segment_path.write_bytes(header.pack() + b"".join(framed))
 
 
 @pytest.mark.parametrize("what", BODIES)

@@ -85,18 +85,20 @@ def check(home: Path, whole: Rows) -> None:
 def test_kill_and_run_again_gives_the_same_samples(
     attempt: Attempt, tmp_path: Path, whole: Rows, point: str, visits: tuple[int, ...]
 ) -> None:
-    kept: dict[str, list[int]] = {}
+    logged_bits: dict[str, list[int]] = {}
     for visit in visits:
         assert attempt(tmp_path, point, visit)["code"] == -9
         for uid, bits in logged(tmp_path).items():
-            assert bits[: len(kept.get(uid, []))] == kept.get(uid, []), "what was logged stays as it was logged"
-            kept[uid] = bits
+            assert bits[: len(logged_bits.get(uid, []))] == logged_bits.get(uid, []), (
+                "what was logged stays as it was logged"
+            )
+            logged_bits[uid] = bits
     last = attempt(tmp_path)
     assert last["code"] == 0
     check(tmp_path, whole)
     ended = shelf(tmp_path)
-    assert all(ended[uid]["bits"][: len(bits)] == bits for uid, bits in kept.items())
-    assert any(kept.values())
+    assert all(ended[uid]["bits"][: len(bits)] == bits for uid, bits in logged_bits.items())
+    assert any(logged_bits.values())
     assert last["drift"] < TOLERANCE
 
 

@@ -35,8 +35,8 @@ class Died(BaseException):
 class Mortal(ToyEngine):
     """A toy engine that dies at its n-th step."""
 
-    def __init__(self, *, dies_at: int, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, dies_at: int, **options: Any) -> None:
+        super().__init__(**options)
         self._left = dies_at
 
     def step(self) -> StepOutput:
@@ -297,7 +297,7 @@ def test_garbage_from_the_engine_is_refused_unwritten(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         ({"prompts": []}, "no prompts to roll out"),
         ({"prompts": [Prompt(prompt_id="p0", domain="toy", text="0")] * 2}, "a prompt comes twice"),
@@ -310,10 +310,10 @@ def test_garbage_from_the_engine_is_refused_unwritten(
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused_before_anything_is_written(
-    roll: Roll, shelf: Any, tmp_path: Path, given: dict[str, Any], message: str
+    roll: Roll, shelf: Any, tmp_path: Path, overrides: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PromptError, match=message):
-        roll(shelf, **given)
+        roll(shelf, **overrides)
     assert not (tmp_path / "wal").exists()
 
 
@@ -421,10 +421,10 @@ def test_an_environment_waits_for_the_disk(roll: Roll, shelf: Any, monkeypatch: 
             newest.append(log.appended_lsn)
 
     monkeypatch.setattr(loop.TokenLog, "wait_durable", wait)
-    asked: list[int] = []
-    roll(shelf, environment=lambda turn: asked.append(len(waited)))
-    assert asked == list(range(1, len(asked) + 1))
-    assert asked
+    wait_counts: list[int] = []
+    roll(shelf, environment=lambda turn: wait_counts.append(len(waited)))
+    assert wait_counts == list(range(1, len(wait_counts) + 1))
+    assert wait_counts
     assert waited == newest
 
 

@@ -113,10 +113,10 @@ def test_the_hugging_face_engine_draws_old_and_new_samples_in_one_batch(tiny_mod
     alone = {}
     for name in SAMPLERS:
         alone[name] = decode(HfEngine(tiny_model, slots=8), [replace(r, sampler=name) for r in work])
-    found = decode(HfEngine(tiny_model, slots=8), mixed)
+    batch_outputs = decode(HfEngine(tiny_model, slots=8), mixed)
     for request in mixed:
         tokens, logprobs, ended = alone[request.sampler][request.uid]
-        assert found[request.uid][0] == tokens
-        assert found[request.uid][2] == ended
-        np.testing.assert_allclose(found[request.uid][1], logprobs, atol=TOLERANCE)
+        assert batch_outputs[request.uid][0] == tokens
+        assert batch_outputs[request.uid][2] == ended
+        np.testing.assert_allclose(batch_outputs[request.uid][1], logprobs, atol=TOLERANCE)
     assert alone[SAMPLER] != alone[FIRST_SAMPLER]

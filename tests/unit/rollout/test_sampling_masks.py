@@ -53,12 +53,12 @@ def content(samples: dict[str, Sample]) -> dict[str, tuple[list[int], list[list[
 def test_a_kept_set_is_what_the_distribution_leaves(kind: type[Distribution]) -> None:
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]] * 3, np.float32))
     inside = kind.of(logits, np.ones(3), np.array([4, 2, 2]), np.array([1.0, 1.0, 0.3])).kept()
-    kept = sampling_masks_of(inside, np.array([True, True, True]))
-    assert (kept.sizes.tolist(), kept.ids.tolist()) == ([0, 2, 1], [0, 1, 0]), "nothing cut is a set of size 0"
-    kept = sampling_masks_of(inside, np.array([False, False, True]))
-    assert (kept.sizes.tolist(), kept.ids.tolist()) == ([0, 0, 1], [0])
-    assert kept.holds(np.array([3, 3, 0], np.int32)).all()
-    assert kept.holds(np.array([3, 3, 1], np.int32)).tolist() == [True, True, False]
+    masks = sampling_masks_of(inside, np.array([True, True, True]))
+    assert (masks.sizes.tolist(), masks.ids.tolist()) == ([0, 2, 1], [0, 1, 0]), "nothing cut is a set of size 0"
+    masks = sampling_masks_of(inside, np.array([False, False, True]))
+    assert (masks.sizes.tolist(), masks.ids.tolist()) == ([0, 0, 1], [0])
+    assert masks.holds(np.array([3, 3, 0], np.int32)).all()
+    assert masks.holds(np.array([3, 3, 1], np.int32)).tolist() == [True, True, False]
 
 
 def test_the_toy_and_the_real_engine_say_what_they_drew_from(

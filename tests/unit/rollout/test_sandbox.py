@@ -108,11 +108,11 @@ def test_a_call_in_doubt_is_not_repeated_but_recorded(roll: Roll, shelf: Any, tm
 
 def test_an_environment_that_changes_its_mind_is_caught(roll: Roll, shelf: Any, tmp_path: Path) -> None:
     sandbox = SubprocessSandbox(tmp_path / "box")
-    asked: list[Sequence[str]] = []
+    commands: list[Sequence[str]] = []
 
     def fickle(turn: Turn) -> list[int] | None:
-        command = ["echo", str(len(asked))]
-        asked.append(command)
+        command = ["echo", str(len(commands))]
+        commands.append(command)
         turn.run(command)
         return None
 

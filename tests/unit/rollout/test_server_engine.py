@@ -125,7 +125,7 @@ def test_a_stream_that_is_cut_goes_on_behind_the_tokens_that_came(
 ) -> None:
     requests = make_requests(2, max_new_tokens=8)
     whole = decode(engine, requests)
-    asked = len(server.asked)
+    request_count = len(server.asked)
     server.misbehave = fails(2, cuts_stream(after))
     cut = decode(engine, requests)
     for request in requests:
@@ -135,9 +135,9 @@ def test_a_stream_that_is_cut_goes_on_behind_the_tokens_that_came(
         values = server.logprobs([*request.prompt_ids.tolist(), *tokens])
         first = len(request.prompt_ids) - 1
         np.testing.assert_allclose(
-            logprobs, [values[first + place, token] for place, token in enumerate(tokens)], atol=TOLERANCE
+            logprobs, [values[first + position, token] for position, token in enumerate(tokens)], atol=TOLERANCE
         )
-    continued = [body["prompt"] for _, body in server.asked[asked:] if body and body.get("stream")]
+    continued = [body["prompt"] for _, body in server.asked[request_count:] if body and body.get("stream")]
     assert len(continued) >= 2
 
 

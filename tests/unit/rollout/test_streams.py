@@ -124,11 +124,11 @@ def test_only_an_engine_in_lockstep_must_answer_for_every_slot() -> None:
 
 
 def test_a_ticket_survives_the_journey() -> None:
-    asked = Request(
+    sample_request = Request(
         uid="a", prompt_ids=np.array([5], np.int32), prefix_ids=np.array([8, 9, 10], np.int32), key=2**128 - 1,
         temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=9,
     )  # fmt: skip
-    arguments = SamplerArguments.of(asked, [9, 10])
+    arguments = SamplerArguments.of(sample_request, [9, 10])
     assert (arguments.first, arguments.again) == (1, (9, 10))
     assert SamplerArguments.read(arguments.as_arguments()) == arguments
     assert SamplerArguments.read({"other": 1}) is None
@@ -161,12 +161,12 @@ def test_an_impossible_url_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("raw_engine", "problem"),
     [
         ({"kind": "vllm", "reload": True}, "give its url"),
         ({"kind": "vllm", "url": "http://127.0.0.1:1/v1", "options": {"seed": 1}}, "has its own"),
     ],
 )
-def test_settings_that_contradict_each_other(given: dict[str, object], problem: str) -> None:
+def test_settings_that_contradict_each_other(raw_engine: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
-        sections.Engine.model_validate(given)
+        sections.Engine.model_validate(raw_engine)

@@ -144,7 +144,7 @@ def test_waiting_for_the_newest_record_ends_even_when_that_is_a_watermark(tmp_pa
 def test_the_watermark_is_stated_only_after_the_sync_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, _ = begun(tmp_path, sections.Wal(group_commit_ms=0))
     log.wait_durable(log.appended_lsn)
-    known = log.synced_lsn
+    synced_lsn = log.synced_lsn
     seen: list[int] = []
     real = os.fdatasync
 
@@ -154,7 +154,7 @@ def test_the_watermark_is_stated_only_after_the_sync_returned(tmp_path: Path, mo
 
     monkeypatch.setattr(segment_file.os, "fdatasync", slow)
     log.wait_durable(log.append(step([0, 1, 2], 2)))
-    assert seen[0] == known
+    assert seen[0] == synced_lsn
     log.close()
 
 
@@ -432,10 +432,10 @@ def test_a_segment_that_cannot_be_created_pauses_too(tmp_path: Path, monkeypatch
     failures = iter([OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Quota exceeded")])
     real = os.open
 
-    def full(path: object, *given: int) -> int:
+    def full(path: object, *flags: int) -> int:
         for error in failures:
             raise error
-        return real(path, *given)  # type: ignore[arg-type]
+        return real(path, *flags)  # type: ignore[arg-type]
 
     monkeypatch.setattr(segment_file.os, "open", full)
     log.rotate(ledger)

@@ -80,24 +80,24 @@ def test_how_long_it_takes_is_said_at_given_rates(tmp_path: Path, capsys: pytest
 
 def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
-    given = job(tmp_path, work=str(tmp_path / "file"), load={"cache_dir": str(tmp_path / "file")})
-    given["engine"] = {"kind": "vllm"}
-    given["student"]["prompt_template"] = "nothing of the prompt"
-    given["domains"] |= {
+    raw_job = job(tmp_path, work=str(tmp_path / "file"), load={"cache_dir": str(tmp_path / "file")})
+    raw_job["engine"] = {"kind": "vllm"}
+    raw_job["student"]["prompt_template"] = "nothing of the prompt"
+    raw_job["domains"] |= {
         "gone": {"source": str(tmp_path / "gone.jsonl"), "reward": "exact"},
-        "short": given["domains"]["sums"] | {"train": 9},
-        "rewarded": given["domains"]["sums"] | {"reward": "nowhere:nothing"},
+        "short": raw_job["domains"]["sums"] | {"train": 9},
+        "rewarded": raw_job["domains"]["sums"] | {"reward": "nowhere:nothing"},
     }
-    given["teachers"] = {
+    raw_job["teachers"] = {
         "t": {"source": str(tmp_path / "missing")},
         "u": {"source": "acme/nobody"},
         "v": {"source": "student", "prompt_template": "nor here"},
     }
-    given["routing"] = {"sums": "t", "gone": "u", "short": "v", "rewarded": "v"}
-    given["train"], given["score"] = {"device": "cuda"}, {"device": "xpu:1"}
-    del given["student"]["config"]
-    given["student"]["path"] = "acme/no-student"
-    said, refusal = check(tmp_path, given, capsys)
+    raw_job["routing"] = {"sums": "t", "gone": "u", "short": "v", "rewarded": "v"}
+    raw_job["train"], raw_job["score"] = {"device": "cuda"}, {"device": "xpu:1"}
+    del raw_job["student"]["config"]
+    raw_job["student"]["path"] = "acme/no-student"
+    said, refusal = check(tmp_path, raw_job, capsys)
     keys = {finding["key"] for finding in said["findings"] if finding["certain"]}
     assert keys == {
         "work", "load.cache_dir", "engine.kind", "student.prompt_template", "domains.gone", "domains.short",
@@ -173,17 +173,17 @@ def test_a_place_that_can_be_no_store_is_refused(
 def test_what_training_holds_on_device_and_host_follows_its_keys(tmp_path: Path) -> None:
     from mopd_dataplane.job.sections import Lora, Train
 
-    def held(dtype: str, **keys: Any) -> tuple[int, int]:
+    def byte_counts(dtype: str, **keys: Any) -> tuple[int, int]:
         return training_bytes(1000, Train(**keys), dtype=dtype, adapter=10)
 
-    assert held("float32") == (16 * 1000, 0)
-    assert held("bfloat16") == (18 * 1000, 0)
-    assert held("bfloat16", master_weights=True) == (16 * 1000, 0)
-    assert held("float32", offload=True) == (4 * 1000, 16 * 1000)
-    assert held("bfloat16", offload=True) == (2 * 1000, 16 * 1000)
-    assert held("float32", lora=Lora(r=2)) == (4 * 1000 + 16 * 10, 0)
-    assert held("bfloat16", lora=Lora(r=2)) == (2 * 1000 + 18 * 10, 0)
-    assert held("bfloat16", lora=Lora(r=2), offload=True) == (2 * 1000 + 6 * 10, 16 * 10)
+    assert byte_counts("float32") == (16 * 1000, 0)
+    assert byte_counts("bfloat16") == (18 * 1000, 0)
+    assert byte_counts("bfloat16", master_weights=True) == (16 * 1000, 0)
+    assert byte_counts("float32", offload=True) == (4 * 1000, 16 * 1000)
+    assert byte_counts("bfloat16", offload=True) == (2 * 1000, 16 * 1000)
+    assert byte_counts("float32", lora=Lora(r=2)) == (4 * 1000 + 16 * 10, 0)
+    assert byte_counts("bfloat16", lora=Lora(r=2)) == (2 * 1000 + 18 * 10, 0)
+    assert byte_counts("bfloat16", lora=Lora(r=2), offload=True) == (2 * 1000 + 6 * 10, 16 * 10)
 
 
 def test_offload_on_the_cpu_is_counted_as_one_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,11 +201,11 @@ def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> Non
     from mopd_dataplane.models.hf import load_model
 
     folder = make_student(Student(config=TINY), tmp_path / "model", seed=0)
-    given = job(tmp_path, student={"path": str(folder)})
-    checked: Job = check_job(given, where="test")
-    found = estimate(checked, {"sums": load_prompts("sums", checked.domains["sums"])})
+    raw_job = job(tmp_path, student={"path": str(folder)})
+    checked: Job = check_job(raw_job, where="test")
+    job_estimate = estimate(checked, {"sums": load_prompts("sums", checked.domains["sums"])})
     stored = sum(weight.numel() for weight in load_model(folder).state_dict().values())
-    assert found.models["student"] == f"{stored / 1e6:.3g} M parameters" == found.models["t"]
+    assert job_estimate.models["student"] == f"{stored / 1e6:.3g} M parameters" == job_estimate.models["t"]
 
 
 def test_every_part_of_the_store_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,9 +224,9 @@ def test_checkpoints_that_retain_keeps_are_counted(tmp_path: Path, capsys: pytes
     """By hand: of 3 versions the last two stay anyway, so version 1 costs 12 bytes a parameter more."""
     wide = {"config": TINY | {"hidden_size": 1024}}
     said, _ = check(tmp_path, job(tmp_path, student=wide, retain={"checkpoints_every": 1}), capsys)
-    kept = said["disk"]["s checkpoints of 1 earlier versions ([retain])"]
+    checkpoint_size = said["disk"]["s checkpoints of 1 earlier versions ([retain])"]
     parameters = float(said["models"]["student"].split()[0]) * 1e6
-    assert float(kept.split()[1]) * 1e6 == pytest.approx(12 * parameters, rel=0.05)
+    assert float(checkpoint_size.split()[1]) * 1e6 == pytest.approx(12 * parameters, rel=0.05)
 
 
 def test_what_is_not_known_yet_is_called_unknown_and_the_sum_a_lower_bound(
@@ -264,9 +264,9 @@ def test_a_learning_rate_of_the_other_kind_is_asked_about(
     """By hand: 5e-5 (2000 / 64)^0.781 is 7.4e-4 for weights of width 64, ten times that for an adapter."""
     folder = make_student(Student(config=TINY | {"hidden_size": 64}), tmp_path / "model", seed=0)
     changes = {"student": {"path": str(folder)}, "train": {"learning_rate": rate, "lora": {"r": lora}}}
-    found, refusal = check(tmp_path, job(tmp_path, **changes), capsys)
+    report, refusal = check(tmp_path, job(tmp_path, **changes), capsys)
     assert not refusal
-    assert [(one["key"], said in one["problem"]) for one in found["findings"]] == (
+    assert [(one["key"], said in one["problem"]) for one in report["findings"]] == (
         [("stages.s.train.learning_rate", True)] if said else []
     )
 
@@ -285,9 +285,9 @@ def test_an_adapter_that_fits_neither_job_nor_base_is_refused_before_anything_is
     wide = make_student(Student(config=TINY | {"intermediate_size": 160}), tmp_path / "wide", seed=0)
     adapter, misplaced, retrained = (tmp_path / name for name in ("adapter", "misplaced", "retrained"))
     model = get_peft_model(load_model(folder), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for place, base in ((adapter, folder), (misplaced, wide), (retrained, folder)):
+    for adapter_folder, base in ((adapter, folder), (misplaced, wide), (retrained, folder)):
         model.peft_config["default"].base_model_name_or_path = str(base)
-        model.save_pretrained(place)
+        model.save_pretrained(adapter_folder)
     (retrained / BASE).write_text(json.dumps({"place": str(folder), "digest": "0" * 64}))
 
     def findings(**changes: Any) -> dict[str, str]:
@@ -296,13 +296,13 @@ def test_an_adapter_that_fits_neither_job_nor_base_is_refused_before_anything_is
         return {finding["key"]: finding["problem"] for finding in said["findings"] if finding["certain"]}
 
     rate = {"learning_rate": 8e-3}
-    given = {"student": {"path": str(adapter)}, "train": {**rate, "lora": {"r": 4}}}
-    assert findings(**given) == {}
-    wrong_rank = findings(**{**given, "train": {**rate, "lora": {"r": 8}}})
+    job_changes = {"student": {"path": str(adapter)}, "train": {**rate, "lora": {"r": 4}}}
+    assert findings(**job_changes) == {}
+    wrong_rank = findings(**{**job_changes, "train": {**rate, "lora": {"r": 8}}})
     assert "adapter of rank 4; set it to 4" in wrong_rank["stages.s.train.lora.r"]
     missing = findings(train={**rate, "lora": {"r": 4, "target_modules": ["q_proj", "k_prj"]}})
     assert "no module 'k_prj'" in missing["stages.s.train.lora.target_modules"]
-    other_weights = findings(**{**given, "student": {"path": str(retrained)}})
+    other_weights = findings(**{**job_changes, "student": {"path": str(retrained)}})
     assert "was trained on a base with digest 0000" in other_weights["student.path"]
     other_shape = findings(teachers={"t": {"source": str(misplaced)}})
     assert "another rank or for another base" in other_shape["teachers.t.source"]
@@ -334,8 +334,8 @@ def test_adapters_that_vllm_cannot_take_are_found_before_work_starts(
         changes["student"] = {"path": str(folders[changes["student"]])}
     if isinstance(changes.get("teachers"), str):
         changes["teachers"] = {"t": {"source": str(folders[changes["teachers"]])}}
-    found = check(tmp_path, job(tmp_path, **changes), capsys)[0]["findings"]
-    mine = {one["key"]: one["problem"] for one in found if "adapt" in one["problem"] or "dora" in one["problem"]}
+    findings = check(tmp_path, job(tmp_path, **changes), capsys)[0]["findings"]
+    mine = {one["key"]: one["problem"] for one in findings if "adapt" in one["problem"] or "dora" in one["problem"]}
     mine = {at: problem for at, problem in mine.items() if not at.endswith("learning_rate")}
     assert list(mine) == ([key] if key else [])
     assert said in mine.get(key, "")

@@ -22,8 +22,8 @@ from mopd_dataplane.run.preflight import preflight, refuse
 
 def write_job(folder: Path, teacher: str, **settings: Any) -> Path:
     """A job of a Qwen3 base student under a teacher of the named model's family."""
-    for name, place in (("student", "models/Qwen3-8B-Base"), ("teacher", teacher)):
-        tiny.of_family(tiny.stand_in(place), folder / name, seed=0, dtype="float32")
+    for name, model_name in (("student", "models/Qwen3-8B-Base"), ("teacher", teacher)):
+        tiny.of_family(tiny.stand_in(model_name), folder / name, seed=0, dtype="float32")
     (folder / "sums.jsonl").write_text(
         "".join(json.dumps({"text": f"{i} + 1 =", "answer": "2"}) + "\n" for i in range(6))
     )

@@ -22,8 +22,8 @@ def test_flops_count_what_multiplies(tmp_path: Path, tied: bool, multiplying: in
     shape = {"hidden_size": 4, "num_hidden_layers": 3, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     lengths = np.array([5, 7])
-    wanted = 6 * multiplying * 12 + 6 * 3 * 4 * (25 + 49)
-    assert train_flops(tmp_path, lengths) == wanted
+    expected = 6 * multiplying * 12 + 6 * 3 * 4 * (25 + 49)
+    assert train_flops(tmp_path, lengths) == expected
 
 
 def test_a_policy_that_is_not_there_has_no_count(tmp_path: Path) -> None:

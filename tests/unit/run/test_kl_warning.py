@@ -11,9 +11,9 @@ from mopd_dataplane.run.steps.train_records import kl_warning
 
 
 def test_a_rise_is_named_with_both_values_and_the_next_step() -> None:
-    found = kl_warning(np.linspace(0.1, 0.9, 12).tolist())
-    assert "from 0.209 to 0.791 nat per token over the first 12 steps" in found
-    assert "train.learning_rate" in found
+    warning = kl_warning(np.linspace(0.1, 0.9, 12).tolist())
+    assert "from 0.209 to 0.791 nat per token over the first 12 steps" in warning
+    assert "train.learning_rate" in warning
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def problems(checked: Job) -> dict[str, Finding]:
 
 def test_prompts_over_the_budget_are_counted_with_the_longest_and_the_key(tmp_path: Path) -> None:
     assert problems(job(tmp_path, rollout={"max_prompt_tokens": 38})) == {}
-    (found,) = problems(job(tmp_path, rollout={"max_prompt_tokens": 9})).items()
-    key, finding = found
+    (entry,) = problems(job(tmp_path, rollout={"max_prompt_tokens": 9})).items()
+    key, finding = entry
     assert key == "stages.s.rollout.max_prompt_tokens"
     assert finding.certain
     assert finding.problem.startswith("2 of the 3 prompts of domain 'sums' are longer than 9 tokens, up to 38 ('sums-")
@@ -98,11 +98,11 @@ def test_only_prompts_that_will_be_used_are_counted(tmp_path: Path) -> None:
 def test_the_longest_sample_is_compared_with_the_students_context(tmp_path: Path) -> None:
     """By hand: 38 prompt tokens leave 512 - 38 = 474 of TINY's context."""
     assert problems(job(tmp_path, rollout={"max_new_tokens": 474})) == {}
-    (found,) = problems(job(tmp_path, rollout={"max_new_tokens": 475})).items()
-    assert found[0] == "stages.s.rollout.max_new_tokens"
-    assert found[1].certain
-    assert "1 of the 3 prompts" in found[1].problem
-    assert "lower it to 474 or less" in found[1].problem
+    (entry,) = problems(job(tmp_path, rollout={"max_new_tokens": 475})).items()
+    assert entry[0] == "stages.s.rollout.max_new_tokens"
+    assert entry[1].certain
+    assert "1 of the 3 prompts" in entry[1].problem
+    assert "lower it to 474 or less" in entry[1].problem
 
 
 def test_turns_of_an_environment_are_part_of_the_answer(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_turns_of_an_environment_are_part_of_the_answer(tmp_path: Path) -> None:
 def test_a_teacher_that_answers_has_a_context_of_its_own(tmp_path: Path) -> None:
     short = make_student(Student(config=TINY | {"max_position_embeddings": 50}), tmp_path / "short", seed=0)
     rollout = {"max_new_tokens": 16, "policy": "t"}
-    found = problems(job(tmp_path, teachers={"t": {"source": str(short)}}, rollout=rollout))
-    assert "teacher 't', which answers here, reads 50" in found["stages.s.rollout.max_new_tokens"].problem
+    problem_by_key = problems(job(tmp_path, teachers={"t": {"source": str(short)}}, rollout=rollout))
+    assert "teacher 't', which answers here, reads 50" in problem_by_key["stages.s.rollout.max_new_tokens"].problem
 
 
 def test_of_many_prompts_the_longest_are_looked_at_and_the_finding_says_so(
@@ -155,9 +155,11 @@ def test_a_pack_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
     """A prompt of 38 tokens and one token of an answer need 39."""
     fits = {"batch_samples": 2, "pack_tokens": 39}
     assert not any(finding.certain for finding in problems(job(tmp_path, plan=fits)).values())
-    found = problems(job(tmp_path, plan=fits | {"pack_tokens": 8}))["stages.base.plan.pack_tokens"]
-    assert found.certain
-    assert found.problem.startswith("3 of the 3 prompts of domain 'sums' leave no room for an answer in a pack of 8")
-    assert "set it above 38" in found.problem
-    assert found.problem.endswith("; the same in stage s")
+    pack_finding = problems(job(tmp_path, plan=fits | {"pack_tokens": 8}))["stages.base.plan.pack_tokens"]
+    assert pack_finding.certain
+    assert pack_finding.problem.startswith(
+        "3 of the 3 prompts of domain 'sums' leave no room for an answer in a pack of 8"
+    )
+    assert "set it above 38" in pack_finding.problem
+    assert pack_finding.problem.endswith("; the same in stage s")
     assert problems(job(tmp_path, plan=fits | {"pack_tokens": 8, "overlong": "drop"})) == {}

@@ -20,7 +20,7 @@ def prompts(total: int) -> list[Prompt]:
     return [Prompt(prompt_id=str(i), domain="domain", text=f"question {i}") for i in range(total)]
 
 
-def asked(total: int, count: int, iteration: int, seed: int = 0) -> list[int]:
+def prompt_numbers(total: int, count: int, iteration: int, seed: int = 0) -> list[int]:
     chosen = iteration_prompts(prompts(total), count=count, iteration=iteration, seed=seed, stage="student")
     return [int(prompt.prompt_id) for prompt in chosen]
 
@@ -30,7 +30,7 @@ def test_distinct_in_an_iteration_and_once_an_epoch(total: int, share: float, it
     count = max(1, int(share * total))
     stream: list[int] = []
     for iteration in range(iterations):
-        chosen = asked(total, count, iteration, seed)
+        chosen = prompt_numbers(total, count, iteration, seed)
         assert len(set(chosen)) == len(chosen) == count
         stream += chosen
     for epoch in range(len(stream) // total):
@@ -39,20 +39,20 @@ def test_distinct_in_an_iteration_and_once_an_epoch(total: int, share: float, it
 
 
 def test_all_of_them_in_a_new_order_each_iteration() -> None:
-    first, second = asked(20, 0, 0), asked(20, 0, 1)
+    first, second = prompt_numbers(20, 0, 0), prompt_numbers(20, 0, 1)
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
 
 
 def test_the_order_is_fixed_for_ever() -> None:
     """Changing it would give a store that is continued by a newer version other samples than it began with."""
-    assert [asked(7, 3, iteration) for iteration in range(5)] == ORDER
+    assert [prompt_numbers(7, 3, iteration) for iteration in range(5)] == ORDER
 
 
 def test_too_few_prompts_are_refused_with_what_to_do() -> None:
     with advises("raise domains.*.train, or sample each prompt several times with rollout.group_size"):
-        asked(8, 9, 0)
-    assert len(asked(9, 9, 0)) == 9
-    assert len(asked(8, 8, 0)) == 8
+        prompt_numbers(8, 9, 0)
+    assert len(prompt_numbers(9, 9, 0)) == 9
+    assert len(prompt_numbers(8, 8, 0)) == 8
     with pytest.raises(PromptError, match="no training prompts"):
-        asked(0, 0, 0)
+        prompt_numbers(0, 0, 0)

@@ -33,19 +33,19 @@ def prompts() -> list[Prompt]:
 
 
 def samplers(rollout: dict[str, Any], iteration: int = 0) -> list[Sampler]:
-    made = job(rollout)
-    return [sampler_of(made, made.stage("student"), prompt, iteration) for prompt in prompts()]
+    parsed_job = job(rollout)
+    return [sampler_of(parsed_job, parsed_job.stage("student"), prompt, iteration) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_students_share_is_drawn_prompt_by_prompt(share: float) -> None:
-    found = samplers({"student_share": share})
-    own = sum(sampler == Sampler("self") for sampler in found)
-    assert own + sum(sampler == Sampler("reference") for sampler in found) == COUNT
+    draws = samplers({"student_share": share})
+    own = sum(sampler == Sampler("self") for sampler in draws)
+    assert own + sum(sampler == Sampler("reference") for sampler in draws) == COUNT
     assert own / COUNT == pytest.approx(share, abs=0.03)  # four standard deviations
-    assert samplers({"student_share": share}) == found
+    assert samplers({"student_share": share}) == draws
     if 0 < share < 1:
-        assert samplers({"student_share": share}, iteration=1) != found
+        assert samplers({"student_share": share}, iteration=1) != draws
 
 
 def test_the_rest_may_be_a_teachers() -> None:
@@ -57,9 +57,9 @@ def test_the_rest_may_be_a_teachers() -> None:
 
 def test_each_students_draw_is_mixed_with_its_prompts_teacher() -> None:
     """One log a mixture: a sample continues on the mixture that began it."""
-    found = samplers({"teacher_mix": 0.2, "student_share": 0.5})
-    assert set(found[::2]) == {Sampler("self", "summer"), Sampler("reference")}
-    assert set(found[1::2]) == {Sampler("self", "poet"), Sampler("reference")}
+    draws = samplers({"teacher_mix": 0.2, "student_share": 0.5})
+    assert set(draws[::2]) == {Sampler("self", "summer"), Sampler("reference")}
+    assert set(draws[1::2]) == {Sampler("self", "poet"), Sampler("reference")}
     assert Sampler("self", "poet").writers == "mixed-poet-"
 
 
@@ -103,9 +103,9 @@ def test_a_divergence_may_be_trained_on_cut_samples() -> None:
 
 
 def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_sampling_masks_are_stored() -> None:
-    made = job({"top_p": 0.9, "top_k": 20, "record": ["sampling_mask"], "group_size": 2}, GRADIENT)
-    assert made.stage("student").rollout.record == ("sampling_mask",)
-    raw = made.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
+    parsed_job = job({"top_p": 0.9, "top_k": 20, "record": ["sampling_mask"], "group_size": 2}, GRADIENT)
+    assert parsed_job.stage("student").rollout.record == ("sampling_mask",)
+    raw = parsed_job.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
     with pytest.raises(
         JobFileError, match=r"engine.kind = 'vllm' does not say what record = \['sampling_mask'\] asks for"
     ):

@@ -52,15 +52,15 @@ class Core:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
-    found: list[Core] = []
+    cores: list[Core] = []
 
     def start(folder: Path, arguments: dict[str, Any], *, threads: int) -> Core:
-        found.append(Core(folder, arguments))
-        return found[-1]
+        cores.append(Core(folder, arguments))
+        return cores[-1]
 
     monkeypatch.setattr(vllm, "start", start)
     monkeypatch.setattr(vllm, "require_vllm", lambda: None)
-    return found
+    return cores
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +123,10 @@ def test_a_base_of_adapters_is_kept_on_the_host_while_it_sleeps(
     started: list[Core], policies: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing would bring it back: reload_weights leaves a base that is ready for adapters as it is."""
-    given: list[str] = []
-    stand_in = SimpleNamespace(request=lambda folder, digest: given.append(digest), keep_only=lambda digest: None)
+    digests: list[str] = []
+    stand_in = SimpleNamespace(request=lambda folder, digest: digests.append(digest), keep_only=lambda digest: None)
     monkeypatch.setattr(vllm, "can_sleep", lambda: True)
-    monkeypatch.setattr(vllm, "room_for", lambda *given, **more: {"enable_lora": True})
+    monkeypatch.setattr(vllm, "room_for", lambda *arguments, **more: {"enable_lora": True})
     monkeypatch.setattr(vllm, "VllmAdapters", lambda engine: stand_in)
     adapter = write_adapter(policies[0], tmp_path / "adapter")
     own, trained = engines(keep=False), Lora(r=4)
@@ -137,7 +137,7 @@ def test_a_base_of_adapters_is_kept_on_the_host_while_it_sleeps(
             assert core.weights == weights_digest(policies[0])
             assert engine.policy_digest == weights_digest(folder)
         assert not core.on_device
-    assert given == [weights_digest(adapter)]
+    assert digests == [weights_digest(adapter)]
     with own.use(policies[1], 2):
         assert core.ended, "whole weights want a vLLM of their own"
         assert len(started) == 2

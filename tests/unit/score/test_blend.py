@@ -66,17 +66,22 @@ def test_every_signal_is_that_of_the_weighted_product(folders: dict[str, Path], 
     item = sample()
     pool = make_pool(folders, weights)
     kinds = ("logprob", "topk", "hidden")
-    found = {signal.kind: signal for signal in score_samples(pool, "both", kinds, [item], SETTINGS)}
-    wanted = sum(w * member_logits(folders[n], item) for n, w in weights.items()).log_softmax(-1)
+    signals = {signal.kind: signal for signal in score_samples(pool, "both", kinds, [item], SETTINGS)}
+    expected = sum(w * member_logits(folders[n], item) for n, w in weights.items()).log_softmax(-1)
     masked = item.loss_mask.astype(bool)
     targets = torch.from_numpy(item.tokens[item.prompt_len :][masked].astype("int64"))
     torch.testing.assert_close(
-        torch.from_numpy(found["logprob"].logprob[masked]), wanted.gather(1, targets[:, None])[:, 0], atol=2e-5, rtol=0
+        torch.from_numpy(signals["logprob"].logprob[masked]),
+        expected.gather(1, targets[:, None])[:, 0],
+        atol=2e-5,
+        rtol=0,
     )
-    torch.testing.assert_close(torch.from_numpy(found["topk"].topk_logprobs), wanted.topk(4).values, atol=2e-5, rtol=0)
-    states = torch.from_numpy(found["hidden"].hidden).view(torch.float32)
+    torch.testing.assert_close(
+        torch.from_numpy(signals["topk"].topk_logprobs), expected.topk(4).values, atol=2e-5, rtol=0
+    )
+    states = torch.from_numpy(signals["hidden"].hidden).view(torch.float32)
     logits = states @ pool.teacher("both").head.weight.T
-    torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=0)
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, BEYOND], ids=["between", "beyond"])

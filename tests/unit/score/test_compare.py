@@ -37,15 +37,15 @@ def student(folder: Path) -> TeacherForward:
 def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
     """Answers of mixed lengths behind prompts; those with an even number are right. shift: longer teacher prompts."""
     rng = np.random.default_rng(0)
-    made = []
+    answer_list = []
     for number in range(count):
         length = int(rng.integers(2, 9))
         tokens = rng.integers(4, 90, 5 + length)
         before = rng.integers(4, 90, shift)
         mask = (rng.random(length) < 0.8).astype(np.uint8)
         mask[0] |= not mask.any()
-        made.append(answer(tokens, mask, 1.0 - number % 2, told=[*before, *tokens[:5]]))
-    return made
+        answer_list.append(answer(tokens, mask, 1.0 - number % 2, told=[*before, *tokens[:5]]))
+    return answer_list
 
 
 def answer(tokens: NDArray[np.int64], mask: NDArray[np.uint8], reward: float, *, told: list[int]) -> Answer:
@@ -64,11 +64,11 @@ def logprobs(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
 
 
 def test_the_student_itself_has_nothing_to_teach(student: TeacherForward) -> None:
-    found = compare(student, student, answers(), k=8)
-    assert found.answers == 24
-    assert found.tokens == sum(len(answer.student.masked) for answer in answers())
-    assert found.reverse_kl == pytest.approx(0, abs=1e-5)
-    assert (found.overlap, found.top1_agreement) == (1.0, 1.0)
+    comparison = compare(student, student, answers(), k=8)
+    assert comparison.answers == 24
+    assert comparison.tokens == sum(len(answer.student.masked) for answer in answers())
+    assert comparison.reverse_kl == pytest.approx(0, abs=1e-5)
+    assert (comparison.overlap, comparison.top1_agreement) == (1.0, 1.0)
     assert compare(student, student, answers(2), k=10**6).overlap == 1.0, "more than the vocabulary"
 
 
@@ -77,17 +77,19 @@ def test_figures_are_those_of_the_teachers_own_logits(student: TeacherForward, f
     with torch.no_grad():
         hf.head_weight(model).add_(0.05 * torch.randn_like(hf.head_weight(model)))
     teacher = TeacherForward((HfReader(model),))
-    given = answers(shift=3)
-    found = compare(student, teacher, given, k=8, batch=7)
-    said = [logprobs(model, answer) for answer in given]
-    written = [torch.from_numpy(answer.student.tokens[answer.student.masked]) for answer in given]
+    shifted_answers = answers(shift=3)
+    comparison = compare(student, teacher, shifted_answers, k=8, batch=7)
+    said = [logprobs(model, answer) for answer in shifted_answers]
+    written = [torch.from_numpy(answer.student.tokens[answer.student.masked]) for answer in shifted_answers]
     support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(said, written, strict=True)]
-    assert found.mean_logprob == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
+    assert comparison.mean_logprob == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
     entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in said])
-    assert found.entropy == pytest.approx(float(entropy.mean()), abs=1e-5)
+    assert comparison.entropy == pytest.approx(float(entropy.mean()), abs=1e-5)
     means = np.array([float(values.mean()) for values in support])
-    assert found.discrimination == pytest.approx(auroc(means, np.array([answer.reward >= 1 for answer in given])))
-    assert 0 < found.overlap < 1
+    assert comparison.discrimination == pytest.approx(
+        auroc(means, np.array([answer.reward >= 1 for answer in shifted_answers]))
+    )
+    assert 0 < comparison.overlap < 1
 
 
 def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: TeacherForward, folder: Path) -> None:
@@ -102,14 +104,16 @@ def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: 
             weight[8] -= sign * direction
         return TeacherForward((HfReader(model),))
 
-    given = []
+    one_token_answers = []
     for number, each in enumerate(answers()):
         tokens = each.student.tokens.copy()
         tokens[-1] = 8 if number % 2 else 7
         mask = np.zeros(len(tokens) - 5, np.uint8)
         mask[-1] = 1
-        given.append(answer(tokens, mask, each.reward, told=tokens[:5].tolist()))
-    with_it, against_it = (compare(student, leaning(sign), given, k=4).gradient_agreement for sign in (0.5, -0.5))
+        one_token_answers.append(answer(tokens, mask, each.reward, told=tokens[:5].tolist()))
+    with_it, against_it = (
+        compare(student, leaning(sign), one_token_answers, k=4).gradient_agreement for sign in (0.5, -0.5)
+    )
     assert with_it > 0.1
     assert against_it < with_it
 

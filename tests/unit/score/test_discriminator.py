@@ -63,10 +63,10 @@ def test_it_learns_what_tells_the_teacher_apart_and_scores_answers_it_never_saw(
 def test_the_first_loss_is_that_of_bradley_terry(policy: Path) -> None:
     critic, pairs = make(policy), make_pairs(16)
     margin = critic.scores([p.teacher for p in pairs]) - critic.scores([p.student for p in pairs])
-    wanted = float(np.log1p(np.exp(-margin.astype(np.float64))).mean())
-    found = critic.update(pairs, epochs=1)
-    assert found["loss"] == pytest.approx(wanted, abs=1e-6)
-    assert found["accuracy"] == pytest.approx(float((margin > 0).mean()))
+    expected_loss = float(np.log1p(np.exp(-margin.astype(np.float64))).mean())
+    metrics = critic.update(pairs, epochs=1)
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=1e-6)
+    assert metrics["accuracy"] == pytest.approx(float((margin > 0).mean()))
 
 
 def test_equal_texts_teach_nothing(policy: Path, tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_equal_texts_teach_nothing(policy: Path, tmp_path: Path) -> None:
     critic = make(policy)
     pairs = [Pair(p.teacher, p.teacher) for p in make_pairs(32)]
     before = critic.scores([p.teacher for p in pairs])
-    found = critic.update(pairs, epochs=2)
-    assert found == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5}
+    metrics = critic.update(pairs, epochs=2)
+    assert metrics == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5}
     np.testing.assert_array_equal(critic.scores([p.teacher for p in pairs]), before)
 
 

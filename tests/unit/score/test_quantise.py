@@ -76,13 +76,13 @@ def reference(weight: Tensor, form: str) -> Tensor:
 
 def matrices(model: Any) -> dict[str, Tensor]:
     """Every weight that rounding may touch, as [rows, in]."""
-    found = {}
+    weights = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and path != "lm_head":
             weight: Any = module.weight.detach()
-            found[path] = weight if type(weight) is Tensor else weight.dequantize()
-    found |= {name: weight.detach().flatten(0, 1) for name, weight in model.named_parameters() if "experts." in name}
-    return found
+            weights[path] = weight if type(weight) is Tensor else weight.dequantize()
+    weights |= {name: weight.detach().flatten(0, 1) for name, weight in model.named_parameters() if "experts." in name}
+    return weights
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -92,13 +92,13 @@ def test_weights_are_rounded_as_the_form_says_and_nothing_else_is(folder: Path, 
     before, after = matrices(stored), matrices(rounded)
     assert len(before) == 2 * 4 + 2 * 2, "attention and experts of two layers"
     for name, weight in before.items():
-        wanted = reference(weight, form)
+        expected = reference(weight, form)
         # A value on the midpoint of two codes may go to either after float32 arithmetic; one code is the most.
-        step = (wanted - weight.double()).abs().max() * 2
-        different = (after[name].double() - wanted).abs()
+        step = (expected - weight.double()).abs().max() * 2
+        different = (after[name].double() - expected).abs()
         assert float(different.max()) <= float(step) * 1.01
         assert float((different > 1e-5).double().mean()) < 0.01, name
-        assert float((wanted - weight.double()).norm() / weight.norm()) > 1e-3
+        assert float((expected - weight.double()).norm() / weight.norm()) > 1e-3
     untouched = {n: p for n, p in stored.named_parameters() if "norm" in n or "embed" in n or "gate.weight" in n}
     assert len(untouched) > 8
     for name, weight in untouched.items():
@@ -127,17 +127,17 @@ def test_signals_are_those_of_the_rounded_weights(folder: Path, form: Any) -> No
             target.copy_(weight.reshape(target.shape))
     pool = make_pool(folder, form)
     for item in samples():
-        found = {s.kind: s for s in score_samples(pool, "t", ["logprob", "hidden"], [item], SETTINGS)}
+        signals = {s.kind: s for s in score_samples(pool, "t", ["logprob", "hidden"], [item], SETTINGS)}
         ids = torch.from_numpy(item.tokens.astype(np.int64))[None]
         with torch.no_grad():
-            wanted = plain(ids).logits[0, item.prompt_len - 1 : -1].log_softmax(-1)
+            expected = plain(ids).logits[0, item.prompt_len - 1 : -1].log_softmax(-1)
         targets = ids[0, item.prompt_len :, None]
-        got = torch.from_numpy(found["logprob"].logprob)
+        got = torch.from_numpy(signals["logprob"].logprob)
         # Both take products in float32; torchao scales after the product, which rounds once more (measured 2e-5).
-        torch.testing.assert_close(got, wanted.gather(1, targets)[:, 0], atol=5e-4, rtol=0)
-        states = torch.from_numpy(found["hidden"].hidden).view(torch.float32)
+        torch.testing.assert_close(got, expected.gather(1, targets)[:, 0], atol=5e-4, rtol=0)
+        states = torch.from_numpy(signals["hidden"].hidden).view(torch.float32)
         logits = states @ hf.head_weight(plain).T
-        torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-3, rtol=0)
+        torch.testing.assert_close(logits.log_softmax(-1), expected, atol=2e-3, rtol=0)
 
 
 def test_the_effect_is_measured_against_the_stored_weights(folder: Path) -> None:

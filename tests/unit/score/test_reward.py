@@ -44,9 +44,9 @@ def test_hostile_responses_earn_nothing_and_break_nothing(response: str) -> None
 def test_partial_credit_is_not_right() -> None:
     prompt = gym_prompt("spell_backward")
     almost = prompt.answer[:-1] + "#"
-    found = resolve_reward("reasoning-gym")(prompt, almost)
-    assert 0.5 < found.reward < 1
-    assert found.correct is False
+    outcome = resolve_reward("reasoning-gym")(prompt, almost)
+    assert 0.5 < outcome.reward < 1
+    assert outcome.correct is False
 
 
 def test_a_prompt_without_an_entry_is_named() -> None:

@@ -83,11 +83,11 @@ def make_samples(count: int, *, temperature: float = 1.0, seed: int = 0) -> list
 
 
 def by_uid(signals: Any) -> dict[tuple[str, str], Signal]:
-    found = {}
+    signal_by_key = {}
     for signal in signals:
-        assert (signal.uid, signal.kind) not in found
-        found[signal.uid, signal.kind] = signal
-    return found
+        assert (signal.uid, signal.kind) not in signal_by_key
+        signal_by_key[signal.uid, signal.kind] = signal
+    return signal_by_key
 
 
 def logits_of(folder: Path, prompt: NDArray[Any], response: NDArray[Any]) -> Tensor:
@@ -108,14 +108,14 @@ def test_every_kind_agrees_with_the_models_own_logits(name: str, pool: TeacherPo
         mask = sample.loss_mask.astype(bool)
         response = sample.tokens[sample.prompt_len :]
         direct = logits_of(teachers[name], sample.tokens[: sample.prompt_len], response).log_softmax(-1)
-        wanted = direct.gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
+        expected = direct.gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
 
         logprob = signals[sample.uid, "logprob"]
         assert logprob.sample_row == sample.sample_row
         assert logprob.logprob is not None
-        np.testing.assert_allclose(logprob.logprob[mask], wanted[mask], atol=2e-5)
+        np.testing.assert_allclose(logprob.logprob[mask], expected[mask], atol=2e-5)
         assert not logprob.logprob[~mask].any()
-        assert logprob.mean_reverse_kl == pytest.approx(float((sample.logprobs - wanted)[mask].mean()), abs=2e-5)
+        assert logprob.mean_reverse_kl == pytest.approx(float((sample.logprobs - expected)[mask].mean()), abs=2e-5)
 
         topk = signals[sample.uid, "topk"]
         best = direct[mask].topk(5)
@@ -177,8 +177,8 @@ def test_a_privileged_prompt_shifts_the_prompt_and_not_the_response(
     for sample in samples:
         response, mask = sample.tokens[sample.prompt_len :], sample.loss_mask.astype(bool)
         direct = logits_of(teachers["math"], render(sample), response).log_softmax(-1)
-        wanted = direct.gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
-        np.testing.assert_allclose(signals[sample.uid, "logprob"].logprob[mask], wanted[mask], atol=2e-5)
+        expected = direct.gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(signals[sample.uid, "logprob"].logprob[mask], expected[mask], atol=2e-5)
 
 
 def test_log_probs_are_taken_at_the_sampling_temperature(pool: TeacherPool, teachers: dict[str, Path]) -> None:
@@ -186,8 +186,8 @@ def test_log_probs_are_taken_at_the_sampling_temperature(pool: TeacherPool, teac
     (signal,) = score_samples(pool, "math", ("logprob",), [sample], SETTINGS)
     response = sample.tokens[sample.prompt_len :]
     direct = (logits_of(teachers["math"], sample.tokens[: sample.prompt_len], response) / 0.7).log_softmax(-1)
-    wanted = direct.gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
-    np.testing.assert_allclose(signal.logprob, wanted, atol=2e-5)
+    expected = direct.gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(signal.logprob, expected, atol=2e-5)
     (greedy,) = score_samples(pool, "math", ("logprob",), [replace(sample, temperature=0.0)], SETTINGS)
     (plain,) = score_samples(pool, "math", ("logprob",), [replace(sample, temperature=1.0)], SETTINGS)
     np.testing.assert_array_equal(greedy.logprob, plain.logprob)

@@ -84,10 +84,10 @@ def test_ids_are_the_writers_and_log_probs_the_teachers(
     student = StudentTopk(lambda version: folders[f"v{version}"])
     render = privileged if told else None
     signals = score_samples(pool, "teacher", ("topk",), samples, SETTINGS, render_prompt=render, student=student)
-    found = {signal.uid: signal for signal in signals}
-    assert len(found) == len(samples)
+    signal_by_uid = {signal.uid: signal for signal in signals}
+    assert len(signal_by_uid) == len(samples)
     for sample in samples:
-        signal = found[sample.uid]
+        signal = signal_by_uid[sample.uid]
         assert signal.topk_source == "student"
         prompt, response = np.split(sample.tokens, [sample.prompt_len])
         own = torch.stack([distribution(folders[f"v{version}"], prompt, response) for version in (0, 1)])

@@ -9,10 +9,10 @@ from mopd_dataplane.store.dataset import Store
 
 
 def test_curve_and_sizes(tmp_path: Path) -> None:
-    found = measure(tmp_path, 40)
-    assert [point["commits"] for point in found["curve"]] == list(range(5, 41, 5))
-    assert all(value > 0 for point in found["curve"] for value in point.values())
-    assert 0 < found["row_crc_share"] < 1
-    assert 0 < found["merge_check_share"] < 1  # 33 files were merged
-    assert {name: size["files"] for name, size in found["compacted"].items()} == {"samples": 4, "tokens": 4}
+    figures = measure(tmp_path, 40)
+    assert [point["commits"] for point in figures["curve"]] == list(range(5, 41, 5))
+    assert all(value > 0 for point in figures["curve"] for value in point.values())
+    assert 0 < figures["row_crc_share"] < 1
+    assert 0 < figures["merge_check_share"] < 1  # 33 files were merged
+    assert {name: size["files"] for name, size in figures["compacted"].items()} == {"samples": 4, "tokens": 4}
     assert Store.open(tmp_path / "commits").samples(["uid"]).num_rows == 40 * BATCH

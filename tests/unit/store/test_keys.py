@@ -43,10 +43,10 @@ def test_every_key_is_found_at_its_row(
             if learns:
                 directory.learn(dataset, row_ids(dataset).ids()[end:], batch)
             end += size
-            asked = rows_of(range(end + 3))
+            key_rows = rows_of(range(end + 3))
             expected = [*range(end), -1, -1, -1]
-            assert directory.find(dataset, asked).tolist() == expected
-        assert KeyDirectory(("uid", "version")).find(dataset, asked).tolist() == expected
+            assert directory.find(dataset, key_rows).tolist() == expected
+        assert KeyDirectory(("uid", "version")).find(dataset, key_rows).tolist() == expected
 
 
 def test_keys_lie_in_few_sorted_runs() -> None:

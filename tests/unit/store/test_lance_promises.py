@@ -38,8 +38,8 @@ def uri(tmp_path: Path) -> str:
 
 def ids(uri: str) -> dict[str, int]:
     """Row id of each uid, in the order of the scan."""
-    found = lance.dataset(uri).scanner(columns=["uid"], with_row_id=True).to_table()
-    return dict(zip(found["uid"].to_pylist(), found["_rowid"].to_pylist(), strict=True))
+    table = lance.dataset(uri).scanner(columns=["uid"], with_row_id=True).to_table()
+    return dict(zip(table["uid"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
 
 
 def ids_in_metadata(uri: str) -> list[int]:
@@ -51,10 +51,10 @@ def ids_in_metadata(uri: str) -> list[int]:
 def swap(dataset: lance.LanceDataset, table: pa.Table) -> lance.LanceDataset:
     """The store's commit: all fragments of this version and the new ones, as one Merge without retries."""
     fresh = write_fragments(table, dataset, mode="append", data_storage_version="2.2")
-    held = [fragment.metadata for fragment in dataset.get_fragments()]
-    for place, fragment in enumerate(fresh):
-        fragment.id = max(f.id for f in held) + 1 + place
-    operation = lance.LanceOperation.Merge(held + fresh, dataset.lance_schema)
+    fragments = [fragment.metadata for fragment in dataset.get_fragments()]
+    for offset, fragment in enumerate(fresh):
+        fragment.id = max(f.id for f in fragments) + 1 + offset
+    operation = lance.LanceOperation.Merge(fragments + fresh, dataset.lance_schema)
     return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
 
 
@@ -262,17 +262,17 @@ def without(dataset: lance.LanceDataset, *gone: str) -> lance.LanceDataset:
     """The store's removal: files that hold one of the rows, replaced in an Update by files without them."""
     removed, fresh = [], []
     for fragment in dataset.get_fragments():
-        held = fragment.scanner(with_row_id=True).to_table()
-        stays = [uid not in gone for uid in held["uid"].to_pylist()]
+        fragment_rows = fragment.scanner(with_row_id=True).to_table()
+        stays = [uid not in gone for uid in fragment_rows["uid"].to_pylist()]
         if all(stays):
             continue
         removed.append(fragment.fragment_id)
-        kept = held.filter(pa.array(stays))
-        if kept.num_rows:
+        remaining_rows = fragment_rows.filter(pa.array(stays))
+        if remaining_rows.num_rows:
             [file] = write_fragments(
-                kept.drop_columns(["_rowid"]).cast(SCHEMA), dataset, mode="append", data_storage_version="2.2"
+                remaining_rows.drop_columns(["_rowid"]).cast(SCHEMA), dataset, mode="append", data_storage_version="2.2"
             )
-            file.row_id_meta = RowIdSequence(kept["_rowid"].combine_chunks()).to_inline_metadata()
+            file.row_id_meta = RowIdSequence(remaining_rows["_rowid"].combine_chunks()).to_inline_metadata()
             fresh.append(file)
     operation = lance.LanceOperation.Update(removed_fragment_ids=removed, new_fragments=fresh)
     return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)

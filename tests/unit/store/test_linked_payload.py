@@ -102,10 +102,10 @@ def test_rows_in_any_order_are_those_of_their_samples(
     for kind in KINDS:
         signals = store.read_signal("t", kind, rows, verify=verify)
         for arrays, (one, row) in zip(signals, chosen, strict=True):
-            wanted = build.signal(one, row, kind)
+            expected_signal = build.signal(one, row, kind)
             several = arrays if isinstance(arrays, tuple) else (arrays,)
             for array, field in zip(several, of_signal(kind), strict=True):
-                assert np.array_equal(array, value(wanted, field.name))
+                assert np.array_equal(array, value(expected_signal, field.name))
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -123,11 +123,11 @@ def test_readers_of_the_loader_give_the_same(
     order = np.array(data.draw(st.permutations(range(len(part)))))
     tokens = store.token_reader(rows).lists(part, ["tokens", "experts"], verify=verify)
     lists = tokens["tokens"].at(order)
-    assert lists.lengths.tolist() == [len(chosen[place][0].tokens) for place in order]
+    assert lists.lengths.tolist() == [len(chosen[position][0].tokens) for position in order]
     target = np.zeros(lists.lengths.sum(), np.int32)
     firsts = (np.cumsum(lists.lengths) - lists.lengths).tolist()
     lists.copy(slice(None), firsts, target.data)
-    assert np.array_equal(target, np.concatenate([chosen[place][0].tokens for place in order]))
+    assert np.array_equal(target, np.concatenate([chosen[position][0].tokens for position in order]))
     assert all(tokens["experts"].array(index) is None for index in range(len(part)))
     logprobs = store.signal_reader("t", "logprob", rows).lists(part, verify=verify)["logprob"]
     for index, (one, row) in enumerate(chosen):
@@ -212,8 +212,10 @@ def test_a_store_on_s3_and_one_in_a_folder_are_read_together(s3: str, tmp_path: 
         one.tokens.tolist() for one in expected
     ]
     states = store.read_signal("t", "hidden", rows, verify=True)
-    wanted = [build.signal(one, row, "hidden").hidden for part in (remotes, locals_) for row, one in enumerate(part)]
-    assert all(np.array_equal(*pair) for pair in zip(states, wanted[::-1], strict=True))
+    expected_states = [
+        build.signal(one, row, "hidden").hidden for part in (remotes, locals_) for row, one in enumerate(part)
+    ]
+    assert all(np.array_equal(*pair) for pair in zip(states, expected_states[::-1], strict=True))
 
 
 @given(number=st.integers(1, 1 << 20), rows=st.lists(st.integers(0, (1 << 40) - 1), max_size=20))

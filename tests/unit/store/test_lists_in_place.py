@@ -41,7 +41,7 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     fields = [
         pa.field(name, pa.list_(pa.field("item", kind, nullable=False)), name == "ids") for name, kind in KINDS.items()
     ]
-    columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
+    columns = {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
     return pa.table({"uid": pa.array([f"{n:032x}" for n in range(len(rows))]), **columns}).cast(
         pa.schema([pa.field("uid", pa.string()), *fields])
     )
@@ -58,13 +58,13 @@ def crcs_of(rows: Sequence[Row]) -> NDArray[np.int64]:
     return np.array([checksum(arrays) for arrays in typed])
 
 
-def located(dataset: lance.LanceDataset, rows: Sequence[Row], wanted: Sequence[int]) -> Any:
-    asked = np.array(wanted, np.int64)
-    return ListFiles(dataset, COLUMNS, checksum).locate(asked, COLUMNS, crcs_of(rows)[asked])
+def located(dataset: lance.LanceDataset, rows: Sequence[Row], row_numbers: Sequence[int]) -> Any:
+    numbers = np.array(row_numbers, np.int64)
+    return ListFiles(dataset, COLUMNS, checksum).locate(numbers, COLUMNS, crcs_of(rows)[numbers])
 
 
 def values(column: Lists, places: Sequence[int]) -> list[list[int] | None]:
-    arrays = [column.array(place) for place in places]
+    arrays = [column.array(position) for position in places]
     return [None if array is None else array.tolist() for array in arrays]
 
 
@@ -91,20 +91,20 @@ def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes
         dataset.optimize.compact_files(compaction_mode="try_binary_copy")
         dataset = lance.dataset(dataset.uri)
     rows = [row for part in parts for row in part]
-    wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=40))
+    row_numbers = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=40))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(list_files, "SHORT", short)
         patch.setattr(list_files, "GAP", gap)
-        found = located(dataset, rows, wanted)
-    assert found is not None, "read in place"
-    for place, name in enumerate(COLUMNS):
-        expected = [rows[row][place] for row in wanted]
-        assert values(found[name], range(len(wanted))) == expected
-        assert found[name].lengths.tolist() == [len(own or ()) for own in expected]
-        through_lance = HeldLists.of_arrow([dataset.take(wanted, columns=[name])[name]])
-        order = data.draw(st.permutations(range(len(wanted))))
+        column_lists = located(dataset, rows, row_numbers)
+    assert column_lists is not None, "read in place"
+    for index, name in enumerate(COLUMNS):
+        expected = [rows[row][index] for row in row_numbers]
+        assert values(column_lists[name], range(len(row_numbers))) == expected
+        assert column_lists[name].lengths.tolist() == [len(own or ()) for own in expected]
+        through_lance = HeldLists.of_arrow([dataset.take(row_numbers, columns=[name])[name]])
+        order = data.draw(st.permutations(range(len(row_numbers))))
         in_order = [item for own in order for item in expected[own] or ()]
-        for column in (found[name], through_lance):
+        for column in (column_lists[name], through_lance):
             assert copied(column.at(np.array(order)), KINDS[name]) == in_order
 
 
@@ -112,8 +112,8 @@ def copied(column: Lists, kind: pa.DataType) -> list[int]:
     """What `copy` makes of all lists, one after the other."""
     target = np.full(int(column.lengths.sum()), 77, kind.to_pandas_dtype())
     column.copy(slice(None), (np.cumsum(column.lengths) - column.lengths).tolist(), target.data)
-    found: list[int] = target.tolist()
-    return found
+    items: list[int] = target.tolist()
+    return items
 
 
 ROWS: list[Row] = [([row] * (row % 7), [row % 2] * (row % 5)) for row in range(60)]
@@ -126,9 +126,9 @@ def test_a_file_of_another_format_is_left_to_lance(tmp_path: Path) -> None:
 def test_a_file_whose_first_row_has_another_checksum_is_left_to_lance(tmp_path: Path) -> None:
     dataset = write(str(tmp_path / "d"), [ROWS])
     files = ListFiles(dataset, COLUMNS, checksum)
-    wanted, crcs = np.arange(10, 20), crcs_of(ROWS)[10:20]
-    assert files.locate(wanted, COLUMNS, crcs + 1) is None
-    assert files.locate(wanted, COLUMNS, crcs) is None, "and stays so"
+    row_numbers, crcs = np.arange(10, 20), crcs_of(ROWS)[10:20]
+    assert files.locate(row_numbers, COLUMNS, crcs + 1) is None
+    assert files.locate(row_numbers, COLUMNS, crcs) is None, "and stays so"
 
 
 def test_a_table_with_deleted_rows_is_left_to_lance(tmp_path: Path) -> None:
@@ -147,24 +147,24 @@ def test_a_column_younger_than_a_file_is_left_to_lance(tmp_path: Path) -> None:
 
 def test_a_file_that_ends_early_is_damage(tmp_path: Path) -> None:
     dataset = write(str(tmp_path / "d"), [ROWS])
-    found = located(dataset, ROWS, range(60))
+    column_lists = located(dataset, ROWS, range(60))
     [file] = (tmp_path / "d" / "data").iterdir()
     os.truncate(file, 100)
     target = np.empty(sum(len(ids or ()) for ids, _ in ROWS), np.int32)
     firsts = np.cumsum([0, *(len(ids or ()) for ids, _ in ROWS[:-1])]).tolist()
     with pytest.raises(DamagedError, match=r"\.lance, .* bytes from byte .*: the file ends before; run `mopd store"):
-        found["ids"].copy(slice(None), firsts, target.data)
+        column_lists["ids"].copy(slice(None), firsts, target.data)
 
 
 def test_a_file_that_is_gone_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_module, "OPEN_FILES", 1)
     dataset = write(str(tmp_path / "d"), [ROWS[:30], ROWS[30:]])
-    found = located(dataset, ROWS, range(60))
-    assert values(found["mask"], [29, 59, 29]) == [ROWS[29][1], ROWS[59][1], ROWS[29][1]], "opened again"
+    column_lists = located(dataset, ROWS, range(60))
+    assert values(column_lists["mask"], [29, 59, 29]) == [ROWS[29][1], ROWS[59][1], ROWS[29][1]], "opened again"
     for file in (tmp_path / "d" / "data").iterdir():
         file.unlink()
     with pytest.raises(DamagedError, match="No such file or directory; run `mopd store verify`"):
-        values(found["mask"], [59, 29])
+        values(column_lists["mask"], [59, 29])
 
 
 def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,27 +179,27 @@ def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ]
         return [name for name in names if name.startswith(str(tmp_path / "d" / "data"))]
 
-    found = located(dataset, ROWS, range(60))
-    assert values(found["ids"], range(60)) == [ids for ids, _ in ROWS]
+    column_lists = located(dataset, ROWS, range(60))
+    assert values(column_lists["ids"], range(60)) == [ids for ids, _ in ROWS]
     assert 1 <= len(open_files()) <= 3
-    del found
+    del column_lists
     assert open_files() == []
 
 
 def test_lists_that_are_not_in_memory_are_asked_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     monkeypatch.setattr(lists_module, "GAP_BYTES", 0)
     monkeypatch.setattr(lists_module, "ASK_BYTES", 200)
     monkeypatch.setattr(lists_module.OpenFiles, "absent", lambda *_: True)
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: asked.append((start, nbytes)))
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: requests.append((start, nbytes)))
     dataset = write(str(tmp_path / "d"), [ROWS])
-    wanted = [*range(20), 40, 41]
-    found: FileLists = located(dataset, ROWS, wanted)["ids"]
-    asked.clear()
-    found.read_ahead()
-    [start, apart] = [int(found.positions[place]) for place in (1, 20)]
+    row_numbers = [*range(20), 40, 41]
+    id_lists: FileLists = located(dataset, ROWS, row_numbers)["ids"]
+    requests.clear()
+    id_lists.read_ahead()
+    [start, apart] = [int(id_lists.positions[index]) for index in (1, 20)]
     before = 4 * sum(row % 7 for row in range(20))
-    assert asked == [(start, 200), (start + 200, before - 200), (apart, 4 * (40 % 7 + 41 % 7))]
+    assert requests == [(start, 200), (start + 200, before - 200), (apart, 4 * (40 % 7 + 41 % 7))]
 
 
 def test_nothing_is_asked_for_while_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +213,12 @@ def test_verify_finds_a_changed_payload_and_delivers_what_it_checked(store: Stor
     assert store.root is not None
     samples = [build.sample(i, response=400) for i in range(4)]
     rows = store.commit_samples(samples).rows
-    found = store.token_reader(rows).lists(rows, ["tokens", "versions"], verify=True)
+    column_lists = store.token_reader(rows).lists(rows, ["tokens", "versions"], verify=True)
     [file] = (store.root / "tokens" / "data").iterdir()
     content = file.read_bytes()
-    place = content.index(samples[2].tokens.tobytes())
-    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    assert values(found["tokens"], range(4)) == [sample.tokens.tolist() for sample in samples], "from memory"
+    offset = content.index(samples[2].tokens.tobytes())
+    file.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+    assert values(column_lists["tokens"], range(4)) == [sample.tokens.tolist() for sample in samples], "from memory"
     with pytest.raises(DamagedError, match=f"tokens: payload of sample {samples[2].uid} has crc32c"):
         Store.open(store.uri).token_reader(rows).lists(rows, ["tokens"], verify=True)
 
@@ -229,12 +229,12 @@ def test_damaged_file_metadata_is_left_to_lance(tmp_path: Path) -> None:
     [file] = (tmp_path / "d" / "data").iterdir()
     content = file.read_bytes()
     left = 0
-    for place in range(len(content) - 2600, len(content), 3):
-        file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
-        found = located(dataset, ROWS, range(60))
-        left += found is None
-        if found is not None and place >= len(content) - 40:
-            assert values(found["ids"], range(60)) == [ids for ids, _ in ROWS]
+    for offset in range(len(content) - 2600, len(content), 3):
+        file.write_bytes(content[:offset] + bytes([content[offset] ^ 0xFF]) + content[offset + 1 :])
+        column_lists = located(dataset, ROWS, range(60))
+        left += column_lists is None
+        if column_lists is not None and offset >= len(content) - 40:
+            assert values(column_lists["ids"], range(60)) == [ids for ids, _ in ROWS]
     assert left > 200
 
 
@@ -270,9 +270,9 @@ def test_pages_are_where_lance_says(tmp_path: Path, storage: str) -> None:
         with pytest.raises(NotPlain):
             read_pages(path, 0)
         return
-    for place, column in enumerate(columns):
-        found = [(page.positions, page.sizes) for page in read_pages(path, place)]
-        assert found == [
+    for index, column in enumerate(columns):
+        pages = [(page.positions, page.sizes) for page in read_pages(path, index)]
+        assert pages == [
             (tuple(b.position for b in page.buffers), tuple(b.size for b in page.buffers)) for page in column.pages
         ]
     with pytest.raises(NotPlain, match=f"has {len(columns)} columns"):
@@ -312,13 +312,13 @@ def test_list_ends_of_other_rows_are_not_read(tmp_path: Path, monkeypatch: pytes
 
 def test_a_process_that_may_open_few_files_closes_its_own(tmp_path: Path) -> None:
     dataset = write(str(tmp_path / "d"), [ROWS[first : first + 5] for first in range(0, 60, 5)])
-    found = located(dataset, ROWS, range(60))
+    column_lists = located(dataset, ROWS, range(60))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found["ids"].files._close()
-    assert found["ids"].array(1) is not None
+    column_lists["ids"].files._close()
+    assert column_lists["ids"].array(1) is not None
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
     try:
-        assert values(found["ids"], range(60)) == [ids for ids, _ in ROWS]
+        assert values(column_lists["ids"], range(60)) == [ids for ids, _ in ROWS]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -341,11 +341,11 @@ def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(row_reader, "take_rows", spy)
     # metadata and payload of the tokens, payload of the signal
     for rows, looked_up in (([1, 5], [[1, 5]] * 3), ([5, 1], []), ([1, 2, 5], [[2]] * 3)):
-        asked = np.array(rows)
-        found = tokens.lists(asked, ["tokens", "versions"], verify=False)
-        assert values(found["tokens"], range(len(rows))) == [samples[row].tokens.tolist() for row in rows]
-        found = signal.lists(asked, verify=False)
-        assert found["logprob"].lengths.tolist() == [20] * len(rows)
+        row_array = np.array(rows)
+        column_lists = tokens.lists(row_array, ["tokens", "versions"], verify=False)
+        assert values(column_lists["tokens"], range(len(rows))) == [samples[row].tokens.tolist() for row in rows]
+        column_lists = signal.lists(row_array, verify=False)
+        assert column_lists["logprob"].lengths.tolist() == [20] * len(rows)
         assert taken == looked_up
         taken.clear()
 
@@ -367,19 +367,19 @@ def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch
     reader = store.token_reader(np.arange(4))
     kinds = []
     for rows in ([0], [1, 2, 3], [0]):
-        found = reader.lists(np.array(rows), ["tokens"], verify=False)
-        kinds.append(type(found["tokens"]))
+        column_lists = reader.lists(np.array(rows), ["tokens"], verify=False)
+        kinds.append(type(column_lists["tokens"]))
     assert kinds == [HeldLists, FileLists, FileLists]
 
 
 def test_a_long_range_is_read_ahead_in_requests_that_the_kernel_takes_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: asked.append((start, start + nbytes)))
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: ranges.append((start, start + nbytes)))
     files = lists_module.OpenFiles()
     (tmp_path / "file").touch()
     first, last = 7, 7 + 2 * lists_module.ASK_BYTES + 5
     files.ask(files.add(tmp_path / "file"), first, last - first)
-    assert [first, *(end for _, end in asked)] == [*(start for start, _ in asked), last], "without a gap"
-    assert max(end - start for start, end in asked) <= lists_module.ASK_BYTES
+    assert [first, *(end for _, end in ranges)] == [*(start for start, _ in ranges), last], "without a gap"
+    assert max(end - start for start, end in ranges) <= lists_module.ASK_BYTES
