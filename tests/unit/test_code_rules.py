@@ -171,7 +171,7 @@ def test_file_keeps_the_rules(file: Path) -> None:
 )
 def test_each_rule_catches_its_breach(code: str, breach: str) -> None:
     file = ROOT / "mopd_dataplane" / "plan" / "sample.py"
-    assert [found.partition(": ")[2] for found in breaches(file, ast.parse(code))] == [breach]
+    assert [message.partition(": ")[2] for message in breaches(file, ast.parse(code))] == [breach]
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=relative)
@@ -188,8 +188,8 @@ def too_large(file: Path, tree: ast.Module) -> Iterator[str]:
     """Functions over LINES lines or PARAMETERS parameters. The parameters of a command are its options."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            count = len([name for name in given if name not in ("self", "cls")])
+            parameters = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([name for name in parameters if name not in ("self", "cls")])
             if (node.end_lineno or 0) - node.lineno >= LINES or (count > PARAMETERS and "cli" not in file.parts):
                 yield f"{relative(file)}: {node.name}"
 

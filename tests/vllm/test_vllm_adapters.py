@@ -69,10 +69,10 @@ def test_every_version_says_what_its_merged_model_says_and_the_base_stays(
     long = [replace(request, uid=f"long{request.uid}") for request in longer if len(request.prompt_ids) > 280]
     assert len(long) > 3
     requests = [*make_requests(8), *long]
-    asked: list[str] = []
+    methods: list[str] = []
     remote = lora._engine.collective_rpc
     monkeypatch.setattr(
-        lora._engine, "collective_rpc", lambda method, **given: [asked.append(method), remote(method, **given)][1]
+        lora._engine, "collective_rpc", lambda method, **given: [methods.append(method), remote(method, **given)][1]
     )
     process = psutil.Process(lora._engine.engine_core.resources.engine_manager.processes[0].pid)
     wholes = (models[0], *merged)
@@ -84,7 +84,7 @@ def test_every_version_says_what_its_merged_model_says_and_the_base_stays(
         assert lora.policy_digest == HfEngine(folder, slots=1).policy_digest
         assert_same(decode(lora, requests), expected[version])
         assert list(lora._engine.list_loras()) == ([lora._request.lora_int_id] if version else [])
-    assert set(asked) == {"unreached"}, "no weights were read but the adapters'"
+    assert set(methods) == {"unreached"}, "no weights were read but the adapters'"
     assert process.is_running()
 
 

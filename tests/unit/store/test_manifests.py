@@ -68,11 +68,11 @@ def test_versions_from_one_on(store: Store) -> None:
 def test_opening_names_the_version(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that Lance does not list all of them."""
     committed(store, 3)
-    asked: list[Any] = []
+    versions: list[Any] = []
     real = lance.dataset
 
     def dataset(uri: str, **given: Any) -> lance.LanceDataset:
-        asked.append(given["version"])
+        versions.append(given["version"])
         return real(uri, **given)
 
     monkeypatch.setattr(lance, "dataset", dataset)
@@ -80,21 +80,21 @@ def test_opening_names_the_version(store: Store, monkeypatch: pytest.MonkeyPatch
     reader.dataset("samples")
     committed(store, 1, first=3)
     assert reader.dataset("samples").version == 5
-    assert None not in asked
+    assert None not in versions
 
 
 def test_a_store_that_is_open_sees_past_versions_that_a_stranger_has_dropped(store: Store) -> None:
     """The version that it knows is pinned, those after it are gone: the next number is not the newest."""
     committed(store, 4)
     store.snapshot("kept")
-    known = store.dataset("samples").version
+    pinned_version = store.dataset("samples").version
     stranger = lance.dataset(str(root_of(store)))
     stranger.optimize.compact_files()
     stranger.cleanup_old_versions(older_than=timedelta(0), error_if_tagged_old_versions=False)
     root = root_of(store)
-    assert manifest(root, known).exists()
-    assert not manifest(root, known + 1).exists()
-    assert store.dataset("samples").version == newest_by_lance(root) > known
+    assert manifest(root, pinned_version).exists()
+    assert not manifest(root, pinned_version + 1).exists()
+    assert store.dataset("samples").version == newest_by_lance(root) > pinned_version
     committed(store, 1, first=4)
     assert store.samples(["uid"]).num_rows == 5
 

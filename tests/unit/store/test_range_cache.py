@@ -195,8 +195,8 @@ print(cache.stats()["kept_bytes"], cache.stats()["bytes"] == t.taken(Path(sys.ar
     process = child(body, folder, 1 << 30, wrap=(*small_disk(), *mount))
     said, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
-    kept, exact = said.split()
-    assert 5 * SIZE <= int(kept) < (1 << 20)
+    kept_bytes, exact = said.split()
+    assert 5 * SIZE <= int(kept_bytes) < (1 << 20)
     assert exact == "True"
     assert error.count("No space left on device") == 1
     assert "lower load.cache_bytes" in error
