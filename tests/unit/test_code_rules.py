@@ -200,7 +200,7 @@ def test_functions_fit_in_the_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["def f(" + ", ".join(f"a{place}" for place in range(13)) + "): ...", "def f():\n" + "    x = 1\n" * 80]
+    "code", ["def f(" + ", ".join(f"a{index}" for index in range(13)) + "): ...", "def f():\n" + "    x = 1\n" * 80]
 )
 def test_the_rule_of_sizes_catches_its_breach(code: str) -> None:
     assert len(list(too_large(ROOT / "mopd_dataplane" / "plan" / "sample.py", ast.parse(code)))) == 1

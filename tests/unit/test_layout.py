@@ -62,7 +62,7 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): file for name, file in file_by_name.items()}
 
 
-def imports(source: str, known: set[str]) -> set[str]:
+def imports(source: str, module_names: set[str]) -> set[str]:
     """Modules that a file imports: as it runs, inside of functions, and for types alone."""
     dependencies: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -70,8 +70,8 @@ def imports(source: str, known: set[str]) -> set[str]:
             dependencies |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             named = {f"{node.module}.{alias.name}" for alias in node.names}
-            dependencies |= named if named & known else {str(node.module)}
-    return dependencies & known
+            dependencies |= named if named & module_names else {str(node.module)}
+    return dependencies & module_names
 
 
 def circle(sources: dict[str, str]) -> list[str]:

@@ -52,7 +52,9 @@ def requests(folder: Path, *, tokens: int, cut: bool) -> list[Request]:
         )
         ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
         cuts = {"temperature": 0.8, "top_p": 0.95, "top_k": 50} if cut and i % 2 else {}
-        chat_requests.append(Request(uid=str(i), prompt_ids=ids, key=sample_key(question), max_new_tokens=tokens, **cuts))
+        chat_requests.append(
+            Request(uid=str(i), prompt_ids=ids, key=sample_key(question), max_new_tokens=tokens, **cuts)
+        )
     return chat_requests
 
 

@@ -40,9 +40,9 @@ def newest_by_lance(root: Path) -> int:
     return int(lance.dataset(str(root)).version)
 
 
-@pytest.mark.parametrize("known", [0, 1, 3, 6])
+@pytest.mark.parametrize("last_version", [0, 1, 3, 6])
 @pytest.mark.parametrize("note", ["right", "none", *HINTS])
-def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known: int, note: str) -> None:
+def test_the_newest_version_is_found_from_any_one_before_it(store: Store, last_version: int, note: str) -> None:
     committed(store, 5)
     root = root_of(store)
     hint = root / "_versions" / "latest_version_hint.json"
@@ -50,7 +50,7 @@ def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known:
         hint.unlink()
     elif note != "right":
         hint.write_text(HINTS[note])
-    assert newest_version(root, known) == newest_by_lance(root) == 6
+    assert newest_version(root, last_version) == newest_by_lance(root) == 6
 
 
 def test_no_version_is_none(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_opening_names_the_version(store: Store, monkeypatch: pytest.MonkeyPatch
     versions: list[Any] = []
     real = lance.dataset
 
-    def dataset(uri: str, **given: Any) -> lance.LanceDataset:
-        versions.append(given["version"])
-        return real(uri, **given)
+    def dataset(uri: str, **kwargs: Any) -> lance.LanceDataset:
+        versions.append(kwargs["version"])
+        return real(uri, **kwargs)
 
     monkeypatch.setattr(lance, "dataset", dataset)
     reader = Store.open(store.uri)

@@ -258,7 +258,8 @@ def test_on_an_object_store(s3: str) -> None:
     subprocess.run([sys.executable, "-m", "mopd_dataplane", *line], timeout=120, check=True)
     after = Store.open(s3)
     assert content(after) == {
-        name: [row for row in table_rows if batch[2].uid not in row and "'p2'" not in row] for name, table_rows in before.items()
+        name: [row for row in table_rows if batch[2].uid not in row and "'p2'" not in row]
+        for name, table_rows in before.items()
     }
     assert "before" not in after.info()["snapshots"]
 

@@ -48,8 +48,8 @@ def findings(store: Store) -> list[Finding]:
     return [finding for finding in store.verify().findings if finding.table != "teachers"]
 
 
-def same(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_bytes_leave_the_disk_and_no_row_moves(store: Store) -> None:

@@ -31,8 +31,8 @@ def with_deaths(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
     """Have the audit's process end where a chunk of tokens fits."""
     popen = subprocess.Popen
 
-    def child(command: list[str], **given: object) -> object:
-        return popen([sys.executable, "-c", DIES.format(dies=dies)], **given)
+    def child(command: list[str], **kwargs: object) -> object:
+        return popen([sys.executable, "-c", DIES.format(dies=dies)], **kwargs)
 
     monkeypatch.setattr(verify_apart.subprocess, "Popen", child)
 

@@ -151,7 +151,11 @@ def test_any_value_of_metadata_that_changed_is_named(scored: Store, table: str, 
         removed_fragment_ids=[fragment.fragment_id for fragment in old_fragments], new_fragments=fragments
     )
     lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
-    named = [(finding.table, finding.row) for finding in scored.verify(deep=False).findings if "row crc32c" in finding.problem]
+    named = [
+        (finding.table, finding.row)
+        for finding in scored.verify(deep=False).findings
+        if "row crc32c" in finding.problem
+    ]
     assert named == [(table, 0)]
 
 
@@ -186,8 +190,8 @@ def test_columns_of_different_lengths_are_named(scored: Store) -> None:
             break
     else:
         pytest.fail("no bit changes the length of a column")
-    [found] = [finding for finding in scored.verify().findings if "differing lengths" in finding.problem]
-    assert (found.table, path.name in found.problem) == ("signals/t/logprob", True)
+    [finding] = [finding for finding in scored.verify().findings if "differing lengths" in finding.problem]
+    assert (finding.table, path.name in finding.problem) == ("signals/t/logprob", True)
 
 
 def _has_different_lengths(folder: Path, name: str) -> bool:
@@ -261,7 +265,7 @@ def _cut(name: str) -> Callable[[Store], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "place"),
+    ("damage", "table"),
     [(_flip("policies/student/merged-v1/model.safetensors"), "policies/student/merged-v1/model.safetensors"),
      (_flip("policies/student/merged-v1/checksums.json"), "policies/student/merged-v1/checksums.json"),
      (_flip("provenance.json"), "provenance.json"), (_flip("tokenizers/9f2c.json"), "tokenizers/9f2c.json"),
@@ -271,7 +275,7 @@ def _cut(name: str) -> Callable[[Store], None]:
      (lambda store: shutil.rmtree(store.path("acknowledged/token_stats")), "token_stats")],
 )  # fmt: skip
 def test_what_lies_beside_the_first_tables_is_audited_too(
-    scored: Store, damage: Callable[[Store], None], place: str
+    scored: Store, damage: Callable[[Store], None], table: str
 ) -> None:
     _beside(scored)
     scored.commit_samples([build.sample(9)])
@@ -279,7 +283,7 @@ def test_what_lies_beside_the_first_tables_is_audited_too(
     for deep in (True, False):
         reported_tables = {finding.table for finding in Store.open(scored.uri).verify(deep=deep).findings}
         # a quick audit does not read weights
-        assert reported_tables == ({place} if deep or "safetensors" not in place else set())
+        assert reported_tables == ({table} if deep or "safetensors" not in table else set())
 
 
 def test_what_somebody_else_put_into_a_store_is_no_table(scored: Store) -> None:

@@ -21,12 +21,12 @@ def first_uid(store: Store) -> str:
     return str(rows["uid"][0].as_py())
 
 
-def known(store: Store) -> dict[str, View]:
+def views_by_name(store: Store) -> dict[str, View]:
     return views(store.names())
 
 
 def test_every_view_answers_with_the_columns_it_documents(demo_store: Store) -> None:
-    for view in known(demo_store).values():
+    for view in views_by_name(demo_store).values():
         query = f"select {view.example} as {view.name}" if view.scalar else f"from {view.example} limit 1"
         assert demo_store.sql(query).column_names == list(view.columns), view.name
         assert [column.name for column in columns(demo_store, view.name)] == list(view.columns)
@@ -34,7 +34,7 @@ def test_every_view_answers_with_the_columns_it_documents(demo_store: Store) -> 
 
 def test_views_answer_on_an_empty_store(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "empty")
-    for view in known(store).values():
+    for view in views_by_name(store).values():
         store.sql(f"select {view.example}" if view.scalar else f"from {view.example}")
 
 
@@ -82,7 +82,9 @@ def test_accuracy_is_the_share_of_entirely_right_answers_as_the_report_has_it(de
 
 def test_worse_between_finds_answers_that_were_lost(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "own", prompts=2)
-    lost, gained_prompt = store.sql("select prompt_id, text from prompts where split = 'eval' order by 1 limit 2").to_pylist()
+    lost, gained_prompt = store.sql(
+        "select prompt_id, text from prompts where split = 'eval' order by 1 limit 2"
+    ).to_pylist()
     answers = [(lost, 7, 1.0), (lost, 8, 0.0), (gained_prompt, 7, 0.0), (gained_prompt, 8, 1.0)]
     store.add_evals(
         {"policy": "p", "policy_version": version, "prompt_id": prompt["prompt_id"], "domain": "d", "reward": reward,

@@ -60,11 +60,11 @@ def windows(source: Callable[..., Any], pack: Callable[..., Pack], batch: Callab
     return make
 
 
-def make_spec(start: Path, place: Path, **changes: Any) -> TrainSpec:
+def make_spec(start: Path, folder: Path, **changes: Any) -> TrainSpec:
     settings = {"learning_rate": 1e-2, "checkpoint_steps": 2, "lora": LORA, **changes}
     return TrainSpec(
-        stage="student", start=str(start), policy_dir=str(place / "policies" / "student"), socket="unused", seed=7,
-        checkpoint_dir=str(place / "checkpoints"), objective=Objective(cross_entropy=CrossEntropyTerm()),
+        stage="student", start=str(start), policy_dir=str(folder / "policies" / "student"), socket="unused", seed=7,
+        checkpoint_dir=str(folder / "checkpoints"), objective=Objective(cross_entropy=CrossEntropyTerm()),
         train=Train(**settings),
     )  # fmt: skip
 

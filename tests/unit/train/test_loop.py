@@ -187,7 +187,7 @@ def test_a_pack_is_released_only_when_its_copy_has_ended(
     """On a GPU the copy may still read the slot when the forward pass has been queued."""
     order: list[str] = []
     to_device, finish = DeviceCopies.to_device, DeviceCopies.finish
-    monkeypatch.setattr(DeviceCopies, "to_device", lambda *given: order.append("copy") or to_device(*given))
+    monkeypatch.setattr(DeviceCopies, "to_device", lambda *args: order.append("copy") or to_device(*args))
     monkeypatch.setattr(DeviceCopies, "finish", lambda copies: order.append("finish") or finish(copies))
     step = batch(packs)
     step.on_release = lambda pack: order.append("release")

@@ -38,9 +38,9 @@ def batches(pack: Callable[..., Pack], batch: Callable[..., Any]) -> list[Any]:
     return [batch([pack([9, 14], seed=s, index=0), pack([20], seed=s + 9, index=1)], step=s) for s in range(3)]
 
 
-def trained(made: Trainer, batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
-    losses = [made.step(one, WINDOW, step).loss for step, one in enumerate(batches)]
-    return losses, {name: weight.detach().cpu().float() for name, weight in made.student.named_parameters()}
+def trained(trainer: Trainer, batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [trainer.step(one, WINDOW, step).loss for step, one in enumerate(batches)]
+    return losses, {name: weight.detach().cpu().float() for name, weight in trainer.student.named_parameters()}
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["weights", "adapter"])

@@ -23,7 +23,7 @@ JOBS = Path(__file__).parents[3] / "jobs"
 V, D, K = 41, 16, 8
 FILES = sorted(JOBS.glob("*/*.toml"), key=lambda file: (file.parent.name != "quickstart", file))
 NAMED = [(f"{f.parent.name}/{f.stem}/{n}", o) for f in FILES for n, o in load_job(f).objectives.items()]
-OBJECTIVES = {name: o for place, (name, o) in enumerate(NAMED) if o not in [seen for _, seen in NAMED[:place]]}
+OBJECTIVES = {name: o for index, (name, o) in enumerate(NAMED) if o not in [seen for _, seen in NAMED[:index]]}
 """Each once: a recipe that extends another has its objectives too."""
 DISTILLING = {name: objective for name, objective in OBJECTIVES.items() if objective.signals}
 

@@ -102,8 +102,10 @@ def run_to_end(spec: TrainSpec, source: Any, stop: Stop | None = None) -> bool:
         run.close()
 
 
-def moved(spec: TrainSpec, place: Path) -> TrainSpec:
-    return spec.model_copy(update={"policy_dir": str(place / "policies"), "checkpoint_dir": str(place / "checkpoints")})
+def moved(spec: TrainSpec, folder: Path) -> TrainSpec:
+    return spec.model_copy(
+        update={"policy_dir": str(folder / "policies"), "checkpoint_dir": str(folder / "checkpoints")}
+    )
 
 
 def what_counts(folder: str) -> list[dict[str, Any]]:

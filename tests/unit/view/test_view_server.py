@@ -126,7 +126,9 @@ def test_candidates_come_from_hidden_state_times_head(page: TestClient, demo_sto
     candidates = get(page, "candidates", uid=uid, position=0)["teachers"][0]
     assert candidates["source"] == "hidden"
     assert candidates["whole"] is True
-    assert candidates["logprobs"] == pytest.approx([-np.log(98)] * len(candidates["logprobs"]), rel=1e-5), "the head is zero"
+    assert candidates["logprobs"] == pytest.approx([-np.log(98)] * len(candidates["logprobs"]), rel=1e-5), (
+        "the head is zero"
+    )
     assert candidates["entropy"] == pytest.approx(np.log(98), rel=1e-5)
 
 

@@ -27,11 +27,11 @@ GROUP = "p#0"
 LIMITS = Limits(rows=10, seconds=120.0, memory="60MB", spilled="1GB")
 
 
-def _answer(stage: str, place: int) -> Sample:
+def _answer(stage: str, position: int) -> Sample:
     return Sample(
-        uid=sample_uid(0, stage, "p", place, 0), prompt_id="p", group_id=GROUP, group_index=place, iteration=0,
-        domain="d", stage=stage, writer="w", writer_seq=place, policy=stage, temperature=1.0, top_p=1.0, top_k=0,
-        prompt_len=1, tokens=np.array([1, 2, 3 + place], np.int32), logprobs=np.full(2, -0.5, np.float32),
+        uid=sample_uid(0, stage, "p", position, 0), prompt_id="p", group_id=GROUP, group_index=position, iteration=0,
+        domain="d", stage=stage, writer="w", writer_seq=position, policy=stage, temperature=1.0, top_p=1.0, top_k=0,
+        prompt_len=1, tokens=np.array([1, 2, 3 + position], np.int32), logprobs=np.full(2, -0.5, np.float32),
         loss_mask=np.ones(2, np.uint8), version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32),
         finish_reason="stop", tokenizer="t",
     )  # fmt: skip

@@ -47,9 +47,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     scan, compute = Rollouts._scan, Rollouts._compute
 
-    def scanned(self: Rollouts, wanted: list[str]) -> None:
-        names.extend(wanted)
-        scan(self, wanted)
+    def scanned(self: Rollouts, columns: list[str]) -> None:
+        names.extend(columns)
+        scan(self, columns)
 
     def computed(self: Rollouts, part: Part) -> None:
         names.extend(part.gives)
@@ -94,7 +94,7 @@ def test_the_first_page_reads_no_whole_column(demo_store: Store, read: list[str]
 
 
 @pytest.mark.parametrize(
-    ("asked", "needed"),
+    ("query", "needed"),
     [
         ({"where": "reward = 1 and Response_Len > 20"}, {"reward", "response_len"}),
         ({"where": "'kl' <> '' and rollouts.domain = 'x' -- stage"}, {"domain"}),
@@ -104,9 +104,9 @@ def test_the_first_page_reads_no_whole_column(demo_store: Store, read: list[str]
     ],
 )
 def test_a_filter_and_a_sort_read_what_they_name(
-    demo_store: Store, read: list[str], asked: dict[str, str], needed: set[str]
+    demo_store: Store, read: list[str], query: dict[str, str], needed: set[str]
 ) -> None:
-    get(client_of(demo_store, **BEARER), "samples", limit=3, **asked)
+    get(client_of(demo_store, **BEARER), "samples", limit=3, **query)
     assert set(read) == needed
 
 
