@@ -32,9 +32,9 @@ def get(page: TestClient, name: str, **params: Any) -> Any:
     return answer.json()
 
 
-def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(table_page: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of a page of the table."""
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    return [dict(zip(table_page["columns"], row, strict=True)) for row in table_page["rows"]]
 
 
 def some_uid(page: TestClient, where: str = "kl is not null") -> str:

@@ -171,7 +171,7 @@ def test_file_keeps_the_rules(file: Path) -> None:
 )
 def test_each_rule_catches_its_breach(code: str, breach: str) -> None:
     file = ROOT / "mopd_dataplane" / "plan" / "sample.py"
-    assert [found.partition(": ")[2] for found in breaches(file, ast.parse(code))] == [breach]
+    assert [message.partition(": ")[2] for message in breaches(file, ast.parse(code))] == [breach]
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=relative)
@@ -188,8 +188,8 @@ def too_large(file: Path, tree: ast.Module) -> Iterator[str]:
     """Functions over LINES lines or PARAMETERS parameters. The parameters of a command are its options."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            count = len([name for name in given if name not in ("self", "cls")])
+            parameters = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([name for name in parameters if name not in ("self", "cls")])
             if (node.end_lineno or 0) - node.lineno >= LINES or (count > PARAMETERS and "cli" not in file.parts):
                 yield f"{relative(file)}: {node.name}"
 
@@ -200,7 +200,7 @@ def test_functions_fit_in_the_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["def f(" + ", ".join(f"a{place}" for place in range(13)) + "): ...", "def f():\n" + "    x = 1\n" * 80]
+    "code", ["def f(" + ", ".join(f"a{index}" for index in range(13)) + "): ...", "def f():\n" + "    x = 1\n" * 80]
 )
 def test_the_rule_of_sizes_catches_its_breach(code: str) -> None:
     assert len(list(too_large(ROOT / "mopd_dataplane" / "plan" / "sample.py", ast.parse(code)))) == 1

@@ -183,15 +183,15 @@ def test_every_importer_keeps_the_contract(name: str) -> None:
     check_importer(FORMATS[name], [ROWS[name]])
 
 
-def _guesses(fields: dict[str, Any], place: str) -> Iterator[Row]:
-    yield Row(location=place, prompt=str(fields.get("ask")), response="")
+def _guesses(fields: dict[str, Any], location: str) -> Iterator[Row]:
+    yield Row(location=location, prompt=str(fields.get("ask")), response="")
 
 
-def _stumbles(fields: dict[str, Any], place: str) -> Iterator[Row]:
-    yield Row(location=place, prompt=fields["ask"], response="")
+def _stumbles(fields: dict[str, Any], location: str) -> Iterator[Row]:
+    yield Row(location=location, prompt=fields["ask"], response="")
 
 
-def _loses(fields: dict[str, Any], place: str) -> Iterator[Row]:
+def _loses(fields: dict[str, Any], location: str) -> Iterator[Row]:
     yield Row(location="", prompt="", response="")
 
 

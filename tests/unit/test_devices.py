@@ -170,8 +170,8 @@ def signals(folders: dict[str, Path], device: str, **changed: Any) -> dict[tuple
     tokenizer = hf.load_tokenizer(folders["teacher"])
     pool = TeacherPool({"teacher": spec}, student_tokenizer=tokenizer, device=device)
     student = StudentTopk(lambda version: folders["policy"], device=device)
-    found = score_samples(pool, "teacher", list(SIGNAL_KINDS), samples(), settings, student=student)
-    return {(signal.uid, signal.kind): signal for signal in found}
+    scored_signals = score_samples(pool, "teacher", list(SIGNAL_KINDS), samples(), settings, student=student)
+    return {(signal.uid, signal.kind): signal for signal in scored_signals}
 
 
 @pytest.mark.parametrize("source", ["teacher", "student"])
@@ -224,7 +224,7 @@ def test_adapters_score_and_sample_on_the_device_of_their_base(
     adapters: list[Path], folders: dict[str, Path], host_copies: Counter[str]
 ) -> None:
     tokenizer = hf.load_tokenizer(folders["policy"])
-    found = []
+    outputs = []
     for device in (NAME, "cpu"):
         specs = {one.name: TeacherSpec(one, sections.Teacher(source=str(one))) for one in adapters}
         pool = TeacherPool(specs, student_tokenizer=tokenizer, device=device)
@@ -234,13 +234,13 @@ def test_adapters_score_and_sample_on_the_device_of_their_base(
         engine = HfEngine(adapters[0], slots=3, device=device)
         engine.load_policy(adapters[1], 1)
         assert {weight.device.type for weight in engine._decoders[0].model.parameters()} == {device}
-        found.append(
+        outputs.append(
             (
                 np.concatenate([one.logprob for part in said for one in part]),
                 decode(engine, make_requests(2, max_new_tokens=5)),
             )
         )
-    (ours, our_samples), (theirs, their_samples) = found
+    (ours, our_samples), (theirs, their_samples) = outputs
     np.testing.assert_allclose(ours, theirs, **CLOSE)
     assert_same(our_samples, their_samples)
 
@@ -250,7 +250,7 @@ def test_a_discriminator_learns_on_a_device_as_on_the_cpu(
 ) -> None:
     rng = np.random.default_rng(0)
     pairs = [Pair(rng.integers(4, 50, 6), rng.integers(50, 99, 5)) for _ in range(12)]
-    found = {}
+    values_by_device = {}
     for device in (NAME, "cpu"):
         critic = Discriminator(folders["policy"], sections.Discriminator(batch_pairs=4), seed=3, device=device)
         assert {weight.device.type for weight in critic._critic.parameters()} == {device}
@@ -261,15 +261,15 @@ def test_a_discriminator_learns_on_a_device_as_on_the_cpu(
         scores = critic.scores([pair.teacher for pair in pairs])
         np.testing.assert_array_equal(other.scores([pair.teacher for pair in pairs]), scores)
         again = other.update(pairs, epochs=1)  # the optimizer's moments, as they were read back
-        found[device] = np.array([*facts.values(), *scores, *again.values()])
-    np.testing.assert_allclose(found[NAME], found["cpu"], rtol=0, atol=1e-3)
+        values_by_device[device] = np.array([*facts.values(), *scores, *again.values()])
+    np.testing.assert_allclose(values_by_device[NAME], values_by_device["cpu"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.usefixtures("host_copies")
 def test_teachers_are_compared_on_a_device_as_on_the_cpu(folders: dict[str, Path]) -> None:
     read = [
-        Answer(student=model_input(one, None), teacher=model_input(one, None), reward=float(place % 2))
-        for place, one in enumerate(samples())
+        Answer(student=model_input(one, None), teacher=model_input(one, None), reward=float(index % 2))
+        for index, one in enumerate(samples())
     ]
     ours, theirs = (
         vars(
@@ -287,12 +287,12 @@ def test_teachers_are_compared_on_a_device_as_on_the_cpu(folders: dict[str, Path
 @pytest.mark.usefixtures("host_copies")
 def test_what_rounding_does_is_measured_on_a_device_as_on_the_cpu(folders: dict[str, Path]) -> None:
     tokenizer = hf.load_tokenizer(folders["teacher"])
-    found = []
+    effects = []
     for device in (NAME, "cpu"):
         spec = TeacherSpec(folders["teacher"], sections.Teacher(source="stage:x"))
         pool = TeacherPool({"teacher": spec}, student_tokenizer=tokenizer, device=device)
-        found.append(vars(quantisation_effect(pool, "teacher", samples(), sections.Score(batch_tokens=64))))
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+        effects.append(vars(quantisation_effect(pool, "teacher", samples(), sections.Score(batch_tokens=64))))
+    assert effects[0] == pytest.approx(effects[1], abs=1e-4)
 
 
 PLACED = {"HfEngine", "TeacherPool", "StudentTopk", "Discriminator", "load_model", "load_merged"}
@@ -319,9 +319,9 @@ def test_whoever_opens_a_model_hands_on_the_device_of_the_job() -> None:
             if name not in PLACED:
                 continue
             seen[name] += 1
-            given = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
-            place = file.relative_to(root).as_posix()
-            where = f"{place}:{call.lineno}: {name}"
-            assert given is not None or place in HOST, f"{where} takes no device"
-            assert not isinstance(given, ast.Constant), f"{where} names a device itself"
+            device = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
+            module_path = file.relative_to(root).as_posix()
+            where = f"{module_path}:{call.lineno}: {name}"
+            assert device is not None or module_path in HOST, f"{where} takes no device"
+            assert not isinstance(device, ast.Constant), f"{where} names a device itself"
     assert seen.keys() == PLACED, "a name that nobody calls any more guards nothing"

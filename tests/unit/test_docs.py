@@ -47,7 +47,7 @@ def shell_lines(page: Path) -> Iterator[str]:
 def words_of(command: str) -> list[str]:
     """Words of a command up to a pipe, a redirection, `&` or a comment."""
     words = shlex.split(command, comments=True)
-    stops = [place for place, word in enumerate(words) if word in ("|", ">", "&", "&&", ";", "<")]
+    stops = [index for index, word in enumerate(words) if word in ("|", ">", "&", "&&", ";", "<")]
     return words[: stops[0]] if stops else words
 
 
@@ -86,8 +86,8 @@ def test_every_make_target_exists(page: Path) -> None:
     for command in shell_lines(page):
         words = words_of(command)
         if words[:1] == ["make"]:
-            wanted = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
-            assert wanted <= targets, f"{command!r}: no target {wanted - targets}"
+            goals = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
+            assert goals <= targets, f"{command!r}: no target {goals - targets}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)

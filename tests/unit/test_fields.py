@@ -155,12 +155,12 @@ def test_a_field_added_in_one_place_is_stored_packed_cut_exported_and_read_back(
     story = tmp_path / "story.py"
     story.write_text(STORY)
     paths = [str(package.parent), str(ROOT / "kernels")]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(story), str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.split() == ["told"]
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.stdout.split() == ["told"]
 
 
 @pytest.mark.parametrize("field", fields.FIELDS, ids=lambda field: field.name)
@@ -188,19 +188,19 @@ SOURCES = sorted(
 
 def lists_of_fields(tree: ast.AST) -> list[str]:
     """Literals that name three fields or more, as `line: names`."""
-    found = []
+    field_lists = []
     for node in ast.walk(tree):
         parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
         parts = node.keys if isinstance(node, ast.Dict) else parts
         named = [part.value for part in parts if isinstance(part, ast.Constant) and part.value in NAMES]
         if len(named) >= 3:
-            found.append(f"{node.lineno}: {', '.join(map(str, named))}")
-    return found
+            field_lists.append(f"{node.lineno}: {', '.join(map(str, named))}")
+    return field_lists
 
 
 def test_no_list_of_field_names_stands_elsewhere() -> None:
-    found = {str(file.relative_to(ROOT)): lists_of_fields(ast.parse(file.read_text())) for file in SOURCES}
-    assert {file: lists for file, lists in found.items() if lists} == {}
+    lists_by_file = {str(file.relative_to(ROOT)): lists_of_fields(ast.parse(file.read_text())) for file in SOURCES}
+    assert {file: lists for file, lists in lists_by_file.items() if lists} == {}
 
 
 @pytest.mark.parametrize(

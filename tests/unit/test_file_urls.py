@@ -77,7 +77,7 @@ def test_what_is_written_is_read_listed_and_replaced(root: str) -> None:
         file_urls.write_file(f"{root}/a/{name}", content)
     assert file_urls.read_file(f"{root}/a/10.jsonl") == b"ten"
     assert file_urls.read_file(f"{root}/a/10.jsonl", most=1) == b"te"
-    below = [place.rpartition("/a/")[2] for place in file_urls.files_at(f"{root}/a", (".jsonl",))]
+    below = [url.rpartition("/a/")[2] for url in file_urls.files_at(f"{root}/a", (".jsonl",))]
     assert below == ["9.jsonl", "deep/2.jsonl", "10.jsonl"]
     [nine] = file_urls.files_at(f"{root}/a/?.jsonl", (".jsonl",))
     assert file_urls.read_file(nine) == b"nine"
@@ -96,8 +96,8 @@ def test_a_rollout_dump_comes_from_a_url_and_samples_leave_by_one(root: str, tmp
     for name in sorted(tokenizer.iterdir()):
         file_urls.write_file(f"{root}/model/{name.name}", name.read_bytes())
     store = create_store(str(tmp_path / "store"))
-    place = ["--store", store.uri, "--stage", "student", "--domain", "sums", "--json"]
-    run = CliRunner().invoke(app, ["import", "verl", f"{root}/dump", "--tokenizer", f"{root}/model", *place])
+    options = ["--store", store.uri, "--stage", "student", "--domain", "sums", "--json"]
+    run = CliRunner().invoke(app, ["import", "verl", f"{root}/dump", "--tokenizer", f"{root}/model", *options])
     assert run.exit_code == 0, run.output
     assert len(store.samples(["uid"])) == len(ROWS)
     for kind in ("parquet", "jsonl"):
@@ -141,8 +141,8 @@ def test_a_job_file_extends_another_behind_the_same_url(root: str) -> None:
 def test_prompts_come_from_every_file_a_pattern_fits(root: str) -> None:
     for part in range(3):
         file_urls.write_file(f"{root}/part-{part}.jsonl", json.dumps({"text": f"{part}?", "answer": "x"}).encode())
-    found = load_prompts("sums", Domain(source=f"{root}/part-*.jsonl", train=3))
-    assert [prompt.text for prompt in found] == ["0?", "1?", "2?"]
+    prompts = load_prompts("sums", Domain(source=f"{root}/part-*.jsonl", train=3))
+    assert [prompt.text for prompt in prompts] == ["0?", "1?", "2?"]
 
 
 def test_a_report_goes_to_a_url(root: str, demo_store: Store) -> None:

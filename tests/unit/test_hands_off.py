@@ -34,11 +34,11 @@ def job(**changed: Any) -> dict[str, Any]:
 
 def test_devices_pipes_and_folders_are_never_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for place in (Path("/dev/full"), Path("/dev/null"), tmp_path / "pipe", tmp_path):
-        before = os.stat(place).st_rdev, os.stat(place).st_ino
+    for target in (Path("/dev/full"), Path("/dev/null"), tmp_path / "pipe", tmp_path):
+        before = os.stat(target).st_rdev, os.stat(target).st_ino
         with pytest.raises(InputError, match="is not a regular file and is left alone"):
-            publish_file(place, b"x")
-        assert (os.stat(place).st_rdev, os.stat(place).st_ino) == before
+            publish_file(target, b"x")
+        assert (os.stat(target).st_rdev, os.stat(target).st_ino) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe"]
 
 
@@ -65,9 +65,9 @@ def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("section", ["engine", "teachers"])
 def test_secrets_in_urls_are_refused_and_not_repeated(url: str, section: str) -> None:
-    given = {"kind": "vllm", "url": url} if section == "engine" else {"t": {"source": "x", "url": url}}
+    settings = {"kind": "vllm", "url": url} if section == "engine" else {"t": {"source": "x", "url": url}}
     with pytest.raises(JobFileError, match="url") as refused:
-        check_job(job(**{section: given}), where="job.toml")
+        check_job(job(**{section: settings}), where="job.toml")
     assert PASSWORD not in str(refused.value)
 
 

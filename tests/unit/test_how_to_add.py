@@ -134,9 +134,9 @@ def test_a_term_and_a_column_are_added_as_contributing_says(tmp_path: Path) -> N
 
 def recipe(what: str) -> tuple[int, str]:
     """(files that it says, its text) of a paragraph of CONTRIBUTING."""
-    found = re.search(rf"^\*\*{re.escape(what)}\*\* \((\d) files?, (.*?)(?=^\*\*|\Z)", GUIDE, re.MULTILINE | re.DOTALL)
-    assert found, what
-    return int(found[1]), " ".join(found[2].split())
+    match = re.search(rf"^\*\*{re.escape(what)}\*\* \((\d) files?, (.*?)(?=^\*\*|\Z)", GUIDE, re.MULTILINE | re.DOTALL)
+    assert match, what
+    return int(match[1]), " ".join(match[2].split())
 
 
 @pytest.mark.parametrize("what", RECIPES)
@@ -150,10 +150,10 @@ def test_contributing_counts_and_names_the_files(what: str) -> None:
 def test_a_divergence_lies_in_the_files_that_contributing_names() -> None:
     """Where the code of the skewed ones is, is where another one goes."""
     sources = [*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "kernels" / "mopd_kernels").rglob("*.py")]
-    found = {file for file in sources if mentions(ast.parse(file.read_text()))}
+    files = {file for file in sources if mentions(ast.parse(file.read_text()))}
     count, text = recipe("a divergence")
-    assert count == len(found) <= 5
-    for file in found:
+    assert count == len(files) <= 5
+    for file in files:
         assert f"`{file.relative_to(ROOT)}`" in text
 
 
@@ -171,7 +171,7 @@ def mentions(tree: ast.AST) -> bool:
 
 def test_no_engine_is_known_by_its_name() -> None:
     """What a job may ask of an engine is an attribute of its class, so that a new one needs one file and its line."""
-    asked = re.compile(r"""(?:engine\.kind|\bengine(?:"\])?)\s*(?:==|!=|(?:not )?in\b)\s*["'(]|(?:==|!=) *ENGINES""")
-    found = [file.name for file in (ROOT / "mopd_dataplane").rglob("*.py") if asked.search(file.read_text())]
-    assert found == []
+    pattern = re.compile(r"""(?:engine\.kind|\bengine(?:"\])?)\s*(?:==|!=|(?:not )?in\b)\s*["'(]|(?:==|!=) *ENGINES""")
+    file_names = [file.name for file in (ROOT / "mopd_dataplane").rglob("*.py") if pattern.search(file.read_text())]
+    assert file_names == []
     assert recipe("an engine")[0] == 1

@@ -69,7 +69,7 @@ def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.Monke
     Path("acme/tiny-qwen").mkdir(parents=True)
     assert not is_hub_name(NAME)
     assert model_folder(NAME) == Path(NAME)
-    assert [commit_of(place) for place in (NAME, str(tmp_path))] == ["", ""]
+    assert [commit_of(model) for model in (NAME, str(tmp_path))] == ["", ""]
     with pytest.raises(InputError, match="is a folder, which has no revision 'main'"):
         model_folder(NAME, "main")
 
@@ -106,9 +106,9 @@ def test_a_store_keeps_the_commit_that_was_found_when_it_was_made(cache: Path, o
     again = open_job()
     assert again.policies.initial() == cache / "snapshots" / OLD, "main has moved; this store has not"
     assert again.policies.teacher("t", again.job.stages[0]) == cache / "snapshots" / NEW
-    known = again.store.read_json(JOB)
-    assert known is not None
-    assert (known["student"]["revision"], known["teachers"]["t"]["revision"]) == (OLD, NEW)
+    stored_job = again.store.read_json(JOB)
+    assert stored_job is not None
+    assert (stored_job["student"]["revision"], stored_job["teachers"]["t"]["revision"]) == (OLD, NEW)
     with pytest.raises(MismatchError, match=r"student\.revision"):
         open_job(revision=NEW)
 

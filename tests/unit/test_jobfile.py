@@ -267,16 +267,16 @@ def parent_and_child(folder: Path, child: str = CHILD) -> Path:
 
 
 def test_a_job_takes_over_tables_and_the_stages_it_lists(tmp_path: Path) -> None:
-    found = load_job(parent_and_child(tmp_path), overrides=["stages.base.plan.batch_samples=8"])
-    assert (found.name, [stage.name for stage in found.stages]) == ("child", ["base", "again"])
-    assert (found.domains["sums"].train, found.domains["sums"].dataset, found.domains["words"].train) == (
+    child_job = load_job(parent_and_child(tmp_path), overrides=["stages.base.plan.batch_samples=8"])
+    assert (child_job.name, [stage.name for stage in child_job.stages]) == ("child", ["base", "again"])
+    assert (child_job.domains["sums"].train, child_job.domains["sums"].dataset, child_job.domains["words"].train) == (
         20, "chain_sum", 10,
     )  # fmt: skip
-    gradient = found.objectives["sampled"].policy_gradient
+    gradient = child_job.objectives["sampled"].policy_gradient
     assert gradient is not None
     assert gradient.correction == "icepop"
-    assert found.stage("again").train.learning_rate == 3e-4, "what the parent's objective brings is inherited too"
-    assert found.stage("base").plan.batch_samples == 8
+    assert child_job.stage("again").train.learning_rate == 3e-4, "what the parent's objective brings is inherited too"
+    assert child_job.stage("base").plan.batch_samples == 8
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def test_every_stage_is_a_folder_with_a_docstring() -> None:
 def test_only_two_packages_are_installed() -> None:
     from setuptools import find_packages
 
-    found = find_packages(str(ROOT), include=["mopd_dataplane*", "mopd_kernels*"])
-    found += find_packages(str(ROOT / "kernels"), include=["mopd_dataplane*", "mopd_kernels*"])
-    assert {name.partition(".")[0] for name in found} == {"mopd_dataplane", "mopd_kernels"}
+    packages = find_packages(str(ROOT), include=["mopd_dataplane*", "mopd_kernels*"])
+    packages += find_packages(str(ROOT / "kernels"), include=["mopd_dataplane*", "mopd_kernels*"])
+    assert {name.partition(".")[0] for name in packages} == {"mopd_dataplane", "mopd_kernels"}
 
 
 @pytest.mark.parametrize(
@@ -53,33 +53,33 @@ def test_every_package_maps_all_its_files(package: Path) -> None:
 def modules() -> dict[str, Path]:
     """Every module of the two packages by its dotted name."""
     files = [(ROOT, ROOT / "mopd_dataplane"), (ROOT / "kernels", ROOT / "kernels" / "mopd_kernels")]
-    found = {
+    file_by_name = {
         ".".join(file.relative_to(root).with_suffix("").parts): file
         for root, package in files
         for file in package.rglob("*.py")
         if "recipes" not in file.parts
     }
-    return {name.removesuffix(".__init__"): file for name, file in found.items()}
+    return {name.removesuffix(".__init__"): file for name, file in file_by_name.items()}
 
 
-def imports(source: str, known: set[str]) -> set[str]:
+def imports(source: str, module_names: set[str]) -> set[str]:
     """Modules that a file imports: as it runs, inside of functions, and for types alone."""
-    found: set[str] = set()
+    dependencies: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            dependencies |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             named = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= named if named & known else {str(node.module)}
-    return found & known
+            dependencies |= named if named & module_names else {str(node.module)}
+    return dependencies & module_names
 
 
 def circle(sources: dict[str, str]) -> list[str]:
     """Names of modules that import each other in a ring; empty when none do. The root package is left out: it only
     hands names on when they are asked for."""
-    known = {name for name in sources if name.count(".")}
+    module_names = {name for name in sources if name.count(".")}
     try:
-        TopologicalSorter({name: imports(sources[name], known) - {name} for name in known}).prepare()
+        TopologicalSorter({name: imports(sources[name], module_names) - {name} for name in module_names}).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []

@@ -88,14 +88,14 @@ def check_thread_trimmed() -> None:
 
     before = resident()
 
-    def kept() -> int:
+    def resident_growth() -> int:
         np.ones(NBYTES // 4, dtype=np.uint8)
         return resident() - before
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(kept).result() > NBYTES // 5, "glibc by itself keeps it"
+        assert thread.submit(resident_growth).result() > NBYTES // 5, "glibc by itself keeps it"
         trim_heap()
-        assert thread.submit(kept).result() < NBYTES // 20
+        assert thread.submit(resident_growth).result() < NBYTES // 20
 
 
 @pytest.mark.parametrize("words", ["check", "check_kept", "check_returned", "check_trimmed", "check_thread_trimmed"])
@@ -104,9 +104,9 @@ def test_freed_memory_is_used_again_and_given_back_unless_it_is_to_stay(words: s
     subprocess.run([sys.executable, __file__, words], check=True, env=environment, timeout=120)
 
 
-@pytest.mark.parametrize(("tokens", "kept"), [(16, []), (samples.LARGE // 4, [False])], ids=["small", "large"])
+@pytest.mark.parametrize(("tokens", "expected"), [(16, []), (samples.LARGE // 4, [False])], ids=["small", "large"])
 def test_a_large_commit_keeps_its_memory_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[bool]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[bool]
 ) -> None:
     entered = []
 
@@ -116,7 +116,7 @@ def test_a_large_commit_keeps_its_memory_for_the_next(
 
     monkeypatch.setattr(samples, "freed_memory_kept", recorded)
     Store.create(str(tmp_path / "store")).commit_samples([bench_sample(0, tokens)])
-    assert entered == kept
+    assert entered == expected
 
 
 if __name__ == "__main__":

@@ -45,5 +45,5 @@ def test_weights_are_merged_into_a_sound_policy(
     assert callable(merge)
     merge(base, own, scale, tmp_path / "merged")
     check_folder(tmp_path / "merged")
-    found = load_file(tmp_path / "merged" / "model.safetensors")["w"]
-    torch.testing.assert_close(found, torch.tensor(BASE) + torch.tensor(change))
+    weight = load_file(tmp_path / "merged" / "model.safetensors")["w"]
+    torch.testing.assert_close(weight, torch.tensor(BASE) + torch.tensor(change))

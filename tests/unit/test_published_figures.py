@@ -118,12 +118,12 @@ def test_a_digest_follows_the_modules_that_draw_prompts(tmp_path: Path, monkeypa
 
 
 def test_provenance_says_where_a_figure_comes_from() -> None:
-    found = provenance(load_job(ROOT / "jobs" / "quickstart"))
-    assert re.fullmatch(r"([0-9a-f]{12}\+?)?", found["commit"])
-    assert found["commit"] == commit()
-    assert found["sampler"] == SAMPLER
-    assert found["host"]["processor"]
-    assert {"python", "numpy"} <= found["versions"].keys()
+    record = provenance(load_job(ROOT / "jobs" / "quickstart"))
+    assert re.fullmatch(r"([0-9a-f]{12}\+?)?", record["commit"])
+    assert record["commit"] == commit()
+    assert record["sampler"] == SAMPLER
+    assert record["host"]["processor"]
+    assert {"python", "numpy"} <= record["versions"].keys()
 
 
 MISNAMED = re.compile(r"avg\(\s*reward\s*\)[^\n]{0,20}\bas accuracy|mean\(\w*reward\w*\)[^\n]*accuracy", re.IGNORECASE)

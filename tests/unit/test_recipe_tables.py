@@ -31,8 +31,8 @@ def test_of_one_seed_the_interval_is_over_prompts_and_of_several_the_ends_are_se
 
 def test_differences_are_paired_by_prompt_and_seed(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "COMPARED", {"small": (("student", "base", ("number_sorting", "mean")),)})
-    found = result({"base": {"number_sorting": "0" * 8}, "student": {"number_sorting": "1" * 8}})
-    rows = list(tables.differences("small", {0: found, 2: found}))
+    seed_result = result({"base": {"number_sorting": "0" * 8}, "student": {"number_sorting": "1" * 8}})
+    rows = list(tables.differences("small", {0: seed_result, 2: seed_result}))
     assert rows[0] == "| difference in points | in | seed 0 | seed 2 |"
     cell = "+100.0 (+100.0 to +100.0), p = 0.0078"
     assert rows[2] == f"| student − base | number_sorting | {cell} | {cell} |"

@@ -21,17 +21,17 @@ def spelt_backward(question: str) -> str:
 
 def in_order(question: str) -> str:
     """Of `descending: ['77.0', '14.0', '46.0']`."""
-    wanted = sorted(re.findall(r"\d+\.\d+", question), key=float, reverse=question.startswith("descending"))
-    return str(wanted)
+    numbers = sorted(re.findall(r"\d+\.\d+", question), key=float, reverse=question.startswith("descending"))
+    return str(numbers)
 
 
 def walked(question: str) -> str:
     """Of `spiral: [[1, 2], [3, 4]]`: the first row, then what is left turned left."""
-    left, found = json.loads(question.removeprefix("spiral: ")), []
+    left, numbers = json.loads(question.removeprefix("spiral: ")), []
     while left:
-        found += left[0]
+        numbers += left[0]
         left = [list(column) for column in zip(*left[1:], strict=True)][::-1]
-    return " ".join(map(str, found))
+    return " ".join(map(str, numbers))
 
 
 RIGHT = {"spell_backward": spelt_backward, "number_sorting": in_order, "spiral_matrix": walked}
@@ -44,12 +44,12 @@ def counted() -> dict[tuple[str, str], str]:
     newest = {row["policy"]: 0 for row in rows}
     for row in rows:
         newest[row["policy"]] = max(newest[row["policy"]], row["policy_version"])
-    found: dict[tuple[str, str], dict[str, bool]] = {}
+    outcomes: dict[tuple[str, str], dict[str, bool]] = {}
     for row in rows:
         if row["policy_version"] == newest[row["policy"]]:
-            wanted, given = RIGHT[row["domain"]](prompts[row["prompt_id"]]["text"]), row["response"].strip()
-            found.setdefault((row["policy"], row["domain"]), {})[row["prompt_id"]] = given == wanted
-    return {key: "".join(str(int(by_name[name])) for name in sorted(by_name)) for key, by_name in found.items()}
+            expected, answer = RIGHT[row["domain"]](prompts[row["prompt_id"]]["text"]), row["response"].strip()
+            outcomes.setdefault((row["policy"], row["domain"]), {})[row["prompt_id"]] = answer == expected
+    return {key: "".join(str(int(by_name[name])) for name in sorted(by_name)) for key, by_name in outcomes.items()}
 
 
 def published() -> dict[tuple[str, str], str]:

@@ -65,6 +65,6 @@ def test_a_server_without_the_switches_is_found_out_before_work_starts(
     models: tuple[Path, Path], adapters: tuple[Path, Path]
 ) -> None:
     with serving(models[0], *KEYED) as plain:
-        for given in ({"folder": models[0], "adapter": Lora(r=4)}, {"folder": adapters[0]}):
+        for settings in ({"folder": models[0], "adapter": Lora(r=4)}, {"folder": adapters[0]}):
             with pytest.raises(MismatchError, match="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
-                ServerEngine(url=plain.url, slots=4, **given)
+                ServerEngine(url=plain.url, slots=4, **settings)

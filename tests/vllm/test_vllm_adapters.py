@@ -69,10 +69,10 @@ def test_every_version_says_what_its_merged_model_says_and_the_base_stays(
     long = [replace(request, uid=f"long{request.uid}") for request in longer if len(request.prompt_ids) > 280]
     assert len(long) > 3
     requests = [*make_requests(8), *long]
-    asked: list[str] = []
+    methods: list[str] = []
     remote = lora._engine.collective_rpc
     monkeypatch.setattr(
-        lora._engine, "collective_rpc", lambda method, **given: [asked.append(method), remote(method, **given)][1]
+        lora._engine, "collective_rpc", lambda method, **kwargs: [methods.append(method), remote(method, **kwargs)][1]
     )
     process = psutil.Process(lora._engine.engine_core.resources.engine_manager.processes[0].pid)
     wholes = (models[0], *merged)
@@ -84,7 +84,7 @@ def test_every_version_says_what_its_merged_model_says_and_the_base_stays(
         assert lora.policy_digest == HfEngine(folder, slots=1).policy_digest
         assert_same(decode(lora, requests), expected[version])
         assert list(lora._engine.list_loras()) == ([lora._request.lora_int_id] if version else [])
-    assert set(asked) == {"unreached"}, "no weights were read but the adapters'"
+    assert set(methods) == {"unreached"}, "no weights were read but the adapters'"
     assert process.is_running()
 
 
@@ -145,14 +145,14 @@ def test_an_adapter_that_vllm_would_leave_out_in_part_is_refused(adapters: tuple
 PROMPTS = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
 
 
-def roll(engine: Engine, shelf: Shelf, home: Path, *, change: str = "pin", **given: Any) -> RolloutReport:
+def roll(engine: Engine, shelf: Shelf, home: Path, *, change: str = "pin", **options: Any) -> RolloutReport:
     """16 samples of up to 40 tokens."""
     encode = engine.tokenizer.encode  # type: ignore[attr-defined]
     task = RolloutTask(
         stage="student", iteration=0, seed=0, wal=sections.Wal(), wal_dir=home,
         rollout=sections.Rollout(max_new_tokens=40, weight_change=change), render=lambda prompt: encode(prompt.text),
     )  # fmt: skip
-    return run_rollout(engine, PROMPTS, task, commit=shelf.commit, already=set(shelf.samples), **given)
+    return run_rollout(engine, PROMPTS, task, commit=shelf.commit, already=set(shelf.samples), **options)
 
 
 def continued(sample: Sample, reference: HfEngine, start: int) -> list[int]:

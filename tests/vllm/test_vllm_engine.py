@@ -36,26 +36,28 @@ def test_tokens_and_logprobs_are_those_of_the_hugging_face_engine(
 
 
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["plain", "cut"])
-@pytest.mark.parametrize("kept", [1, 7, 29])
-def test_a_prefix_continues_as_if_never_interrupted(keyed: VllmEngine, kept: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("prefix_len", [1, 7, 29])
+def test_a_prefix_continues_as_if_never_interrupted(
+    keyed: VllmEngine, prefix_len: int, settings: dict[str, Any]
+) -> None:
     requests = make_requests(12, **settings)
     whole = decode(keyed, requests)
     tried = 0
     for request in requests:
         tokens, logprobs, _ = whole[request.uid]
-        if len(tokens) <= kept:
+        if len(tokens) <= prefix_len:
             continue
         tried += 1
-        prefix = np.array(tokens[:kept], np.int32)
+        prefix = np.array(tokens[:prefix_len], np.int32)
         resumed = Request(
             uid=request.uid, prompt_ids=request.prompt_ids, prefix_ids=prefix, key=request.key, max_new_tokens=30,
             **settings,
         )  # fmt: skip
         rescored = keyed.admit([(3, resumed)])[3]
-        np.testing.assert_allclose(rescored, logprobs[max(0, kept - 16) : kept], atol=TOLERANCE)
+        np.testing.assert_allclose(rescored, logprobs[max(0, prefix_len - 16) : prefix_len], atol=TOLERANCE)
         output = keyed.step()
-        assert (output.slots.tolist(), output.positions.tolist()) == ([3], [kept])
-        assert output.token_ids.tolist() == [tokens[kept]]
+        assert (output.slots.tolist(), output.positions.tolist()) == ([3], [prefix_len])
+        assert output.token_ids.tolist() == [tokens[prefix_len]]
         keyed.release(3)
     assert tried > 3
 

@@ -210,13 +210,13 @@ def test_a_killed_job_that_trains_an_adapter_goes_on_with_it(tmp_path: Path) -> 
     assert len(rows) == 384
     assert {row["uid"] for _, row in rows if row["interruptions"]} == ended.cut
     model = load_model(policies / "student" / "v1")
-    for place, row in rows[::8]:
+    for index, row in rows[::8]:
         assert row["policy_version_last"] == 1
-        tokens = torch.tensor(payload["tokens"][place].as_py())
+        tokens = torch.tensor(payload["tokens"][index].as_py())
         with torch.no_grad():
             logprobs = model(tokens[None]).logits[0].log_softmax(-1)
         due = logprobs[row["prompt_len"] - 1 : -1].gather(1, tokens[row["prompt_len"] :, None])[:, 0]
-        np.testing.assert_allclose(payload["logprobs"][place].as_py(), due.numpy(), atol=TOLERANCE)
+        np.testing.assert_allclose(payload["logprobs"][index].as_py(), due.numpy(), atol=TOLERANCE)
     evaluated = store.table("evals", columns=["policy_version"])["policy_version"].to_pylist()
     assert set(evaluated) >= {0, 2}
 

@@ -30,19 +30,19 @@ SETTINGS = sections.Score(hidden_codec="fp32", topk=5)
 def samples() -> list[Scorable]:
     """Texts of very different length, sampled at two temperatures, with holes in the mask."""
     rng = np.random.default_rng(0)
-    made = []
+    scorables = []
     for i in range(9):
         prompt, response = int(rng.integers(1, 40)), int(rng.integers(2, 300 if i == 3 else 60))
         mask = np.ones(response, np.uint8)
         mask[: response // 5] = 0
         tokens = rng.integers(4, 100, prompt + response).astype(np.int32)
-        made.append(
+        scorables.append(
             Scorable(
                 uid=f"{i:032x}", sample_row=i, prompt_id=str(i), prompt_len=prompt, tokens=tokens, loss_mask=mask,
                 temperature=0.7 if i % 3 == 0 else 1.0,
             )
         )  # fmt: skip
-    return made
+    return scorables
 
 
 def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> TeacherPool:

@@ -98,14 +98,14 @@ def test_a_plain_server_draws_by_seed(plain_server: Server, models: tuple[Path, 
     for request in requests:
         tokens, logprobs, _ = answers[request.uid]
         reference = HfEngine(models[0], slots=1)
-        known = Request(
+        scoring_request = Request(
             uid="reference",
             prompt_ids=request.prompt_ids,
             prefix_ids=np.array(tokens, np.int32),
             key=0,
             max_new_tokens=64,
         )
-        np.testing.assert_allclose(reference.admit([(0, known)])[0], logprobs[-16:], atol=TOLERANCE)
+        np.testing.assert_allclose(reference.admit([(0, scoring_request)])[0], logprobs[-16:], atol=TOLERANCE)
     with pytest.raises(MismatchError, match="--logprobs-mode processed_logprobs"):
         engine.admit([(0, make_requests(1, temperature=0.7)[0])])
     engine.admit([(0, requests[0])])  # what is refused takes no slot

@@ -40,9 +40,9 @@ def newest_by_lance(root: Path) -> int:
     return int(lance.dataset(str(root)).version)
 
 
-@pytest.mark.parametrize("known", [0, 1, 3, 6])
+@pytest.mark.parametrize("last_version", [0, 1, 3, 6])
 @pytest.mark.parametrize("note", ["right", "none", *HINTS])
-def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known: int, note: str) -> None:
+def test_the_newest_version_is_found_from_any_one_before_it(store: Store, last_version: int, note: str) -> None:
     committed(store, 5)
     root = root_of(store)
     hint = root / "_versions" / "latest_version_hint.json"
@@ -50,7 +50,7 @@ def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known:
         hint.unlink()
     elif note != "right":
         hint.write_text(HINTS[note])
-    assert newest_version(root, known) == newest_by_lance(root) == 6
+    assert newest_version(root, last_version) == newest_by_lance(root) == 6
 
 
 def test_no_version_is_none(tmp_path: Path) -> None:
@@ -68,33 +68,33 @@ def test_versions_from_one_on(store: Store) -> None:
 def test_opening_names_the_version(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that Lance does not list all of them."""
     committed(store, 3)
-    asked: list[Any] = []
+    versions: list[Any] = []
     real = lance.dataset
 
-    def dataset(uri: str, **given: Any) -> lance.LanceDataset:
-        asked.append(given["version"])
-        return real(uri, **given)
+    def dataset(uri: str, **kwargs: Any) -> lance.LanceDataset:
+        versions.append(kwargs["version"])
+        return real(uri, **kwargs)
 
     monkeypatch.setattr(lance, "dataset", dataset)
     reader = Store.open(store.uri)
     reader.dataset("samples")
     committed(store, 1, first=3)
     assert reader.dataset("samples").version == 5
-    assert None not in asked
+    assert None not in versions
 
 
 def test_a_store_that_is_open_sees_past_versions_that_a_stranger_has_dropped(store: Store) -> None:
     """The version that it knows is pinned, those after it are gone: the next number is not the newest."""
     committed(store, 4)
     store.snapshot("kept")
-    known = store.dataset("samples").version
+    pinned_version = store.dataset("samples").version
     stranger = lance.dataset(str(root_of(store)))
     stranger.optimize.compact_files()
     stranger.cleanup_old_versions(older_than=timedelta(0), error_if_tagged_old_versions=False)
     root = root_of(store)
-    assert manifest(root, known).exists()
-    assert not manifest(root, known + 1).exists()
-    assert store.dataset("samples").version == newest_by_lance(root) > known
+    assert manifest(root, pinned_version).exists()
+    assert not manifest(root, pinned_version + 1).exists()
+    assert store.dataset("samples").version == newest_by_lance(root) > pinned_version
     committed(store, 1, first=4)
     assert store.samples(["uid"]).num_rows == 5
 

@@ -46,8 +46,8 @@ def test_what_was_put_is_there_after_a_kill(tmp_path: Path) -> None:
     process.wait(30)
     acknowledged = int(rest[-1]) if rest else acknowledged
     queue = CommittedQueue(str(tmp_path), "train")
-    found = queue.get([(number, "x") for number in range(acknowledged + 1)])
-    assert [item.data for item in found] == [str(number).encode() * 50 for number in range(acknowledged + 1)]
+    values = queue.get([(number, "x") for number in range(acknowledged + 1)])
+    assert [item.data for item in values] == [str(number).encode() * 50 for number in range(acknowledged + 1)]
     assert len(queue.keys()) - acknowledged - 1 in (0, 1)  # at most the one that was under way
 
 
@@ -111,8 +111,8 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         type(self).runs += 1
-        place = str(self.folder / str(self.runs))
-        self.handles = [CommittedQueue(place, "train"), CommittedQueue(place, "train")]
+        queue_path = str(self.folder / str(self.runs))
+        self.handles = [CommittedQueue(queue_path, "train"), CommittedQueue(queue_path, "train")]
         self.known: dict[tuple[int, str], bytes] = {}
         self.puts = 0
 

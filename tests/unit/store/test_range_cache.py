@@ -99,14 +99,14 @@ def test_a_damaged_range_is_found_and_fetched_again(tmp_path: Path, change: str)
     assert read(cache, "a") == content("a")
 
 
-@pytest.mark.parametrize("place", ["cache.begun", "cache.written"])
-def test_a_process_that_is_killed_while_it_keeps_a_range_leaves_nothing_to_read(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("point", ["cache.begun", "cache.written"])
+def test_a_process_that_is_killed_while_it_keeps_a_range_leaves_nothing_to_read(tmp_path: Path, point: str) -> None:
     body = """
 t.keep(cache, "before")
 fault_points.observe(lambda place: os.kill(os.getpid(), signal.SIGKILL) if place == sys.argv[3] else None)
 t.keep(cache, "a")
 """
-    process = child(body, tmp_path / "c", 1 << 20, place)
+    process = child(body, tmp_path / "c", 1 << 20, point)
     assert process.wait(30) == -9, process.stderr.read()
     assert list((tmp_path / "c").glob("*/.*")), "it died with a file half written"
     cache = RangeCache(tmp_path / "c", 1 << 20)
@@ -195,8 +195,8 @@ print(cache.stats()["kept_bytes"], cache.stats()["bytes"] == t.taken(Path(sys.ar
     process = child(body, folder, 1 << 30, wrap=(*small_disk(), *mount))
     said, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
-    kept, exact = said.split()
-    assert 5 * SIZE <= int(kept) < (1 << 20)
+    kept_bytes, exact = said.split()
+    assert 5 * SIZE <= int(kept_bytes) < (1 << 20)
     assert exact == "True"
     assert error.count("No space left on device") == 1
     assert "lower load.cache_bytes" in error

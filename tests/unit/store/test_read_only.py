@@ -95,8 +95,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_store_that_cannot_be_written_is_read_by_everything(read_only: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Read-only"):
         (read_only / "probe").touch()
-    found = run("-c", READ, read_only)
-    assert found.returncode == 0, found.stderr
+    process = run("-c", READ, read_only)
+    assert process.returncode == 0, process.stderr
     commands = {
         "query": (str(read_only), "select count(*) from samples"),
         "store": ("verify", str(read_only)),

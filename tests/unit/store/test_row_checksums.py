@@ -104,6 +104,6 @@ def test_shifted_boundaries_and_nulls_differ(moved: dict, to: dict) -> None:
 def test_the_wrong_row_is_named_with_both_sums() -> None:
     rows = with_row_crcs(table([{"uid": "a", "n": 1}, {"uid": "b", "n": 2}]))
     changed = rows.set_column(1, SCHEMA.field("n"), pa.array([1, 3], pa.int32()))
-    ((place, found, committed),) = wrong_rows(changed)
-    assert (place, committed) == (1, rows["row_crc"][1].as_py())
-    assert found == by_hand({"uid": "b", "n": 3})
+    ((row, actual_crc, committed),) = wrong_rows(changed)
+    assert (row, committed) == (1, rows["row_crc"][1].as_py())
+    assert actual_crc == by_hand({"uid": "b", "n": 3})

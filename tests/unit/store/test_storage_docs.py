@@ -12,14 +12,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "storage.md"
 
 def blocks() -> dict[str, list[str]]:
     """Python blocks by the heading they stand under."""
-    found: dict[str, list[str]] = {}
+    blocks_by_heading: dict[str, list[str]] = {}
     heading = ""
     for part in re.split(r"^(## .*)$", PAGE.read_text(), flags=re.MULTILINE):
         if part.startswith("## "):
             heading = part[3:]
         else:
-            found[heading] = re.findall(r"^```python run\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
-    return found
+            blocks_by_heading[heading] = re.findall(r"^```python run\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
+    return blocks_by_heading
 
 
 def run(code: str, folder: Path) -> str:

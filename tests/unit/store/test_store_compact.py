@@ -192,9 +192,9 @@ def test_a_version_that_another_clean_up_drops_meanwhile_keeps_nothing(
         return explain(location, dataset, done, *rest, **named)
 
     monkeypatch.setattr(compaction, "_reasons", after_another)
-    kept = store.compact(now=True)["tokens"]["kept"]
+    reasons = store.compact(now=True)["tokens"]["kept"]
     assert dropped == [True]
-    assert [reason["bytes"] for reason in kept if reason["why"].startswith("read by")] == [0]
+    assert [reason["bytes"] for reason in reasons if reason["why"].startswith("read by")] == [0]
     assert store.verify().findings == []
 
 
@@ -206,11 +206,11 @@ def test_a_version_that_was_tagged_while_clean_up_had_it_is_waited_for(store: St
     store.commit_samples([build.sample(3)])
     with ThreadPoolExecutor(1) as reader:
         with free_versions(store.root / "samples", [at.versions["samples"]]) as (free, _):
-            found = reader.submit(lambda: Store.open(store.uri).samples(["uid"], snapshot=at).num_rows)
+            future = reader.submit(lambda: Store.open(store.uri).samples(["uid"], snapshot=at).num_rows)
             with pytest.raises(TimeoutError):
-                found.result(timeout=0.3)
+                future.result(timeout=0.3)
         assert free == [at.versions["samples"]]
-        assert found.result(timeout=10) == 3
+        assert future.result(timeout=10) == 3
 
 
 def test_a_killed_reader_holds_nothing(store: Store) -> None:
@@ -244,8 +244,8 @@ def test_small_commits_take_little_more_than_their_bytes(store: Store, table: st
         store.commit_samples([build.sample(i, response=400) for i in (number, number + 1)])
     Store.open(store.uri).compact(now=True)
     sizes = compaction.file_sizes(store.dataset(table))
-    held = store.table(table).nbytes
-    assert sum(sizes.values()) <= 1.3 * held + (64 << 10), f"{sum(sizes.values()):,} bytes for {held:,}"
+    table_bytes = store.table(table).nbytes
+    assert sum(sizes.values()) <= 1.3 * table_bytes + (64 << 10), f"{sum(sizes.values()):,} bytes for {table_bytes:,}"
 
 
 @pytest.mark.parametrize("table", ["tokens", "samples"])
@@ -270,8 +270,8 @@ def test_a_damaged_file_is_not_merged_and_commits_go_on(store: Store, monkeypatc
     commit(store, 0, 6)
     [file, *_] = sorted(Path(store.uri, "samples", "data").iterdir())
     content = file.read_bytes()
-    place = content.index(b"engine-0")
-    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    offset = content.index(b"engine-0")
+    file.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
     before = content_of(store)
     with pytest.raises(DamagedError, match=r"samples: row crc32c .* was committed; nothing was changed"):
         Store.open(store.uri).compact(now=True)

@@ -34,13 +34,13 @@ list(copy_samples(source, target, where) if where else copy_whole(source, target
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Store]) -> Store:
-    made = make_store(tmp_path_factory.mktemp("copies") / "source", prompts=3)
-    counts = made.samples(["loss_tokens"])["loss_tokens"].to_pylist()
-    write_token_stats(made, [
+    store = make_store(tmp_path_factory.mktemp("copies") / "source", prompts=3)
+    counts = store.samples(["loss_tokens"])["loss_tokens"].to_pylist()
+    write_token_stats(store, [
         TokenStats(sample_row=row, stage="student", step=1, values={"student_entropy": np.full(count, row / 8)})
         for row, count in enumerate(counts)
     ])  # fmt: skip
-    return made
+    return store
 
 
 def rows_of(store: Store, name: str) -> pa.Table:
@@ -55,7 +55,7 @@ def rows_of(store: Store, name: str) -> pa.Table:
 
 def joined(store: Store, name: str) -> list[dict[str, object]]:
     """Rows of a table with the uid that each row it names by number has, found by plain Lance; in order of uid."""
-    found = []
+    rows = []
     for row in rows_of(store, name).to_pylist():
         for column, table in (("sample_row", "samples"), ("payload_row", _payload_of(name, row))):
             if column in row:
@@ -63,8 +63,8 @@ def joined(store: Store, name: str) -> list[dict[str, object]]:
                     store.location.of(table), storage_options=store.location.storage_options or None
                 ).to_table(columns=["uid"], with_row_id=True)
                 row[column] = dict(zip(ids["_rowid"].to_pylist(), ids["uid"].to_pylist(), strict=True))[row[column]]
-        found.append({key: value for key, value in row.items() if key != "row_crc"})
-    return sorted(found, key=str)
+        rows.append({key: value for key, value in row.items() if key != "row_crc"})
+    return sorted(rows, key=str)
 
 
 def _payload_of(name: str, row: dict[str, object]) -> str:
@@ -78,8 +78,8 @@ def check(source: Store, copy: Store, chosen: set[str]) -> None:
         assert joined(copy, name) == [row for row in joined(source, name) if row["uid"] in chosen]
     payload = [name for name in source.names() if name == "tokens" or name.startswith("signals/")]
     for name in [*payload, "labels"]:
-        wanted = [row for row in rows_of(source, name).to_pylist() if row["uid"] in chosen]
-        assert not wanted or sorted(rows_of(copy, name).to_pylist(), key=str) == sorted(wanted, key=str)
+        expected = [row for row in rows_of(source, name).to_pylist() if row["uid"] in chosen]
+        assert not expected or sorted(rows_of(copy, name).to_pylist(), key=str) == sorted(expected, key=str)
     assert rows_of(copy, "plans").num_rows == 0
     for name in ("teachers", "steps", "events"):
         assert rows_of(copy, name).num_rows == rows_of(source, name).num_rows
@@ -107,14 +107,14 @@ def test_what_fits_is_copied_and_nothing_else(source: Store, tmp_path: Path) -> 
 def ids_and_versions(store: Store) -> dict[str, object]:
     """What names rows and versions, as plain Lance tells it: row ids with their uids, versions, tags."""
     options = store.location.storage_options or None
-    found: dict[str, object] = {}
+    tables: dict[str, object] = {}
     for name in store.names():
         dataset = lance.dataset(store.location.of(name), storage_options=options)
         key = dataset.schema.names[0]
         rows = dataset.to_table(columns=[key], with_row_id=True).to_pydict()
-        tags = {tag: held["version"] for tag, held in dataset.tags.list().items()}
-        found[name] = (dataset.version, sorted(zip(rows["_rowid"], rows[key], strict=True)), tags)
-    return found
+        tags = {tag: info["version"] for tag, info in dataset.tags.list().items()}
+        tables[name] = (dataset.version, sorted(zip(rows["_rowid"], rows[key], strict=True)), tags)
+    return tables
 
 
 @pytest.mark.slow
@@ -158,8 +158,8 @@ def test_a_manifest_that_is_not_the_acknowledged_one_is_not_copied(
     make_store(tmp_path / "source", prompts=1)
     newest = min((tmp_path / "source" / "steps" / "_versions").glob("*.manifest"))
     content = bytearray(newest.read_bytes())
-    place = content.index(b"informative only")
-    content[place] ^= 1  # the text of a column's description: the dataset opens all the same
+    offset = content.index(b"informative only")
+    content[offset] ^= 1  # the text of a column's description: the dataset opens all the same
     newest.write_bytes(content)
     with pytest.raises(DamagedError, match="acknowledged was"):
         list(copy_whole(Store.open(tmp_path / "source"), str(tmp_path / "copy")))
@@ -204,8 +204,8 @@ def test_a_damaged_row_is_named_and_the_copy_is_no_store(make_store: Callable[..
     make_store(tmp_path / "source", prompts=1)
     [file] = (tmp_path / "source" / "prompts" / "data").iterdir()
     content = file.read_bytes()
-    place = content.index(b"chain_sum")
-    file.write_bytes(content[:place] + b"C" + content[place + 1 :])
+    offset = content.index(b"chain_sum")
+    file.write_bytes(content[:offset] + b"C" + content[offset + 1 :])
     damaged = Store.open(tmp_path / "source")
     for copied, name in ((copy_samples(damaged, str(tmp_path / "some"), "true"), "some"),
                          (copy_whole(damaged, str(tmp_path / "all")), "all")):  # fmt: skip

@@ -112,15 +112,15 @@ def delete(store: Store, where: str = WHERE) -> list[str]:
 
 def content(store: Store) -> dict[str, list[str]]:
     """Every row with its id, as plain Lance reads it, blobs by their bytes."""
-    found = {}
+    rows_by_table = {}
     for name in store.names():
         dataset = lance.dataset(store.location.of(name), storage_options=store.location.storage_options or None)
         rows = dataset.to_table(with_row_id=True).to_pylist()
         if "hidden" in dataset.schema.names:
             for row in rows:
                 row["hidden"] = dataset.take_blobs("hidden", ids=[row["_rowid"]])[0].readall()
-        found[name] = sorted(map(str, rows))
-    return found
+        rows_by_table[name] = sorted(map(str, rows))
+    return rows_by_table
 
 
 def check_gone(store: Store, before: dict[str, list[str]], uids: list[str], prompts: tuple[str, ...] = ()) -> None:
@@ -136,8 +136,8 @@ def check_gone(store: Store, before: dict[str, list[str]], uids: list[str], prom
 
 def files_that_name(store: Store, *names: str) -> set[str]:
     """Files of a store in which one of the names lies in plain bytes; deletions are recorded by uid on purpose."""
-    found = (file for file in store.path(".").rglob("*") if file.is_file() and "deletions" not in file.parts)
-    return {file.parts[-3] for file in found if any(name.encode() in file.read_bytes() for name in names)}
+    files = (file for file in store.path(".").rglob("*") if file.is_file() and "deletions" not in file.parts)
+    return {file.parts[-3] for file in files if any(name.encode() in file.read_bytes() for name in names)}
 
 
 def test_a_prompt_goes_with_its_samples_and_nothing_else_does(filled: Store) -> None:
@@ -147,8 +147,8 @@ def test_a_prompt_goes_with_its_samples_and_nothing_else_does(filled: Store) -> 
     filled.compact(now=True)
     assert files_that_name(filled, *uids, PROMPT) == set()
     check_gone(filled, before, uids, (PROMPT,))
-    [kept] = recover(filled.path(LOG)).ledger.partials.values()
-    assert (kept.spec.uid, kept.tokens.tolist()) == ("b" * 32, [5, 6])
+    [partial] = recover(filled.path(LOG)).ledger.partials.values()
+    assert (partial.spec.uid, partial.tokens.tolist()) == ("b" * 32, [5, 6])
     [deletion] = filled.deletions.all()
     assert deletion.finished
     assert set(deletion.uids) == set(uids)
@@ -258,7 +258,8 @@ def test_on_an_object_store(s3: str) -> None:
     subprocess.run([sys.executable, "-m", "mopd_dataplane", *line], timeout=120, check=True)
     after = Store.open(s3)
     assert content(after) == {
-        name: [row for row in held if batch[2].uid not in row and "'p2'" not in row] for name, held in before.items()
+        name: [row for row in table_rows if batch[2].uid not in row and "'p2'" not in row]
+        for name, table_rows in before.items()
     }
     assert "before" not in after.info()["snapshots"]
 
@@ -272,9 +273,9 @@ def test_a_predicate_that_lacks_a_word_deletes_nothing(filled: Store) -> None:
 def test_nothing_is_deleted_unasked(filled: Store) -> None:
     before = content(filled)
     line = [sys.executable, "-m", "mopd_dataplane", "store", "delete", filled.uri, "--where", WHERE]
-    asked = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert asked.returncode == 2
-    assert "--yes" in asked.stderr
+    process = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert process.returncode == 2
+    assert "--yes" in process.stderr
     dry = subprocess.run([*line, "--dry-run", "--json"], capture_output=True, text=True)
     told = json.loads(dry.stdout)
     assert told["deleted"] is False

@@ -202,10 +202,10 @@ def test_an_acknowledged_manifest_that_was_cut_short_is_damage(store: Store, tab
         with manifest.open("r+b") as file:
             file.truncate(left)
     before = everything(store.root)
-    for use in (lambda found: found.table(table), lambda found: found.snapshot(), lambda found: found.info()):
+    for use in (lambda reader: reader.table(table), lambda reader: reader.snapshot(), lambda reader: reader.info()):
         with pytest.raises(DamagedError, match=rf"{table}: version 4 was acknowledged, and its manifest"):
             use(Store.open(store.uri))
-    [finding] = [found for found in Store.open(store.uri).verify().findings if found.table == table]
+    [finding] = [finding for finding in Store.open(store.uri).verify().findings if finding.table == table]
     assert "version 4 was acknowledged" in finding.problem
     with pytest.raises(DamagedError, match="version 4 was acknowledged"):
         Store.open(store.uri).table_handle(table).open_to_write()

@@ -68,9 +68,9 @@ def test_signals_sigkill_between_two_writes(store: Store, start_child: Start, an
     signals = [build.signal(sample, row, "topk") for row, sample in enumerate(samples)]
     assert store.commit_signals("t", "topk", signals) == 8
     assert store.commit_signals("t", "topk", signals) == 0
-    for (ids, logprobs), given in zip(store.read_signal("t", "topk", range(8), verify=True), signals, strict=True):
-        assert np.array_equal(ids, given.topk_ids)
-        assert np.array_equal(logprobs, given.topk_logprobs)
+    for (ids, logprobs), expected in zip(store.read_signal("t", "topk", range(8), verify=True), signals, strict=True):
+        assert np.array_equal(ids, expected.topk_ids)
+        assert np.array_equal(logprobs, expected.topk_logprobs)
     assert store.table("signals/t/topk").num_rows == 8, "payload left behind is adopted"
 
 

@@ -97,8 +97,8 @@ def renamed(schema: pa.Schema) -> pa.Schema:
 
 
 def other_type(schema: pa.Schema) -> pa.Schema:
-    place = schema.get_field_index("prompt_len")
-    return schema.set(place, schema.field(place).with_type(pa.int64()))
+    index = schema.get_field_index("prompt_len")
+    return schema.set(index, schema.field(index).with_type(pa.int64()))
 
 
 def nullable(schema: pa.Schema) -> pa.Schema:
@@ -151,11 +151,11 @@ def test_a_store_from_before_a_column_is_read_verified_and_written(store: Store)
     assert not old.has_column("samples", "sampling_mask_len", snapshot)
     assert old.verify().ok
     assert old.read_tokens([0], verify=True)["uid"].to_pylist() == [build.sample(0).uid]
-    kept = build.sample(1, loss_mask=np.ones(20, np.uint8))
-    kept.sampling_mask_sizes, kept.sampling_mask_ids = np.ones(20, np.int32), kept.tokens[5:]
-    old.commit_samples([kept])
+    sample = build.sample(1, loss_mask=np.ones(20, np.uint8))
+    sample.sampling_mask_sizes, sample.sampling_mask_ids = np.ones(20, np.int32), sample.tokens[5:]
+    old.commit_samples([sample])
     assert old.samples(["sampling_mask_len"])["sampling_mask_len"].to_pylist() == [None, 20]
-    assert old.read_tokens([0, 1], verify=True)["sampling_mask_ids"].to_pylist() == [None, kept.tokens[5:].tolist()]
+    assert old.read_tokens([0, 1], verify=True)["sampling_mask_ids"].to_pylist() == [None, sample.tokens[5:].tolist()]
     assert old.read_tokens([0], snapshot=snapshot, verify=True).num_rows == 1
     assert old.verify().ok
 

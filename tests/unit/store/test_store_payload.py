@@ -56,7 +56,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 def _sets(drawn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     pairs = zip(drawn.tolist(), sizes.tolist(), strict=True)
-    return np.array([abs(token - place) for token, size in pairs for place in range(size)], np.int32)
+    return np.array([abs(token - offset) for token, size in pairs for offset in range(size)], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +68,17 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @given(batch=st.lists(samples(), min_size=1, max_size=6), data=st.data())
 def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.DataObject) -> None:
     receipt = shared.commit_samples(batch)
-    asked = data.draw(st.lists(st.integers(0, len(batch) - 1), max_size=12))
-    payload = shared.read_tokens(receipt.rows[asked] if asked else [], verify=True).to_pylist()
-    for row, place in zip(payload, asked, strict=True):
-        sample = batch[place]
+    positions = data.draw(st.lists(st.integers(0, len(batch) - 1), max_size=12))
+    payload = shared.read_tokens(receipt.rows[positions] if positions else [], verify=True).to_pylist()
+    for row, position in zip(payload, positions, strict=True):
+        sample = batch[position]
         assert row["uid"] == sample.uid
         for name in ("tokens", "loss_mask", "version_starts", "versions"):
             assert np.array_equal(np.array(row[name], getattr(sample, name).dtype), getattr(sample, name))
         stored = None if row["logprobs"] is None else np.array(row["logprobs"], np.float32)
         for name in ("sampling_mask_sizes", "sampling_mask_ids", "experts"):
-            kept = getattr(sample, name)
-            assert row[name] == (None if kept is None else kept.reshape(-1).tolist())
+            expected = getattr(sample, name)
+            assert row[name] == (None if expected is None else expected.reshape(-1).tolist())
         assert (stored is None) == (sample.logprobs is None)
         assert stored is None or stored.tobytes() == sample.logprobs.tobytes(), "log-probs bit for bit"
     metadata = shared.take_samples(receipt.rows).to_pylist()
@@ -138,59 +138,59 @@ def test_impossible_samples_are_refused_before_anything_is_written(
 @pytest.fixture
 def scored(store: Store) -> Store:
     """Eight samples, two teachers; teacher a has every signal for all of them."""
-    given = [build.sample(i) for i in range(8)]
-    store.commit_samples(given)
+    batch = [build.sample(i) for i in range(8)]
+    store.commit_samples(batch)
     for name in ("a", "b"):
         store.add_teacher(build.teacher(name))
     for kind in ("logprob", "topk", "hidden"):
-        assert store.commit_signals("a", kind, [build.signal(s, i, kind) for i, s in enumerate(given)]) == 8
+        assert store.commit_signals("a", kind, [build.signal(s, i, kind) for i, s in enumerate(batch)]) == 8
     return store
 
 
 def test_signals_round_trip_in_the_asked_order(scored: Store) -> None:
-    asked = [5, 0, 7, 5]
-    given = {i: build.sample(i) for i in asked}
-    for row, values in zip(asked, scored.read_signal("a", "logprob", asked, verify=True), strict=True):
-        assert values.tobytes() == build.signal(given[row], row, "logprob").logprob.tobytes()
-    for row, (ids, logprobs) in zip(asked, scored.read_signal("a", "topk", asked, verify=True), strict=True):
-        assert np.array_equal(ids, build.signal(given[row], row, "topk").topk_ids)
-        assert logprobs.tobytes() == build.signal(given[row], row, "topk").topk_logprobs.tobytes()
-    for row, states in zip(asked, scored.read_signal("a", "hidden", asked, verify=True), strict=True):
-        assert np.array_equal(states, build.signal(given[row], row, "hidden").hidden)
+    rows = [5, 0, 7, 5]
+    sample_by_row = {i: build.sample(i) for i in rows}
+    for row, values in zip(rows, scored.read_signal("a", "logprob", rows, verify=True), strict=True):
+        assert values.tobytes() == build.signal(sample_by_row[row], row, "logprob").logprob.tobytes()
+    for row, (ids, logprobs) in zip(rows, scored.read_signal("a", "topk", rows, verify=True), strict=True):
+        assert np.array_equal(ids, build.signal(sample_by_row[row], row, "topk").topk_ids)
+        assert logprobs.tobytes() == build.signal(sample_by_row[row], row, "topk").topk_logprobs.tobytes()
+    for row, states in zip(rows, scored.read_signal("a", "hidden", rows, verify=True), strict=True):
+        assert np.array_equal(states, build.signal(sample_by_row[row], row, "hidden").hidden)
 
 
 def test_scores_say_how_much_of_the_teacher_a_stored_topk_holds(scored: Store) -> None:
     rows = scored.sql("select uid, kind, coverage from scores").to_pylist()
-    held = {row["uid"]: row["coverage"] for row in rows if row["kind"] == "topk"}
+    coverage_by_uid = {row["uid"]: row["coverage"] for row in rows if row["kind"] == "topk"}
     for row in range(8):
         sample = build.sample(row)
         logprobs = build.signal(sample, row, "topk").topk_logprobs
-        assert held[sample.uid] == pytest.approx(np.exp(logprobs).sum(1).mean(), rel=1e-5)
+        assert coverage_by_uid[sample.uid] == pytest.approx(np.exp(logprobs).sum(1).mean(), rel=1e-5)
     assert {row["coverage"] for row in rows if row["kind"] != "topk"} == {1.0}
 
 
 def test_hidden_states_by_byte_range_into_memory_of_the_caller(scored: Store) -> None:
     expected = build.signal(build.sample(3), 3, "hidden").hidden.reshape(-1)
-    found = scored.signal_rows("a", "hidden", [3])
+    rows = scored.signal_rows("a", "hidden", [3])
     reader = scored.hidden_reader("a")
-    assert reader.describe(found["payload_row"].to_numpy()).to_pylist() == [
+    assert reader.describe(rows["payload_row"].to_numpy()).to_pylist() == [
         {"uid": build.sample(3).uid, "codec": "bf16", "rows": len(expected) // 16, "row_bytes": 16}
     ]
     target = np.zeros(100, np.uint8)
-    reader.read_into(found["payload_row"][0].as_py(), 32, memoryview(target)[10:90])
+    reader.read_into(rows["payload_row"][0].as_py(), 32, memoryview(target)[10:90])
     assert np.array_equal(target[10:90], expected[32:112])
     assert not target[:10].any()
     assert not target[90:].any()
     with pytest.raises(DamagedError, match="80 bytes from byte"):
-        reader.read_into(found["payload_row"][0].as_py(), len(expected) - 8, memoryview(target)[10:90])
+        reader.read_into(rows["payload_row"][0].as_py(), len(expected) - 8, memoryview(target)[10:90])
 
 
 def test_a_second_teacher_touches_no_byte_of_samples_or_tokens(scored: Store) -> None:
     assert scored.root is not None
-    kept = ["samples", "tokens", *(f"signals/a/{kind}" for kind in ("logprob", "topk", "hidden"))]
+    tables = ["samples", "tokens", *(f"signals/a/{kind}" for kind in ("logprob", "topk", "hidden"))]
 
     def state() -> dict[str, tuple[int, int, int]]:
-        files = [p for name in kept for p in (scored.root / name).rglob("*")]  # type: ignore[operator]
+        files = [p for name in tables for p in (scored.root / name).rglob("*")]  # type: ignore[operator]
         return {str(p): (p.stat().st_ino, p.stat().st_size, p.stat().st_mtime_ns) for p in files}
 
     before = state()
@@ -359,11 +359,11 @@ def many_files(tmp_path_factory: pytest.TempPathFactory) -> lance.LanceDataset:
 @settings(deadline=None)
 @given(rows=st.lists(st.integers(0, 899), max_size=600), ascending=st.booleans(), distinct=st.booleans())
 def test_payload_of_many_files_is_what_one_take_gives(many_files, rows, ascending, distinct):
-    wanted = list(dict.fromkeys(rows)) if distinct else rows
-    wanted = sorted(wanted) if ascending else wanted
-    found = take_payload(many_files, wanted, ["list", "n"])
-    assert found["n"].to_pylist() == wanted
-    assert found["list"].to_pylist() == [[row] * (row % 5) for row in wanted]
+    row_ids = list(dict.fromkeys(rows)) if distinct else rows
+    row_ids = sorted(row_ids) if ascending else row_ids
+    payload = take_payload(many_files, row_ids, ["list", "n"])
+    assert payload["n"].to_pylist() == row_ids
+    assert payload["list"].to_pylist() == [[row] * (row % 5) for row in row_ids]
 
 
 @pytest.mark.parametrize(

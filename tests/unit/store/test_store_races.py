@@ -24,12 +24,12 @@ def check_references(store: Store, count: int) -> None:
     """Every row that speaks of another row speaks of the same sample, and has the tokens that were committed."""
     samples = store.samples(["uid", "payload_row"]).to_pylist()
     assert len(samples) == len({row["uid"] for row in samples}) == count
-    wanted = {build.sample(number).uid: build.sample(number) for number in range(count)}
+    expected = {build.sample(number).uid: build.sample(number) for number in range(count)}
     rows = np.concatenate([rows for rows, _ in store.scan_samples(["uid"])])
     payload = store.read_tokens(rows, verify=True).to_pylist()
-    for sample, held in zip(samples, payload, strict=True):
-        assert held["uid"] == sample["uid"]
-        assert held["tokens"] == wanted[sample["uid"]].tokens.tolist()
+    for sample, tokens_row in zip(samples, payload, strict=True):
+        assert tokens_row["uid"] == sample["uid"]
+        assert tokens_row["tokens"] == expected[sample["uid"]].tokens.tolist()
     assert [finding for finding in store.verify().findings if finding.table != "teachers"] == []
 
 
@@ -48,14 +48,14 @@ def test_writers_without_the_lock_beside_a_stranger_with_lance(
     children = [
         start_child(store.uri, "--samples", i * 160, (i + 1) * 160, "--batch", 8, "--unlocked") for i in range(2)
     ]
-    known: dict[str, int] = {}
+    row_by_uid: dict[str, int] = {}
     while any(child.poll() is None for child in children):
         for name in ("tokens", "samples"):
             with contextlib.suppress(OSError):  # overtaken
                 lance.dataset(f"{store.uri}/{name}").optimize.compact_files()
         for rows, batch in Store.open(store.uri).scan_samples(["uid"]):
             for row, uid in zip(rows.tolist(), batch["uid"].to_pylist(), strict=True):
-                assert known.setdefault(uid, row) == row, "a row was seen under another id"
+                assert row_by_uid.setdefault(uid, row) == row, "a row was seen under another id"
     assert [answer_of(child) for child in children] == [{"inserted": 160}] * 2
     check_references(Store.open(store.uri), 320)
 

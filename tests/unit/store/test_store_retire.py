@@ -48,18 +48,18 @@ def findings(store: Store) -> list[Finding]:
     return [finding for finding in store.verify().findings if finding.table != "teachers"]
 
 
-def same(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_bytes_leave_the_disk_and_no_row_moves(store: Store) -> None:
-    wanted, before = states(store, [20, 39, 25]), bytes_of(store)
+    expected, before = states(store, [20, 39, 25]), bytes_of(store)
     gone = sum(array.nbytes for array in states(store, list(range(20))))
     freed = store.free_hidden("adder", range(20))
     assert freed.rows == 20
     assert freed.bytes >= gone
     assert bytes_of(store) <= before - gone + 20_000
-    assert same(states(store, [20, 39, 25]), wanted)
+    assert same(states(store, [20, 39, 25]), expected)
     assert store.signal_rows("adder", "hidden", [3, 20])["payload_row"].to_pylist() == [3, 20]
     assert store.free_hidden("adder", range(20)) == type(freed)(0, 0), "nothing is left to do"
 
@@ -73,40 +73,40 @@ def test_what_is_gone_says_so_and_the_store_is_sound(store: Store) -> None:
 
 
 def test_a_file_goes_only_when_all_its_rows_have_served(store: Store) -> None:
-    wanted = states(store, list(range(5)))
+    expected = states(store, list(range(5)))
     assert store.free_hidden("adder", range(5, 20)).rows == 10
-    assert same(states(store, list(range(5))), wanted)
+    assert same(states(store, list(range(5))), expected)
     assert store.free_hidden("adder", range(20)).rows == 10
 
 
 def test_a_pinned_snapshot_stays_whole_until_it_is_released(store: Store) -> None:
-    wanted, pinned = states(store, list(range(ROWS))), store.snapshot(tag="mine")
+    expected, pinned = states(store, list(range(ROWS))), store.snapshot(tag="mine")
     before = bytes_of(store)
     store.free_hidden("adder", range(20))
     assert bytes_of(store) >= before, "the tag holds them"
-    assert same(states(store, list(range(ROWS)), pinned), wanted)
+    assert same(states(store, list(range(ROWS)), pinned), expected)
     assert store.info()["tables"][TABLE]["freeable_bytes"] == 0
     store.release("mine")
-    size = sum(array.nbytes for array in wanted[:20])
+    size = sum(array.nbytes for array in expected[:20])
     assert store.info()["tables"][TABLE]["freeable_bytes"] >= size
     assert store.free_hidden("adder", range(20)).bytes >= size
     assert store.info()["tables"][TABLE]["freeable_bytes"] == 0
 
 
 def test_a_version_in_use_stays_readable(store: Store) -> None:
-    wanted, planned = states(store, list(range(10))), store.snapshot()
+    expected, planned = states(store, list(range(10))), store.snapshot()
     store.free_hidden("adder", range(20), in_use=[planned])
-    assert same(states(store, list(range(10)), planned), wanted)
+    assert same(states(store, list(range(10)), planned), expected)
     assert store.free_hidden("adder", range(20)).bytes > 0, "and goes once it is not"
 
 
 @pytest.mark.parametrize("point", ["retire.written", "retire.replaced"])
 def test_a_call_killed_in_the_middle_is_continued(store: Store, point: str) -> None:
-    wanted, size = states(store, list(range(20, 40))), sum(a.nbytes for a in states(store, list(range(20))))
+    expected, size = states(store, list(range(20, 40))), sum(a.nbytes for a in states(store, list(range(20))))
     before = bytes_of(store)
     killed = subprocess.run([sys.executable, "-c", KILLED, store.uri, point], timeout=60)
     assert killed.returncode == -9
-    assert same(states(store, list(range(20, 40))), wanted)
+    assert same(states(store, list(range(20, 40))), expected)
     assert Store.open(store.uri).free_hidden("adder", range(20)).bytes >= size
     assert bytes_of(store) <= before - size + 40_000
     assert findings(store) == []

@@ -127,16 +127,16 @@ def test_a_bad_network_loses_and_doubles_nothing(
 ) -> None:
     """Every third request meets trouble; or the first reply to the PUT of every single object is lost."""
     Store.create(s3)
-    asked = {"all": 0, "troubled": 0}
+    request_counts = {"all": 0, "troubled": 0}
     seen: set[str] = set()
 
     def mood(method: str, path: str) -> Mood:
-        asked["all"] += 1
+        request_counts["all"] += 1
         fresh = method == "PUT" and path not in seen
         seen.add(path)
-        if not (fresh if trouble == "lose reply" else asked["all"] % 3 == 0):
+        if not (fresh if trouble == "lose reply" else request_counts["all"] % 3 == 0):
             return "pass"
-        asked["troubled"] += 1
+        request_counts["troubled"] += 1
         return trouble
 
     with bad_network(object_server, mood) as endpoint:
@@ -145,7 +145,7 @@ def test_a_bad_network_loses_and_doubles_nothing(
         inserted = [store.commit_samples([build.sample(i)]).inserted for i in range(4)]
         store.write_json("note.json", {"kept": True})
         assert store.read_json("note.json") == {"kept": True}
-    assert asked["troubled"] > 3
+    assert request_counts["troubled"] > 3
     assert inserted == [1, 1, 1, 1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", object_server.endpoint)
     again = Store.open(s3)

@@ -184,8 +184,8 @@ def test_a_node_whose_clock_differs_from_the_object_store_deletes_nothing(
     os.utime(leftover, (time.time() - YEARS_S,) * 2)
     real = ObjectFiles.clock_offset
     monkeypatch.setattr(ObjectFiles, "clock_offset", lambda files: real(files) + 10 * clean_up.KEEP)
-    kept = store.compact()["tokens"]["kept"]
-    assert "the clock of this machine is" in kept[0]["why"]
+    reasons = store.compact()["tokens"]["kept"]
+    assert "the clock of this machine is" in reasons[0]["why"]
     assert leftover.exists()
     monkeypatch.setattr(ObjectFiles, "clock_offset", real)
     store.compact()

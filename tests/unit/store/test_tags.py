@@ -32,9 +32,9 @@ class Vanishing:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> lance.LanceDataset:
-    made = lance.write_dataset(pa.table({"a": [1]}), str(tmp_path / "table"))
-    set_tag(made, "kept", 1)
-    return made
+    lance_dataset = lance.write_dataset(pa.table({"a": [1]}), str(tmp_path / "table"))
+    set_tag(lance_dataset, "kept", 1)
+    return lance_dataset
 
 
 def test_a_tag_that_vanishes_between_the_listing_and_the_reading_is_passed_over(dataset: lance.LanceDataset) -> None:

@@ -33,10 +33,10 @@ def test_what_is_found_is_what_a_loop_finds(store: Store, run: list[int], window
     table = store.table("samples", ["payload_row", "prompt_len"])
     chosen, prompts = table["payload_row"].to_numpy(), table["prompt_len"].to_numpy()
     for rows, skipped in ((np.arange(300), prompts), (np.arange(299, 0, -3), np.zeros(300, np.int64))):
-        found = scan_tokens(samples, tokens, rows, chosen[rows], skipped[rows], run, window=window)
-        assert found is not None
-        parts = list(found)
-        assert {int(place) for places, _ in parts for place in places} == looped(
+        matches = scan_tokens(samples, tokens, rows, chosen[rows], skipped[rows], run, window=window)
+        assert matches is not None
+        parts = list(matches)
+        assert {int(position) for places, _ in parts for position in places} == looped(
             store, rows.tolist(), skipped[rows].tolist(), run
         )
         assert [searched for _, searched in parts] == sorted(searched for _, searched in parts)

@@ -33,13 +33,13 @@ def stats(row: int, step: int = 0, teacher: str = "t") -> TokenStats:
 def test_epochs_do_not_overwrite_each_other_and_a_repeat_changes_nothing(filled: Store) -> None:
     assert write_token_stats(filled, [stats(0), stats(1)]) == 2
     assert write_token_stats(filled, [stats(1), stats(1, step=7), stats(2)]) == 2
-    found = read_token_stats(filled, SAMPLES[1].uid)
-    assert [row["step"] for row in found] == [0, 7]
-    wanted = stats(1).values["logprob_gap"]
-    np.testing.assert_allclose(found[0]["logprob_gap"], wanted, rtol=1e-3)
-    assert found[0]["mean_abs_gap"] == pytest.approx(np.abs(wanted).mean(), rel=1e-5)
-    assert found[0]["reverse_kl"] is None, "what was not in hand is null"
-    assert found[0]["bytes"] == 2 * 2 * SAMPLES[1].loss_tokens
+    rows = read_token_stats(filled, SAMPLES[1].uid)
+    assert [row["step"] for row in rows] == [0, 7]
+    expected = stats(1).values["logprob_gap"]
+    np.testing.assert_allclose(rows[0]["logprob_gap"], expected, rtol=1e-3)
+    assert rows[0]["mean_abs_gap"] == pytest.approx(np.abs(expected).mean(), rel=1e-5)
+    assert rows[0]["reverse_kl"] is None, "what was not in hand is null"
+    assert rows[0]["bytes"] == 2 * 2 * SAMPLES[1].loss_tokens
 
 
 def test_a_difference_keeps_what_a_log_prob_would_lose() -> None:
@@ -69,9 +69,9 @@ def test_sql_reads_them_as_floats(filled: Store) -> None:
     query = "select uid, list_avg(student_entropy) as h, student_entropy[1] as e from token_stats order by sample_row"
     rows = filled.sql(query).to_pylist()
     assert [row["uid"] for row in rows] == [SAMPLES[0].uid, SAMPLES[3].uid]
-    wanted = stats(0).values["student_entropy"]
-    assert rows[0]["h"] == pytest.approx(wanted.mean(), rel=1e-3)
-    assert rows[0]["e"] == pytest.approx(wanted[0], rel=1e-3)
+    expected = stats(0).values["student_entropy"]
+    assert rows[0]["h"] == pytest.approx(expected.mean(), rel=1e-3)
+    assert rows[0]["e"] == pytest.approx(expected[0], rel=1e-3)
 
 
 def test_freed_lists_leave_the_disk_and_their_means_stay(filled: Store) -> None:
@@ -93,9 +93,9 @@ def test_freed_lists_leave_the_disk_and_their_means_stay(filled: Store) -> None:
 def test_an_audit_sees_a_changed_byte(filled: Store) -> None:
     write_token_stats(filled, [stats(0), stats(1)])
     (file,) = (filled.path("token_stats") / "data").glob("*.lance")
-    wanted = stats(0).values["student_entropy"].astype(np.float16).tobytes()
+    entropy_bytes = stats(0).values["student_entropy"].astype(np.float16).tobytes()
     content = bytearray(file.read_bytes())
-    at = content.index(wanted)
+    at = content.index(entropy_bytes)
     content[at] ^= 1
     file.write_bytes(content)
     [finding] = open_store(filled.uri).verify().findings

@@ -31,8 +31,8 @@ def with_deaths(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
     """Have the audit's process end where a chunk of tokens fits."""
     popen = subprocess.Popen
 
-    def child(command: list[str], **given: object) -> object:
-        return popen([sys.executable, "-c", DIES.format(dies=dies)], **given)
+    def child(command: list[str], **kwargs: object) -> object:
+        return popen([sys.executable, "-c", DIES.format(dies=dies)], **kwargs)
 
     monkeypatch.setattr(verify_apart.subprocess, "Popen", child)
 
@@ -50,10 +50,10 @@ def test_the_place_that_ends_the_process_is_named_and_the_rest_is_audited(
     head.write_bytes(head.read_bytes()[:-1] + b"?")
     with_deaths(monkeypatch, "2 in rows or 5 in rows")
     report = verify_apart.verify_apart(store)
-    tokens = [found for found in report.findings if found.table == "tokens"]
-    assert [found.row for found in tokens] == [2, 4]
-    assert all("2 rows from here on: reading them ended the process (SIGABRT" in found.problem for found in tokens)
-    assert any("head file" in found.problem for found in report.findings)
+    tokens = [finding for finding in report.findings if finding.table == "tokens"]
+    assert [finding.row for finding in tokens] == [2, 4]
+    assert all("2 rows from here on: reading them ended the process (SIGABRT" in finding.problem for finding in tokens)
+    assert any("head file" in finding.problem for finding in report.findings)
     assert report.checked == store.verify().checked
 
 

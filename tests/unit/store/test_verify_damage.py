@@ -69,7 +69,7 @@ def rewrite(table: str, change: Callable[[list[Row]], list[Row]]) -> Callable[[S
 
 
 def at(row: int, **values: object) -> Callable[[list[Row]], list[Row]]:
-    return lambda rows: [old | values if place == row else old for place, old in enumerate(rows)]
+    return lambda rows: [old | values if index == row else old for index, old in enumerate(rows)]
 
 
 def without_last(rows: list[Row]) -> list[Row]:
@@ -125,10 +125,10 @@ DAMAGES = {
 def test_each_damage_is_named_and_nothing_else(scored: Store, name: str) -> None:
     damage, expected = DAMAGES[name]
     damage(scored)
-    found = Store.open(scored.uri).verify().findings
-    said = [(f.table, f.row, f.uid) for f in found if not (f.row == -1 and "cannot be read" in f.problem)]
-    assert said == [place[:3] for place in expected], found
-    for finding, (*_, problem) in zip((f for f in found if f.row >= 0), expected, strict=True):
+    findings = Store.open(scored.uri).verify().findings
+    said = [(f.table, f.row, f.uid) for f in findings if not (f.row == -1 and "cannot be read" in f.problem)]
+    assert said == [expected_finding[:3] for expected_finding in expected], findings
+    for finding, (*_, problem) in zip((f for f in findings if f.row >= 0), expected, strict=True):
         assert problem in finding.problem
 
 
@@ -145,13 +145,17 @@ def test_any_value_of_metadata_that_changed_is_named(scored: Store, table: str, 
         pa.Table.from_pylist([rows[0] | {column: value}, *rows[1:]], dataset.schema), dataset, mode="append",
         data_storage_version=dataset.data_storage_version,
     )  # fmt: skip
-    held = dataset.get_fragments()
+    old_fragments = dataset.get_fragments()
     fragments[0].row_id_meta = RowIdSequence(list(range(len(rows)))).to_inline_metadata()
     operation = lance.LanceOperation.Update(
-        removed_fragment_ids=[fragment.fragment_id for fragment in held], new_fragments=fragments
+        removed_fragment_ids=[fragment.fragment_id for fragment in old_fragments], new_fragments=fragments
     )
     lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
-    named = [(found.table, found.row) for found in scored.verify(deep=False).findings if "row crc32c" in found.problem]
+    named = [
+        (finding.table, finding.row)
+        for finding in scored.verify(deep=False).findings
+        if "row crc32c" in finding.problem
+    ]
     assert named == [(table, 0)]
 
 
@@ -178,16 +182,16 @@ def test_columns_of_different_lengths_are_named(scored: Store) -> None:
     folder = scored.path("signals/t/logprob")
     path = max((folder / "data").iterdir(), key=lambda file: file.stat().st_size)
     content = path.read_bytes()
-    for place in range(len(content) * 8 * 3 // 4, len(content) * 8):
+    for bit in range(len(content) * 8 * 3 // 4, len(content) * 8):
         flipped = bytearray(content)
-        flipped[place // 8] ^= 1 << place % 8
+        flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         if _has_different_lengths(folder, path.name):
             break
     else:
         pytest.fail("no bit changes the length of a column")
-    [found] = [finding for finding in scored.verify().findings if "differing lengths" in finding.problem]
-    assert (found.table, path.name in found.problem) == ("signals/t/logprob", True)
+    [finding] = [finding for finding in scored.verify().findings if "differing lengths" in finding.problem]
+    assert (finding.table, path.name in finding.problem) == ("signals/t/logprob", True)
 
 
 def _has_different_lengths(folder: Path, name: str) -> bool:
@@ -261,7 +265,7 @@ def _cut(name: str) -> Callable[[Store], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "place"),
+    ("damage", "table"),
     [(_flip("policies/student/merged-v1/model.safetensors"), "policies/student/merged-v1/model.safetensors"),
      (_flip("policies/student/merged-v1/checksums.json"), "policies/student/merged-v1/checksums.json"),
      (_flip("provenance.json"), "provenance.json"), (_flip("tokenizers/9f2c.json"), "tokenizers/9f2c.json"),
@@ -271,15 +275,15 @@ def _cut(name: str) -> Callable[[Store], None]:
      (lambda store: shutil.rmtree(store.path("acknowledged/token_stats")), "token_stats")],
 )  # fmt: skip
 def test_what_lies_beside_the_first_tables_is_audited_too(
-    scored: Store, damage: Callable[[Store], None], place: str
+    scored: Store, damage: Callable[[Store], None], table: str
 ) -> None:
     _beside(scored)
     scored.commit_samples([build.sample(9)])
     damage(scored)
     for deep in (True, False):
-        found = {finding.table for finding in Store.open(scored.uri).verify(deep=deep).findings}
+        reported_tables = {finding.table for finding in Store.open(scored.uri).verify(deep=deep).findings}
         # a quick audit does not read weights
-        assert found == ({place} if deep or "safetensors" not in place else set())
+        assert reported_tables == ({table} if deep or "safetensors" not in table else set())
 
 
 def test_what_somebody_else_put_into_a_store_is_no_table(scored: Store) -> None:

@@ -17,16 +17,16 @@ from mopd_dataplane.store.sql.views import View, views
 
 
 def first_uid(store: Store) -> str:
-    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' order by uid limit 1")
-    return str(found["uid"][0].as_py())
+    rows = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' order by uid limit 1")
+    return str(rows["uid"][0].as_py())
 
 
-def known(store: Store) -> dict[str, View]:
+def views_by_name(store: Store) -> dict[str, View]:
     return views(store.names())
 
 
 def test_every_view_answers_with_the_columns_it_documents(demo_store: Store) -> None:
-    for view in known(demo_store).values():
+    for view in views_by_name(demo_store).values():
         query = f"select {view.example} as {view.name}" if view.scalar else f"from {view.example} limit 1"
         assert demo_store.sql(query).column_names == list(view.columns), view.name
         assert [column.name for column in columns(demo_store, view.name)] == list(view.columns)
@@ -34,14 +34,14 @@ def test_every_view_answers_with_the_columns_it_documents(demo_store: Store) -> 
 
 def test_views_answer_on_an_empty_store(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "empty")
-    for view in known(store).values():
+    for view in views_by_name(store).values():
         store.sql(f"select {view.example}" if view.scalar else f"from {view.example}")
 
 
 def test_find_responses_that_contain_a_text_in_one_line(demo_store: Store) -> None:
-    found = demo_store.sql("select uid, prompt, response from responses where response like '%<script>%'").to_pylist()
-    assert len(found) == 12, "the first prompt of three domains, in four iterations"
-    assert all(row["response"].startswith("\x1b[31mred") and row["prompt"] for row in found)
+    rows = demo_store.sql("select uid, prompt, response from responses where response like '%<script>%'").to_pylist()
+    assert len(rows) == 12, "the first prompt of three domains, in four iterations"
+    assert all(row["response"].startswith("\x1b[31mred") and row["prompt"] for row in rows)
 
 
 def test_responses_are_the_tokens_decoded(demo_store: Store) -> None:
@@ -82,8 +82,10 @@ def test_accuracy_is_the_share_of_entirely_right_answers_as_the_report_has_it(de
 
 def test_worse_between_finds_answers_that_were_lost(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "own", prompts=2)
-    lost, kept = store.sql("select prompt_id, text from prompts where split = 'eval' order by 1 limit 2").to_pylist()
-    answers = [(lost, 7, 1.0), (lost, 8, 0.0), (kept, 7, 0.0), (kept, 8, 1.0)]
+    lost, gained_prompt = store.sql(
+        "select prompt_id, text from prompts where split = 'eval' order by 1 limit 2"
+    ).to_pylist()
+    answers = [(lost, 7, 1.0), (lost, 8, 0.0), (gained_prompt, 7, 0.0), (gained_prompt, 8, 1.0)]
     store.add_evals(
         {"policy": "p", "policy_version": version, "prompt_id": prompt["prompt_id"], "domain": "d", "reward": reward,
          "correct": reward == 1,
@@ -93,7 +95,7 @@ def test_worse_between_finds_answers_that_were_lost(make_store: Callable[..., St
     (row,) = store.sql("from worse_between(7, 8)").to_pylist()
     assert (row["prompt_id"], row["prompt"]) == (lost["prompt_id"], lost["text"])
     assert (row["before"], row["after"], row["reward_before"], row["reward_after"]) == ("v7", "v8", 1.0, 0.0)
-    assert store.sql("from worse_between(8, 7)")["prompt_id"].to_pylist() == [kept["prompt_id"]]
+    assert store.sql("from worse_between(8, 7)")["prompt_id"].to_pylist() == [gained_prompt["prompt_id"]]
 
 
 def test_staleness_and_kl_are_those_of_the_steps(demo_store: Store) -> None:

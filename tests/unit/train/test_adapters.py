@@ -60,11 +60,11 @@ def windows(source: Callable[..., Any], pack: Callable[..., Pack], batch: Callab
     return make
 
 
-def make_spec(start: Path, place: Path, **changes: Any) -> TrainSpec:
+def make_spec(start: Path, folder: Path, **changes: Any) -> TrainSpec:
     settings = {"learning_rate": 1e-2, "checkpoint_steps": 2, "lora": LORA, **changes}
     return TrainSpec(
-        stage="student", start=str(start), policy_dir=str(place / "policies" / "student"), socket="unused", seed=7,
-        checkpoint_dir=str(place / "checkpoints"), objective=Objective(cross_entropy=CrossEntropyTerm()),
+        stage="student", start=str(start), policy_dir=str(folder / "policies" / "student"), socket="unused", seed=7,
+        checkpoint_dir=str(folder / "checkpoints"), objective=Objective(cross_entropy=CrossEntropyTerm()),
         train=Train(**settings),
     )  # fmt: skip
 
@@ -87,8 +87,8 @@ def losses(spec: TrainSpec) -> list[float]:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(5, 45)[None]).logits.log_softmax(-1)
-    return found
+        logprobs: torch.Tensor = model(torch.arange(5, 45)[None]).logits.log_softmax(-1)
+    return logprobs
 
 
 def bytes_of(folder: Path) -> int:
@@ -245,8 +245,8 @@ def test_an_engine_takes_the_next_version_into_the_base_that_it_holds(
         here = decoder.Decoder(folder, rows=1, dtype="float32", device="cpu")
         return here.forward(np.array([5]), np.array([0]))
 
-    wanted = [drawn(version(spec, number)) for number in (1, 2)]
-    assert not torch.equal(*wanted)
+    expected = [drawn(version(spec, number)) for number in (1, 2)]
+    assert not torch.equal(*expected)
     opened.clear()
     engine = HfEngine(version(spec, 1), slots=2)
     with torch.inference_mode():
@@ -255,7 +255,7 @@ def test_an_engine_takes_the_next_version_into_the_base_that_it_holds(
             assert engine.policy_digest == hf.weights_digest(version(spec, number))
             (here,) = engine._decoders
             said = here.forward(np.array([5]), np.array([0]))
-            torch.testing.assert_close(said, wanted[number - 1], rtol=0, atol=1e-6)
+            torch.testing.assert_close(said, expected[number - 1], rtol=0, atol=1e-6)
             here.clear(2)
     assert opened == [version(spec, 1)], "the base was read once"
     engine.load_policy(policy, 3)

@@ -84,8 +84,8 @@ def test_a_group_must_lie_on_one_node() -> None:
 
 def test_ranks_of_a_group_are_neighbours() -> None:
     places = [Ranks(rank, 4, torch.device("cpu"), members=2) for rank in range(4)]
-    assert [(place.data_rank, place.member) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert {place.data_world for place in places} == {2}
+    assert [(ranks.data_rank, ranks.member) for ranks in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {ranks.data_world for ranks in places} == {2}
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, "side"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(said.append(f"on {stream._name}")))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream._name)))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded_streams.append((tensor, stream._name))
+    )
     monkeypatch.setattr(MicroBatch, "to", lambda micro, device: said.append("copy") or micro)
-    kept: list[tuple[torch.Tensor, str]] = []
-    monkeypatch.setattr(Stream, "kept", kept, raising=False)
+    recorded_streams: list[tuple[torch.Tensor, str]] = []
+    monkeypatch.setattr(Stream, "kept", recorded_streams, raising=False)
     return said
 
 

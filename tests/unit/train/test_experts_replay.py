@@ -45,13 +45,13 @@ def chosen_by(student: Student, packs: list[Pack]) -> list[np.ndarray]:
     routing = student._routing
     assert routing is not None
     routing.replay(None)
-    found = []
+    choices = []
     for pack in packs:
         for first, last in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
             with torch.no_grad():
                 hidden_states(student.model, torch.from_numpy(pack.tokens[first:last].astype(np.int64))[None])
-            found.append(routing.chosen().numpy()[:-1])
-    return found
+            choices.append(routing.chosen().numpy()[:-1])
+    return choices
 
 
 def recorded(packs: list[Pack], experts: list[np.ndarray]) -> list[Pack]:
@@ -64,9 +64,9 @@ def recorded(packs: list[Pack], experts: list[np.ndarray]) -> list[Pack]:
 
 
 def logprobs(student: Student, batch: MicroBatch) -> Tensor:
-    found = student(batch, lambda hidden, head: token_logprob(hidden, head, batch.targets))
-    assert isinstance(found, Tensor)
-    return found
+    token_logprobs = student(batch, lambda hidden, head: token_logprob(hidden, head, batch.targets))
+    assert isinstance(token_logprobs, Tensor)
+    return token_logprobs
 
 
 @pytest.mark.parametrize(

@@ -59,19 +59,19 @@ def heads(tmp_path: Path) -> dict[str, HeadFile]:
 @pytest.fixture
 def packs(pack: Callable[..., Pack]) -> list[Pack]:
     """Five packs of two teachers with logprobs and hidden states, in teacher order as a plan gives them."""
-    made = [
+    teacher_packs = [
         pack([9, 14], seed=1, teacher="math", index=0),
         pack([7], seed=2, teacher="math", index=1),
         pack([11, 6, 8], seed=3, teacher="math", index=2),
         pack([16], seed=4, teacher="code", index=3),
         pack([5, 5], seed=5, teacher="code", index=4),
     ]
-    for one in made:
+    for one in teacher_packs:
         states = torch.randn(
             int(one.loss_mask.sum()), TEACHER_WIDTH, generator=torch.Generator().manual_seed(one.index)
         )
         one.hidden, one.hidden_codec = encode(states, "bf16"), "bf16"
-    return made
+    return teacher_packs
 
 
 def take_step(
@@ -102,13 +102,13 @@ def test_micro_batches_and_layout_never_change_loss_or_gradient(
     whole, gradients, _ = take_step(policy, batch(packs), OBJECTIVES[name], heads, micro_batch_packs=1)
     assert gradients
     for settings in ({"micro_batch_packs": 2}, {"micro_batch_packs": 5}, {"micro_batch_packs": 3, "layout": "rows"}):
-        metrics, found, _ = take_step(policy, batch(packs), OBJECTIVES[name], heads, **settings)
+        metrics, split_gradients, _ = take_step(policy, batch(packs), OBJECTIVES[name], heads, **settings)
         assert metrics.loss == pytest.approx(whole.loss, rel=1e-5)
         padding = metrics.extra.pop(PADDING, None)  # two passes: six rows as wide as 14 tokens, three of 16
         assert padding == (pytest.approx(1 - 81 / (6 * 14 + 3 * 16)) if "layout" in settings else None)
         assert metrics.extra == pytest.approx(whole.extra, rel=1e-4, abs=1e-6, nan_ok=True)
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(found[parameter], gradient, atol=2e-6, rtol=1e-4)
+            torch.testing.assert_close(split_gradients[parameter], gradient, atol=2e-6, rtol=1e-4)
 
 
 def test_a_step_reports_the_teacher_weights_it_used(
@@ -133,10 +133,10 @@ def test_two_halves_of_a_global_step_sum_to_the_whole(
     for part in (packs[:1], packs[1:]):
         share = batch(part)
         share.loss_tokens, share.sequences = batch(packs).loss_tokens, batch(packs).sequences
-        metrics, found, _ = take_step(policy, share, OBJECTIVES["opd"], heads)
+        metrics, share_gradients, _ = take_step(policy, share, OBJECTIVES["opd"], heads)
         loss += metrics.loss
         for name in total:
-            total[name] += found[name]
+            total[name] += share_gradients[name]
     assert loss == pytest.approx(whole.loss, rel=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(total[name], gradient, atol=2e-6, rtol=1e-4)
@@ -166,7 +166,7 @@ def test_each_pack_is_released_right_after_its_backward(
     policy: Path, packs: list[Pack], batch: Callable[..., Any], heads: dict[str, HeadFile]
 ) -> None:
     """A released pack's memory belongs to the loader: overwriting it must change nothing."""
-    _, wanted, _ = take_step(policy, batch(packs), OBJECTIVES["full-vocab"], heads)
+    _, expected, _ = take_step(policy, batch(packs), OBJECTIVES["full-vocab"], heads)
 
     def overwrite(pack: Pack) -> None:
         for field in ("tokens", "loss_mask", "teacher_logprobs", "advantages"):
@@ -175,10 +175,10 @@ def test_each_pack_is_released_right_after_its_backward(
 
     step = batch(packs)
     step.on_release = overwrite
-    _, found, _ = take_step(policy, step, OBJECTIVES["full-vocab"], heads)
+    _, gradients, _ = take_step(policy, step, OBJECTIVES["full-vocab"], heads)
     assert step.released == [0, 1, 2, 3, 4]
-    for name, gradient in wanted.items():
-        assert torch.equal(found[name], gradient)
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient)
 
 
 def test_a_pack_is_released_only_when_its_copy_has_ended(
@@ -187,7 +187,7 @@ def test_a_pack_is_released_only_when_its_copy_has_ended(
     """On a GPU the copy may still read the slot when the forward pass has been queued."""
     order: list[str] = []
     to_device, finish = DeviceCopies.to_device, DeviceCopies.finish
-    monkeypatch.setattr(DeviceCopies, "to_device", lambda *given: order.append("copy") or to_device(*given))
+    monkeypatch.setattr(DeviceCopies, "to_device", lambda *args: order.append("copy") or to_device(*args))
     monkeypatch.setattr(DeviceCopies, "finish", lambda copies: order.append("finish") or finish(copies))
     step = batch(packs)
     step.on_release = lambda pack: order.append("release")
@@ -221,10 +221,10 @@ def test_a_pack_without_trained_tokens_changes_nothing(
     mute.hidden, mute.hidden_codec = encode(torch.zeros(0, TEACHER_WIDTH), "bf16"), "bf16"
     step = batch([*packs, mute])
     step.sequences -= 2  # the normaliser of the sequence mean is not what is tested here
-    metrics, found, _ = take_step(policy, step, OBJECTIVES[name], heads)
+    metrics, mute_gradients, _ = take_step(policy, step, OBJECTIVES[name], heads)
     assert metrics.loss == pytest.approx(whole.loss, rel=1e-6)
     for parameter, gradient in gradients.items():
-        torch.testing.assert_close(found[parameter], gradient)
+        torch.testing.assert_close(mute_gradients[parameter], gradient)
 
 
 def test_a_poisoned_batch_is_refused_and_the_policy_stays(

@@ -38,9 +38,9 @@ def batches(pack: Callable[..., Pack], batch: Callable[..., Any]) -> list[Any]:
     return [batch([pack([9, 14], seed=s, index=0), pack([20], seed=s + 9, index=1)], step=s) for s in range(3)]
 
 
-def trained(made: Trainer, batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
-    losses = [made.step(one, WINDOW, step).loss for step, one in enumerate(batches)]
-    return losses, {name: weight.detach().cpu().float() for name, weight in made.student.named_parameters()}
+def trained(trainer: Trainer, batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [trainer.step(one, WINDOW, step).loss for step, one in enumerate(batches)]
+    return losses, {name: weight.detach().cpu().float() for name, weight in trainer.student.named_parameters()}
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["weights", "adapter"])
@@ -54,20 +54,20 @@ def test_a_step_on_the_host_is_that_of_the_device_to_the_last_bit(rank: int, pol
 @pytest.mark.device
 def test_with_offload_the_device_holds_weights_and_no_optimizer_state(policy: Path, batches: list[Any]) -> None:
     with active() as copies:
-        made = trainer(policy, "auto", torch.bfloat16, offload=True)
-        ours, weights = trained(made, batches)
-        optimizer = made.optimizer
+        offload_trainer = trainer(policy, "auto", torch.bfloat16, offload=True)
+        ours, weights = trained(offload_trainer, batches)
+        optimizer = offload_trainer.optimizer
         assert isinstance(optimizer, MasterAdamW)
-        parameters = list(made.student.parameters())
+        parameters = list(offload_trainer.student.parameters())
         assert {parameter.device.type for parameter in parameters} == {NAME}
         assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
         assert all(parameter.grad is None for parameter in parameters)
-        kept = [
+        state_tensors = [
             *(optimizer.master(p) for p in parameters),
             *(t for p in parameters for t in optimizer.state[p].values()),
         ]
-        assert {tensor.device.type for tensor in kept} == {"cpu"}
-        assert {tensor.dtype for tensor in kept} == {torch.float32}
+        assert {tensor.device.type for tensor in state_tensors} == {"cpu"}
+        assert {tensor.dtype for tensor in state_tensors} == {torch.float32}
         assert copies["train/optimizer.py:_take"] == len(batches) * 2 * len(parameters)
     theirs, alike = trained(trainer(policy, "cpu", torch.bfloat16, offload=True), batches)
     assert ours == pytest.approx(theirs, rel=1e-3)

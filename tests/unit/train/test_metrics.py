@@ -30,14 +30,14 @@ def test_a_reader_reads_each_line_once_and_a_torn_one_when_it_is_whole(
     assert list(reader.steps()) == []
     for step in range(3):
         log.write(of_step(step))
-        assert [found.step for found in reader.steps()] == list(range(step + 1))
+        assert [record.step for record in reader.steps()] == list(range(step + 1))
     log.write(of_step(3))
     whole = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).open("r+b").truncate(len(whole) - 9)
     assert len(reader.steps()) == 3
     with (tmp_path / FILE).open("ab") as file:
         file.write(whole[-9:])
-    assert [found.step for found in reader.steps()] == list(range(4))
+    assert [record.step for record in reader.steps()] == list(range(4))
     assert len(seen) == 4
     assert list(MetricsReader(tmp_path).steps()) == list(reader.steps())
 
@@ -49,10 +49,10 @@ def test_a_reader_follows_a_trainer_that_begins_the_file_anew(tmp_path: Path) ->
     assert len(reader.steps()) == 4
     log.close()
     again = MetricsLog(tmp_path, steps_done=2)  # what came behind its checkpoint is trained again
-    assert [found.step for found in reader.steps()] == [0, 1]
+    assert [record.step for record in reader.steps()] == [0, 1]
     for step in range(2, 7):
         again.write(of_step(step))
-    assert [found.step for found in reader.steps()] == list(range(7))
+    assert [record.step for record in reader.steps()] == list(range(7))
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def test_divergence_matches_direct_logits(case: Case) -> None:
     p = (case.hidden @ case.weight.T).log_softmax(-1)
     q = (states @ teacher.weight.T).log_softmax(-1)
     lengths = case.batch.loss_counts[case.batch.sequence]
-    wanted = ((p.exp() * (p - q)).sum(-1) / lengths).sum() / case.totals.sequences
+    expected = ((p.exp() * (p - q)).sum(-1) / lengths).sum() / case.totals.sequences
     case.same(
-        case.loss(Objective(divergence=DivergenceTerm(normaliser="sequence")), batch, teacher_head=teacher), wanted
+        case.loss(Objective(divergence=DivergenceTerm(normaliser="sequence")), batch, teacher_head=teacher), expected
     )
 
 
@@ -72,8 +72,8 @@ def test_topk_of_the_whole_vocabulary_is_the_full_divergence(case: Case) -> None
     full = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
     topk = case.with_(topk_ids=ids, topk_logprobs=logprobs)
     term = DivergenceTerm(signal="topk")
-    wanted = case.loss(Objective(divergence=DivergenceTerm()), full, teacher_head=teacher)
-    case.same(case.loss(Objective(divergence=term), topk), wanted)
+    expected = case.loss(Objective(divergence=DivergenceTerm()), full, teacher_head=teacher)
+    case.same(case.loss(Objective(divergence=term), topk), expected)
 
 
 @pytest.mark.parametrize("normaliser", ["token", "sequence"])
@@ -103,8 +103,8 @@ def test_cross_entropy_under_each_normaliser(case: Case, normaliser: Any) -> Non
         cross_entropy=CrossEntropyTerm(weight=0.5, normaliser=normaliser), teacher_weights={"math": 3}
     )
     loss = ObjectiveLoss(objective, max_new_tokens=40)
-    found, _ = loss(case.hidden, case.head, case.batch, case.totals)
-    case.same(found, 1.5 * -(case.logprob * share).sum())
+    total_loss, _ = loss(case.hidden, case.head, case.batch, case.totals)
+    case.same(total_loss, 1.5 * -(case.logprob * share).sum())
 
 
 def test_a_teachers_weight_follows_its_schedule(case: Case) -> None:
@@ -126,8 +126,8 @@ def test_sampling_temperature_divides_the_students_logits(case: Case) -> None:
     logits = case.hidden @ case.weight.T / 0.7
     logprob = logits.log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
     mu, teacher = case.batch.sampler_logprobs, case.batch.teacher_logprobs
-    found, _ = ObjectiveLoss(objective, temperature=0.7)(case.hidden, case.head, case.batch, case.totals)
-    case.same(found, -((logprob - mu).exp() * (teacher - mu)).sum())
+    loss, _ = ObjectiveLoss(objective, temperature=0.7)(case.hidden, case.head, case.batch, case.totals)
+    case.same(loss, -((logprob - mu).exp() * (teacher - mu)).sum())
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_reported_reverse_kl_is_exact_for_hidden_states_and_sampled_for_log_prob
     )
     assert float(sums.values["reverse_kl"]) == pytest.approx(float((p.exp() * (p - q)).sum().detach()), rel=1e-4)
     _, sums = ObjectiveLoss(policy_gradient())(case.hidden, case.head, case.batch, case.totals)
-    wanted = float((case.logprob - case.batch.teacher_logprobs).sum().detach())
-    assert float(sums.values["reverse_kl"]) == pytest.approx(wanted, rel=1e-4)
+    expected = float((case.logprob - case.batch.teacher_logprobs).sum().detach())
+    assert float(sums.values["reverse_kl"]) == pytest.approx(expected, rel=1e-4)
     assert np.isfinite(float(sums.values["entropy"]))
 
 
@@ -227,14 +227,14 @@ def test_a_divergence_of_another_package_is_computed_as_the_kernels_do(
     settings: dict[str, Any] = {"alpha": 0.3, "temperature": 1.7, "normaliser": "sequence"}
     monkeypatch.setattr("mopd_dataplane.job.objectives.find_plugin", lambda *_: _Skewed)
     monkeypatch.setattr("mopd_dataplane.train.plugin_divergence.PART", part)
-    found, ours = (
+    plugin, ours = (
         ObjectiveLoss(Objective(divergence=DivergenceTerm(kind=kind, **settings)))
         for kind in ("somewhere:Skewed", "skew_reverse")
     )
-    loss, sums = found(case.hidden, case.head, batch, case.totals, teacher_head=teacher)
-    wanted, exact = ours(case.hidden, case.head, batch, case.totals, teacher_head=teacher)
-    case.same(loss, wanted)
-    assert set(sums.values) == set(found.metric_names) == {*ours.metric_names, "divergence"}
+    loss, sums = plugin(case.hidden, case.head, batch, case.totals, teacher_head=teacher)
+    expected, exact = ours(case.hidden, case.head, batch, case.totals, teacher_head=teacher)
+    case.same(loss, expected)
+    assert set(sums.values) == set(plugin.metric_names) == {*ours.metric_names, "divergence"}
     for name in ours.metric_names:
         torch.testing.assert_close(sums.values[name], exact.values[name], atol=1e-4, rtol=1e-5)
 

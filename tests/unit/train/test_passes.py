@@ -57,21 +57,21 @@ def test_every_sample_is_in_one_pass_within_the_bounds(
     teachers, lengths = [teacher for teacher, _ in batch], [own for _, own in batch]
     passes = cut_step(teachers, lengths, packs, tokens)
     taken = [(piece.pack_index, sample) for piece in chain(*passes) for sample in range(piece.first, piece.last)]
-    assert taken == [(place, sample) for place, own in enumerate(lengths) for sample in range(len(own))]
+    assert taken == [(pack_index, sample) for pack_index, own in enumerate(lengths) for sample in range(len(own))]
     for pieces in passes:
-        held = list(chain(*(lengths[piece.pack_index][piece.first : piece.last] for piece in pieces)))
-        assert held
+        pass_lengths = list(chain(*(lengths[piece.pack_index][piece.first : piece.last] for piece in pieces)))
+        assert pass_lengths
         assert len({teachers[piece.pack_index] for piece in pieces}) == 1
         assert len({piece.pack_index for piece in pieces}) <= packs
-        assert not tokens or sum(held) <= tokens or len(held) == 1
+        assert not tokens or sum(pass_lengths) <= tokens or len(pass_lengths) == 1
 
 
 @pytest.fixture
 def packs(pack: Callable[..., Pack]) -> list[Pack]:
     """Packs of two teachers with hidden states and top-k; one sample is longer than the bounds of these tests."""
     shapes = [("math", [9, 14, 30]), ("math", [7, 22, 6]), ("code", [50, 8, 11]), ("code", [5])]
-    made = [pack(lengths, seed=i, teacher=name, index=i) for i, (name, lengths) in enumerate(shapes)]
-    for one in made:
+    teacher_packs = [pack(lengths, seed=i, teacher=name, index=i) for i, (name, lengths) in enumerate(shapes)]
+    for one in teacher_packs:
         trained, noise = int(one.loss_mask.sum()), torch.Generator().manual_seed(one.index)
         one.hidden, one.hidden_codec = encode(torch.randn(trained, TEACHER_WIDTH, generator=noise), "bf16"), "bf16"
         one.topk_ids = np.arange(2 * trained, dtype=np.int32).reshape(trained, 2) % 99
@@ -82,7 +82,7 @@ def packs(pack: Callable[..., Pack]) -> list[Pack]:
         one.sampling_mask_ids[np.cumsum(one.sampling_mask_sizes)[one.sampling_mask_sizes > 0] - 1] = one.tokens[
             one.loss_mask.astype(bool)
         ][one.sampling_mask_sizes > 0]
-    return made
+    return teacher_packs
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -147,11 +147,11 @@ def test_a_cut_step_is_the_uncut_step_in_float64(
         ({"micro_batch_packs": 2, "micro_batch_tokens": 32}, [23, 30, 29, 6, 50, 24]),
         ({"micro_batch_packs": 1, "micro_batch_tokens": 1}, [9, 14, 30, 7, 22, 6, 50, 8, 11, 5]),
     ):
-        found_loss, found_extra, found, found_samples, found_passes = step(**settings)
+        found_loss, found_extra, found_gradients, found_samples, found_passes = step(**settings)
         assert found_passes == cut
         assert found_loss == pytest.approx(loss, rel=off)
         assert found_extra == pytest.approx(extra, rel=1e-6, nan_ok=True)
         assert found_samples == samples == 10
-        assert found.keys() == gradients.keys()
+        assert found_gradients.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e3 * off, atol=off)
+            torch.testing.assert_close(found_gradients[name], gradient, rtol=1e3 * off, atol=off)

@@ -24,8 +24,8 @@ from mopd_dataplane.train.objective import ObjectiveLoss
 def test_sampler_form_is_the_published_importance_sampling_loss(case: Case) -> None:
     """tinker-cookbook: -sum exp(log pi - log mu) (log pi_T - log mu), summed over tokens, no clip."""
     mu, teacher = case.batch.sampler_logprobs, case.batch.teacher_logprobs
-    wanted = -((case.logprob - mu).exp() * (teacher - mu)).sum()
-    case.same(case.loss(policy_gradient(normaliser="sum")), wanted)
+    expected = -((case.logprob - mu).exp() * (teacher - mu)).sum()
+    case.same(case.loss(policy_gradient(normaliser="sum")), expected)
 
 
 def test_icepop_keeps_the_ratio_as_weight_in_the_band_and_drops_outside(case: Case) -> None:
@@ -37,8 +37,8 @@ def test_icepop_keeps_the_ratio_as_weight_in_the_band_and_drops_outside(case: Ca
     lengths = case.batch.loss_counts[case.batch.sequence]
     per_token = -weight * advantage * case.logprob / lengths / case.totals.sequences
     objective = policy_gradient(student_logprob="current", correction="icepop", band=(0.5, 2.0), normaliser="sequence")
-    found = case.gradients(case.loss(objective, batch))
-    for a, b in zip(found, case.gradients(per_token.sum()), strict=True):
+    gradients = case.gradients(case.loss(objective, batch))
+    for a, b in zip(gradients, case.gradients(per_token.sum()), strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-4)
     _, sums = ObjectiveLoss(objective)(case.hidden, case.head, batch, case.totals)
     assert float(sums.values["dropped"]) == pytest.approx(float((weight == 0).sum()))
@@ -53,13 +53,13 @@ def test_mis_drops_whole_sequences_and_weighs_the_tokens_of_the_others(case: Cas
     drift[second] = 0.8
     mu = current - drift
     teacher = case.batch.teacher_logprobs
-    kept = (~second).float()
-    weight = drift.exp() * kept
-    wanted = -(weight * (teacher - current) * case.logprob).sum() / len(current)
+    sequence_mask = (~second).float()
+    weight = drift.exp() * sequence_mask
+    expected = -(weight * (teacher - current) * case.logprob).sum() / len(current)
     objective = policy_gradient(student_logprob="current", correction="mis", band=(0.5, 2.0))
     batch = case.with_(sampler_logprobs=mu)
     loss, sums = ObjectiveLoss(objective)(case.hidden, case.head, batch, case.totals)
-    for a, b in zip(case.gradients(loss), case.gradients(wanted), strict=True):
+    for a, b in zip(case.gradients(loss), case.gradients(expected), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
     assert float(sums.values["dropped"]) == int(second.sum())
     assert set(sums.values) == set(ObjectiveLoss(objective).metric_names)
@@ -68,12 +68,12 @@ def test_mis_drops_whole_sequences_and_weighs_the_tokens_of_the_others(case: Cas
 def test_tis_limits_the_ratio_at_both_ends_of_its_band(case: Case) -> None:
     current = case.logprob.detach()
     drift = torch.linspace(-2.0, 2.0, len(current))
-    wanted = -(drift.exp().clamp(0.5, 2.0) * (case.batch.teacher_logprobs - current) * case.logprob).sum() / len(
+    expected = -(drift.exp().clamp(0.5, 2.0) * (case.batch.teacher_logprobs - current) * case.logprob).sum() / len(
         current
     )
     objective = policy_gradient(student_logprob="current", correction="tis", band=(0.5, 2.0))
     loss = case.loss(objective, case.with_(sampler_logprobs=current - drift))
-    for a, b in zip(case.gradients(loss), case.gradients(wanted), strict=True):
+    for a, b in zip(case.gradients(loss), case.gradients(expected), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
 
 
@@ -85,11 +85,11 @@ def test_correction_with_clip_compares_three_policies(case: Case) -> None:
     rho, r = (proximal - mu).exp(), (case.logprob - proximal).exp()
     weight = torch.where((rho >= 0.5) & (rho <= 2.0), rho, 0.0)
     bounded = torch.minimum(r * advantage, r.clamp(0.8, 1.28) * advantage)
-    wanted = -(weight * bounded).sum() / case.totals.loss_tokens
+    expected = -(weight * bounded).sum() / case.totals.loss_tokens
     objective = policy_gradient(correction="icepop", band=(0.5, 2.0), clip=(0.2, 0.28))
     assert ObjectiveLoss(objective).needs_proximal
     batch = case.with_(sampler_logprobs=mu)
-    case.same(case.loss(objective, batch, proximal_logprobs=proximal), wanted)
+    case.same(case.loss(objective, batch, proximal_logprobs=proximal), expected)
     with pytest.raises(MismatchError, match="proximal"):
         case.loss(objective, batch)
 
@@ -101,9 +101,9 @@ def test_sampled_gradient_in_expectation_is_the_full_vocabulary_gradient(pack: C
     states = torch.randn(len(case.batch.targets), 24)
     full = Objective(divergence=DivergenceTerm(normaliser="sum"))
     batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
-    wanted = case.gradients(case.loss(full, batch, teacher_head=teacher))
+    expected = case.gradients(case.loss(full, batch, teacher_head=teacher))
     sampled = policy_gradient(student_logprob="current", correction="icepop", normaliser="sum")
-    total = [torch.zeros_like(gradient) for gradient in wanted]
+    total = [torch.zeros_like(gradient) for gradient in expected]
     probabilities = (case.hidden @ case.weight.T).softmax(-1).detach()
     log_q = (states @ teacher.weight.T).log_softmax(-1)
     for token in range(V):
@@ -118,8 +118,8 @@ def test_sampled_gradient_in_expectation_is_the_full_vocabulary_gradient(pack: C
         )
         for part, gradient in zip(total, case.gradients(case.loss(wide, batch)), strict=True):
             part += gradient
-    for found, gradient in zip(total, wanted, strict=True):
-        torch.testing.assert_close(found, gradient, atol=1e-4, rtol=1e-3)
+    for sampled_gradient, gradient in zip(total, expected, strict=True):
+        torch.testing.assert_close(sampled_gradient, gradient, atol=1e-4, rtol=1e-3)
 
 
 def test_a_teacher_equal_to_the_student_gives_no_policy_gradient(case: Case) -> None:
@@ -142,8 +142,8 @@ def test_extrapolation_moves_past_the_teacher(case: Case, student: Any) -> None:
     b = case.batch
     baseline = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
     advantage = (b.teacher_logprobs - baseline) + 0.25 * (b.teacher_logprobs - b.reference_logprobs)
-    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
-    case.same(case.loss(policy_gradient(student_logprob=student, extrapolation=1.25, reference="base")), wanted)
+    expected = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(student_logprob=student, extrapolation=1.25, reference="base")), expected)
 
 
 def test_a_reference_holds_the_policy_back(case: Case) -> None:
@@ -178,9 +178,9 @@ def test_a_baseline_adds_the_reverse_kl_of_the_position_before_the_clip(
     b, head, kl = with_teacher(case, baseline)
     before = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
     advantage = (b.teacher_logprobs - before + kl).clamp(-0.8, 0.8)
-    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    expected = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
     objective = policy_gradient(student_logprob=student, baseline=baseline, advantage_clip=0.8)
-    case.same(case.loss(objective, b, teacher_head=head), wanted)
+    case.same(case.loss(objective, b, teacher_head=head), expected)
     assert objective.signals == ("logprob", baseline)
 
 
@@ -200,9 +200,9 @@ def test_the_mean_over_all_tokens_is_the_gradient_of_exact_reverse_kl_with_and_w
         )  # fmt: skip
         total = total + case.loss(objective, batch, teacher_head=head)
     own = (case.hidden @ case.weight.T).log_softmax(-1)
-    wanted = (own.exp() * (own - scored)).sum()
-    for found, exact in zip(case.gradients(total), case.gradients(wanted), strict=True):
-        torch.testing.assert_close(found, exact, atol=2e-5, rtol=2e-4)
+    expected = (own.exp() * (own - scored)).sum()
+    for gradient, exact in zip(case.gradients(total), case.gradients(expected), strict=True):
+        torch.testing.assert_close(gradient, exact, atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("wrong", [{"discount": 0.9}, {"teacher_coef": 0.0, "reward_coef": 1.0}])
@@ -226,8 +226,8 @@ def test_discount_sums_later_gaps_of_the_same_sequence_only(case: Case, student:
             for t in range(len(gap))
         ]
     )
-    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
-    case.same(case.loss(policy_gradient(student_logprob=student, discount=gamma, advantage_clip=0.5)), wanted)
+    expected = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(student_logprob=student, discount=gamma, advantage_clip=0.5)), expected)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -243,9 +243,9 @@ def test_reward_to_go_is_divided_by_what_it_sums(case: Case, own: bool, gamma: f
         total = sum(gamma ** float(b.position[j] - first) * float(gap[j]) for j in later)
         advantage.append(total / max(1, len(later)))
     ratio = (case.logprob - b.sampler_logprobs).exp()
-    wanted = -(ratio * torch.tensor(advantage)).sum() / case.totals.loss_tokens
+    expected = -(ratio * torch.tensor(advantage)).sum() / case.totals.loss_tokens
     settings = {"student_logprob": "current", "discount": gamma, "own_token": own, "length_normalised": True}
-    case.same(case.loss(policy_gradient(**settings)), wanted)
+    case.same(case.loss(policy_gradient(**settings)), expected)
 
 
 @pytest.mark.parametrize("student", ["sampler", "current"])
@@ -279,17 +279,17 @@ def test_outcome_advantage_is_added_to_the_teachers(case: Case, student: Any) ->
     b = case.batch
     baseline = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
     advantage = 0.6 * (b.teacher_logprobs - baseline).clamp(-0.3, 0.3) + 0.4 * b.advantages[b.sequence]
-    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    expected = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
     settings = {"teacher_coef": 0.6, "reward_coef": 0.4, "advantage_clip": 0.3, "student_logprob": student}
-    case.same(case.loss(policy_gradient(**settings)), wanted)
+    case.same(case.loss(policy_gradient(**settings)), expected)
 
 
 def test_pure_reinforcement_needs_no_teacher(case: Case) -> None:
     """GRPO with PPO's clip, DAPO's token mean."""
     b = case.with_(teacher_logprobs=None)
     ratio, advantage = (case.logprob - b.sampler_logprobs).exp(), b.advantages[b.sequence]
-    wanted = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / case.totals.loss_tokens
-    case.same(case.loss(policy_gradient(teacher_coef=0.0, reward_coef=1.0, clip=(0.2, 0.28)), b), wanted)
+    expected = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(teacher_coef=0.0, reward_coef=1.0, clip=(0.2, 0.28)), b), expected)
 
 
 def sampling_masks(batch: MicroBatch) -> Tensor:
@@ -313,10 +313,10 @@ def test_a_policy_gradient_takes_its_log_probs_over_the_kept_sets(pack: Callable
     objective = policy_gradient(correction=correction, teacher_coef=0, reward_coef=1)
     loss, sums = ObjectiveLoss(objective)(case.hidden, case.head, batch, case.totals)
     advantage = batch.advantages[batch.sequence]
-    wanted = -((logprob - logprob.detach()).exp() * advantage).sum() / case.totals.loss_tokens
-    torch.testing.assert_close(loss, wanted)
-    for found, true in zip(case.gradients(loss), case.gradients(wanted), strict=True):
-        torch.testing.assert_close(found, true)
+    expected = -((logprob - logprob.detach()).exp() * advantage).sum() / case.totals.loss_tokens
+    torch.testing.assert_close(loss, expected)
+    for gradient, true in zip(case.gradients(loss), case.gradients(expected), strict=True):
+        torch.testing.assert_close(gradient, true)
     assert float(sums.values["logprob_gap"]) < 1e-5 * len(logprob), "on-policy, every ratio is 1"
     torch.testing.assert_close(ObjectiveLoss(objective).logprob(case.hidden, case.head, batch), logprob)
     _, unaware = ObjectiveLoss(objective)(

@@ -23,7 +23,7 @@ JOBS = Path(__file__).parents[3] / "jobs"
 V, D, K = 41, 16, 8
 FILES = sorted(JOBS.glob("*/*.toml"), key=lambda file: (file.parent.name != "quickstart", file))
 NAMED = [(f"{f.parent.name}/{f.stem}/{n}", o) for f in FILES for n, o in load_job(f).objectives.items()]
-OBJECTIVES = {name: o for place, (name, o) in enumerate(NAMED) if o not in [seen for _, seen in NAMED[:place]]}
+OBJECTIVES = {name: o for index, (name, o) in enumerate(NAMED) if o not in [seen for _, seen in NAMED[:index]]}
 """Each once: a recipe that extends another has its objectives too."""
 DISTILLING = {name: objective for name, objective in OBJECTIVES.items() if objective.signals}
 
@@ -97,18 +97,18 @@ def test_the_loss_does_not_depend_on_how_a_step_is_cut(name: str, pack: Callable
     "recipe", sorted(file.parent.name for file in JOBS.glob("*/job.toml") if load_job(file).routing)
 )
 def test_an_unknown_domain_or_teacher_is_refused(recipe: str) -> None:
-    known = next(iter(load_job(JOBS / recipe).routing))
+    domain = next(iter(load_job(JOBS / recipe).routing))
     with pytest.raises(JobFileError, match="routing names an unknown domain 'medicine'"):
-        load_job(JOBS / recipe, overrides=[f'routing.medicine="{load_job(JOBS / recipe).routing[known]}"'])
+        load_job(JOBS / recipe, overrides=[f'routing.medicine="{load_job(JOBS / recipe).routing[domain]}"'])
     raw = load_job(JOBS / recipe).model_dump(mode="json")
-    raw["routing"][known] = "nobody"
+    raw["routing"][domain] = "nobody"
     with pytest.raises(JobFileError, match="names no teacher 'nobody'"):
         check_job(raw, where="job")
 
 
 def test_a_reference_is_one_of_the_jobs_teachers() -> None:
     key = "objectives.sampled-150.policy_gradient"
-    known = sorted(load_job(JOBS / "exopd").teachers)
-    load_job(JOBS / "exopd", overrides=[f'{key}.reference="{known[0]}"', f"{key}.kl_coef=0.1"])
-    with pytest.raises(JobFileError, match=f"{key}.reference names no teacher 'nobody': known: {known[0]}"):
+    teachers = sorted(load_job(JOBS / "exopd").teachers)
+    load_job(JOBS / "exopd", overrides=[f'{key}.reference="{teachers[0]}"', f"{key}.kl_coef=0.1"])
+    with pytest.raises(JobFileError, match=f"{key}.reference names no teacher 'nobody': known: {teachers[0]}"):
         load_job(JOBS / "exopd", overrides=[f'{key}.reference="nobody"'])

@@ -102,8 +102,10 @@ def run_to_end(spec: TrainSpec, source: Any, stop: Stop | None = None) -> bool:
         run.close()
 
 
-def moved(spec: TrainSpec, place: Path) -> TrainSpec:
-    return spec.model_copy(update={"policy_dir": str(place / "policies"), "checkpoint_dir": str(place / "checkpoints")})
+def moved(spec: TrainSpec, folder: Path) -> TrainSpec:
+    return spec.model_copy(
+        update={"policy_dir": str(folder / "policies"), "checkpoint_dir": str(folder / "checkpoints")}
+    )
 
 
 def what_counts(folder: str) -> list[dict[str, Any]]:
@@ -117,10 +119,10 @@ def what_counts(folder: str) -> list[dict[str, Any]]:
 
 def kept_statistics(spec: TrainSpec) -> dict[tuple[int, int], dict[str, list[float]]]:
     """Statistics that wait for the store, by step and sample; each once."""
-    found = [one for group in stats_files(Path(spec.checkpoint_dir), before=99) for one in read_stats(group)]
-    kept = {(one.step, one.sample_row): {n: v.tolist() for n, v in one.values.items()} for one in found}
-    assert len(kept) == len(found)
-    return kept
+    stats = [one for group in stats_files(Path(spec.checkpoint_dir), before=99) for one in read_stats(group)]
+    stats_by_sample = {(one.step, one.sample_row): {n: v.tolist() for n, v in one.values.items()} for one in stats}
+    assert len(stats_by_sample) == len(stats)
+    return stats_by_sample
 
 
 def same_weights(a: Path, b: Path) -> bool:

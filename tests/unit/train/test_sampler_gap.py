@@ -53,17 +53,17 @@ def sampled(
     requests = make_requests(6, longest=20, **settings)
     answers = decode(engine, requests)
     packs = []
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         tokens, logprobs, _ = answers[request.uid]
         prompt = request.prompt_ids.tolist()
         length = len(prompt) + len(tokens)
         packs.append(
             Pack(
-                index=place, teacher="", tokens=np.array(prompt + tokens, np.int32),
+                index=index, teacher="", tokens=np.array(prompt + tokens, np.int32),
                 cu_seqlens=np.array([0, length], np.int32),
                 loss_mask=np.array([0] * len(prompt) + [1] * len(tokens), np.uint8),
                 sampler_logprobs=np.array([0.0] * len(prompt) + logprobs, np.float32),
-                sample_rows=np.array([place]), version_starts=np.zeros(1, np.int32),
+                sample_rows=np.array([index]), version_starts=np.zeros(1, np.int32),
                 versions=np.full(1, VERSION, np.int32), rewards=np.full(1, np.nan, np.float32),
                 advantages=np.zeros(1, np.float32),
             )
@@ -176,10 +176,10 @@ def test_only_the_first_step_and_the_own_policys_tokens_are_compared(tmp_path: P
 
 def test_figures_are_those_of_the_gaps() -> None:
     gaps = torch.logspace(-6, 0, 2000)
-    found = SamplerGap(1e-3, 0, torch.device("cpu"))
+    sampler_gap = SamplerGap(1e-3, 0, torch.device("cpu"))
     for part in gaps.split(300):
-        found.add(part, torch.zeros(len(part)))
-    figures = found.over_ranks(ALONE)
+        sampler_gap.add(part, torch.zeros(len(part)))
+    figures = sampler_gap.over_ranks(ALONE)
     assert figures is not None
     assert figures.mean == pytest.approx(float(gaps.mean()), rel=1e-6)
     assert figures.p99 == pytest.approx(float(gaps.quantile(0.99)), rel=0.05)
@@ -188,8 +188,8 @@ def test_figures_are_those_of_the_gaps() -> None:
 
 
 def test_a_log_prob_that_is_no_number_is_outside_every_band() -> None:
-    found = SamplerGap(1e-3, 0, torch.device("cpu"))
-    found.add(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]))
-    figures = found.over_ranks(ALONE)
+    sampler_gap = SamplerGap(1e-3, 0, torch.device("cpu"))
+    sampler_gap.add(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]))
+    figures = sampler_gap.over_ranks(ALONE)
     assert figures is not None
     assert (figures.mean, figures.p99, figures.outside) == (math.inf, math.inf, 0.5)

@@ -45,15 +45,15 @@ OBJECTIVES = {
 @pytest.fixture
 def packs(pack: Callable[..., Pack]) -> list[Pack]:
     """Six samples in three packs, with hidden states of one teacher."""
-    made = [pack([9, 14], seed=1, index=0), pack([7, 12, 8], seed=2, index=1), pack([11], seed=3, index=2)]
+    sample_packs = [pack([9, 14], seed=1, index=0), pack([7, 12, 8], seed=2, index=1), pack([11], seed=3, index=2)]
     row = 0
-    for one in made:
+    for one in sample_packs:
         one.sample_rows = np.arange(row, row + len(one.sample_rows))
         row += len(one.sample_rows)
         generator = torch.Generator().manual_seed(one.index)
         one.hidden = encode(torch.randn(int(one.loss_mask.sum()), WIDTH, generator=generator), "bf16")
         one.hidden_codec = "bf16"
-    return made
+    return sample_packs
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def step(
 
 def expected(policy: Path, packs: list[Pack], head: HeadFile) -> dict[int, dict[str, np.ndarray]]:
     """By sample row, from logits of the whole vocabulary and torch's log_softmax."""
-    student, found = load_student(policy, ALONE), {}
+    student, values_by_row = load_student(policy, ALONE), {}
     weight = TeacherHeads({"math": head}, ALONE.device).get("math").weight
     for pack in packs:
         micro = build([pack])
@@ -97,8 +97,8 @@ def expected(policy: Path, packs: list[Pack], head: HeadFile) -> dict[int, dict[
         }
         for sequence, row in enumerate(pack.sample_rows.tolist()):
             chosen = micro.sequence == sequence
-            found[row] = {name: value[chosen].numpy() for name, value in values.items()}
-    return found
+            values_by_row[row] = {name: value[chosen].numpy() for name, value in values.items()}
+    return values_by_row
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -111,15 +111,15 @@ def test_what_is_left_for_the_store_is_what_log_softmax_says(
     step(policy, batch(packs), objective, head, stats, **cut, freeze_head="frozen" in name)
     (files,) = stats_files(tmp_path, before=5)
     assert stats_files(tmp_path, before=4) == [], "a step that is not over yet is left alone"
-    found = {one.sample_row: one for one in read_stats(files)}
-    wanted = expected(policy, packs, head)
-    assert found.keys() == wanted.keys()
-    for row, one in found.items():
+    stats_by_row = {one.sample_row: one for one in read_stats(files)}
+    expected_values = expected(policy, packs, head)
+    assert stats_by_row.keys() == expected_values.keys()
+    for row, one in stats_by_row.items():
         assert (one.step, one.policy_version, one.teacher) == (4, 2, "math")
         assert set(one.values) == names
         for stat, values in one.values.items():
             assert values.dtype == np.float16
-            np.testing.assert_allclose(values, wanted[row][stat], rtol=2e-3, atol=2e-3, err_msg=stat)
+            np.testing.assert_allclose(values, expected_values[row][stat], rtol=2e-3, atol=2e-3, err_msg=stat)
 
 
 @pytest.mark.parametrize(
@@ -140,19 +140,19 @@ def test_the_gap_is_of_the_distribution_that_was_sampled_from(
     head = HeadFile(path=str(tmp_path / "math.safetensors"), digest=file_digest(tmp_path / "math.safetensors"))
     stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
     step(policy, batch(packs), Objective(**settings), head, stats)
-    found = list(read_stats(stats_files(tmp_path, before=5)[0]))
-    assert len(found) == sum(len(pack.sample_rows) for pack in packs)
-    for one in found:
+    sample_stats = list(read_stats(stats_files(tmp_path, before=5)[0]))
+    assert len(sample_stats) == sum(len(pack.sample_rows) for pack in packs)
+    for one in sample_stats:
         assert set(one.values) == EXACT - missing
-    gaps = {one.sample_row: one.values["logprob_gap"] for one in found}
+    gaps = {one.sample_row: one.values["logprob_gap"] for one in sample_stats}
     for pack in packs:
         micro = build([pack])
         with torch.no_grad():
             mine = load_student(policy, ALONE)(micro, lambda hidden, own: (hidden @ own.weight.T).log_softmax(1))
         gap = (mine.gather(1, micro.targets[:, None])[:, 0] - micro.sampler_logprobs).numpy()
         for sequence, row in enumerate(pack.sample_rows.tolist()):
-            wanted = gap[(micro.sequence == sequence).numpy()]
-            np.testing.assert_allclose(gaps[row], wanted, rtol=2e-3, atol=2e-3)
+            expected_gap = gap[(micro.sequence == sequence).numpy()]
+            np.testing.assert_allclose(gaps[row], expected_gap, rtol=2e-3, atol=2e-3)
 
 
 def test_the_loss_does_not_depend_on_them(
@@ -207,14 +207,14 @@ def test_steps_share_a_file_and_a_sample_has_its_figures_of_each(pack: Callable[
     stats.write()
     first, rest = stats_files(tmp_path, before=STEPS + 2)
     assert [len(first), len(rest)] == [1, 1]
-    found = {(one.step, one.sample_row): one for group in (first, rest) for one in read_stats(group)}
-    assert found.keys() == {(step, row) for step in range(STEPS + 2) for row in micro.sample_rows.tolist()}
-    for (step, row), one in found.items():
+    stats_by_key = {(one.step, one.sample_row): one for group in (first, rest) for one in read_stats(group)}
+    assert stats_by_key.keys() == {(step, row) for step in range(STEPS + 2) for row in micro.sample_rows.tolist()}
+    for (step, row), one in stats_by_key.items():
         assert one.policy_version == step // 4
         mine = micro.sequence == micro.sample_rows.tolist().index(row)
         log_q = (states[step][mine] @ head.weight.T).log_softmax(1)
-        wanted = log_q.gather(1, micro.targets[mine, None])[:, 0] - micro.sampler_logprobs[mine]
-        np.testing.assert_allclose(one.values["logprob_gap"], wanted, rtol=2e-3, atol=2e-3)
+        expected_gap = log_q.gather(1, micro.targets[mine, None])[:, 0] - micro.sampler_logprobs[mine]
+        np.testing.assert_allclose(one.values["logprob_gap"], expected_gap, rtol=2e-3, atol=2e-3)
 
 
 def test_a_teacher_without_weight_beside_one_with_it(
@@ -229,8 +229,8 @@ def test_a_teacher_without_weight_beside_one_with_it(
     )  # fmt: skip
     trainer.step(batch(packs), WINDOW, 4)
     stats.write()
-    found = list(read_stats(stats_files(tmp_path, before=5)[0]))
-    assert {one.teacher: set(one.values) for one in found} == {"math": EXACT, "other": EXACT - OF_BOTH}
+    sample_stats = list(read_stats(stats_files(tmp_path, before=5)[0]))
+    assert {one.teacher: set(one.values) for one in sample_stats} == {"math": EXACT, "other": EXACT - OF_BOTH}
 
 
 def test_a_torn_file_says_nothing_and_stops_nobody(tmp_path: Path, pack: Callable[..., Pack]) -> None:
@@ -243,10 +243,10 @@ def test_a_torn_file_says_nothing_and_stops_nobody(tmp_path: Path, pack: Callabl
 
 def test_one_sample_in_eight_is_kept_and_always_the_same() -> None:
     rows = np.arange(100_000)
-    kept = keeps_stats("sampled", rows)
-    assert abs(kept.mean() - 1 / SHARE) < 0.01
-    assert (keeps_stats("sampled", rows[::-1])[::-1] == kept).all()
-    groups = kept.reshape(-1, 8).sum(1)
+    mask = keeps_stats("sampled", rows)
+    assert abs(mask.mean() - 1 / SHARE) < 0.01
+    assert (keeps_stats("sampled", rows[::-1])[::-1] == mask).all()
+    groups = mask.reshape(-1, 8).sum(1)
     assert groups.max() < 8, "not whole groups, which lie side by side"
     assert keeps_stats("full", rows).all()
     assert not keeps_stats("off", rows).any()

@@ -54,8 +54,8 @@ def one_step(
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     head = folder / "head.safetensors"
     weight = torch.randn(99, 25, generator=torch.Generator().manual_seed(0))
-    made = {"weight": weight[:, :24].contiguous(), "bias": weight[:, 24].contiguous()}
-    save_file(made, head, metadata={"logit_softcap": "0.0", "logit_scale": "1.0"})
+    tensors = {"weight": weight[:, :24].contiguous(), "bias": weight[:, 24].contiguous()}
+    save_file(tensors, head, metadata={"logit_softcap": "0.0", "logit_scale": "1.0"})
     ranks = Ranks.join(device, environment={})
     assert ranks.device.type == ("cpu" if device == "cpu" else NAME)
     heads = TeacherHeads({"math": HeadFile(path=str(head), digest=file_digest(head))}, ranks.device)

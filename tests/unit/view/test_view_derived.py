@@ -45,8 +45,8 @@ def _tables(seed: int, count: int) -> dict[str, pa.Table]:
     names = noise.choice(["a", "b", "unknown"], 3 * count)
     kls = noise.normal(0.2, 1.0, 3 * count)
     said = np.nan_to_num(np.array(own["mean_logprob"].to_pylist(), np.float64))
-    place = np.clip(np.searchsorted(ids, rows), 0, count - 1)
-    kls = np.where(noise.random(3 * count) < 0.4, said[place] + np.where(names == "b", np.log(1000), 0), kls)
+    positions = np.clip(np.searchsorted(ids, rows), 0, count - 1)
+    kls = np.where(noise.random(3 * count) < 0.4, said[positions] + np.where(names == "b", np.log(1000), 0), kls)
     return {
         "samples": pa.table(own),
         "rewards": pa.table({"sample_row": rows, "reward": _holed(noise, noise.integers(0, 3, 3 * count) / 2)}),
@@ -76,14 +76,14 @@ def _tables(seed: int, count: int) -> dict[str, pa.Table]:
 
 def _made(tables: dict[str, pa.Table], has: tuple[str, ...]) -> dict[str, pa.Array]:
     """All derived columns; each part is given only what it says that it needs."""
-    rows, made, waiting = Rows(tables["samples"]["sample_row"].to_numpy()), {}, parts(TEACHERS, has)
+    rows, columns, waiting = Rows(tables["samples"]["sample_row"].to_numpy()), {}, parts(TEACHERS, has)
     while waiting:
-        part = next(p for p in waiting if all(n in made or n in tables["samples"].column_names for n in p.needs))
+        part = next(p for p in waiting if all(n in columns or n in tables["samples"].column_names for n in p.needs))
         waiting.remove(part)
-        own = {n: pa.chunked_array([made[n]]) if n in made else tables["samples"][n] for n in part.needs}
-        made |= part.make(rows, own, tables[part.table].select(list(part.reads)) if part.table else pa.table({}))
-        assert set(part.gives) <= made.keys()
-    return {n: a.combine_chunks() if isinstance(a, pa.ChunkedArray) else a for n, a in made.items()}
+        own = {n: pa.chunked_array([columns[n]]) if n in columns else tables["samples"][n] for n in part.needs}
+        columns |= part.make(rows, own, tables[part.table].select(list(part.reads)) if part.table else pa.table({}))
+        assert set(part.gives) <= columns.keys()
+    return {n: a.combine_chunks() if isinstance(a, pa.ChunkedArray) else a for n, a in columns.items()}
 
 
 @pytest.mark.parametrize("has", [some for size in range(4) for some in combinations(OPTIONAL, size)])
@@ -93,14 +93,14 @@ def test_derived_columns_are_those_of_the_statement(seed: int, count: int, has: 
     with duckdb.connect() as connection:
         for name, table in tables.items():
             connection.register(name, table)
-        made = f"select * from ({definition(sorted(TEACHERS), has=has, with_rows=True)}) order by sample_row"
-        wanted = connection.sql(made).to_arrow_table()
-    found = _made(tables, has)
-    assert found.keys() == set(wanted.column_names) - set(tables["samples"].column_names)
+        query = f"select * from ({definition(sorted(TEACHERS), has=has, with_rows=True)}) order by sample_row"
+        expected = connection.sql(query).to_arrow_table()
+    columns = _made(tables, has)
+    assert columns.keys() == set(expected.column_names) - set(tables["samples"].column_names)
     if count > 100:
-        assert all(len(set(wanted[name].to_pylist())) > 1 for name in found if name != "kl_silent")
-    for name, values in found.items():
-        same = wanted[name]
+        assert all(len(set(expected[name].to_pylist())) > 1 for name in columns if name != "kl_silent")
+    for name, values in columns.items():
+        same = expected[name]
         assert values.type == same.type, name
         assert values.is_null().to_pylist() == same.is_null().to_pylist(), name
         if name == "labels":

@@ -89,11 +89,11 @@ def uid_of(shown: Shown, name: str) -> str:
 def test_a_flag_marks_what_it_says_and_nothing_else(shown: Shown, flag: str) -> None:
     index = shown.index()
     assert flag in shown.describe()["flags"]
-    found = {row["prompt_id"] for row in index.rows(f"select prompt_id from rollouts where {flag}")}
-    wanted = {name for name, flags in FLAGS.items() if flag in flags}
-    wanted |= {"loops"} if flag == "repetitive" else set()
-    wanted |= {"far"} if flag == "far_trainer" else set()
-    assert found == wanted
+    prompt_ids = {row["prompt_id"] for row in index.rows(f"select prompt_id from rollouts where {flag}")}
+    expected = {name for name, flags in FLAGS.items() if flag in flags}
+    expected |= {"loops"} if flag == "repetitive" else set()
+    expected |= {"far"} if flag == "far_trainer" else set()
+    assert prompt_ids == expected
 
 
 def test_the_gap_is_that_of_the_first_step_that_trained_the_sample(shown: Shown) -> None:

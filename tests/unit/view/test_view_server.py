@@ -123,11 +123,13 @@ def test_hostile_text_arrives_as_text(page: TestClient) -> None:
 
 def test_candidates_come_from_hidden_state_times_head(page: TestClient, demo_store: Store) -> None:
     uid = some_uid(page)
-    found = get(page, "candidates", uid=uid, position=0)["teachers"][0]
-    assert found["source"] == "hidden"
-    assert found["whole"] is True
-    assert found["logprobs"] == pytest.approx([-np.log(98)] * len(found["logprobs"]), rel=1e-5), "the head is zero"
-    assert found["entropy"] == pytest.approx(np.log(98), rel=1e-5)
+    candidates = get(page, "candidates", uid=uid, position=0)["teachers"][0]
+    assert candidates["source"] == "hidden"
+    assert candidates["whole"] is True
+    assert candidates["logprobs"] == pytest.approx([-np.log(98)] * len(candidates["logprobs"]), rel=1e-5), (
+        "the head is zero"
+    )
+    assert candidates["entropy"] == pytest.approx(np.log(98), rel=1e-5)
 
 
 def test_a_token_the_policy_did_not_write_has_no_candidates(page: TestClient) -> None:
@@ -150,10 +152,10 @@ def test_life_names_its_plan_and_step(page: TestClient) -> None:
 
 def test_answers_to_a_prompt_over_versions(page: TestClient) -> None:
     row = rows_of(get(page, "samples", limit=1))[0]
-    found = get(page, "prompt", prompt=row["prompt_id"])
-    assert found["total"] == len(found["answers"]) == 4, "one answer in each of four iterations"
-    assert [point["version"] for point in found["trend"]] == [0, 1, 2, 3]
-    first, other = (answer["row"]["uid"] for answer in found["answers"][:2])
+    prompt = get(page, "prompt", prompt=row["prompt_id"])
+    assert prompt["total"] == len(prompt["answers"]) == 4, "one answer in each of four iterations"
+    assert [point["version"] for point in prompt["trend"]] == [0, 1, 2, 3]
+    first, other = (answer["row"]["uid"] for answer in prompt["answers"][:2])
     parts = get(page, "difference", a=first, b=other)["parts"]
     assert parts[0][0] == "equal"
 
@@ -209,10 +211,10 @@ def test_a_search_is_a_condition_beside_the_filter(page: TestClient, demo_store:
 
 
 def test_two_iterations_compared_by_prompt(page: TestClient) -> None:
-    found = get(page, "compare", a="iteration = 0", b="iteration = 3")
-    assert found["shared"] == 24
-    assert found["only_a"] == found["only_b"] == 0
-    row = found["domains"][0]["kl"]
+    comparison = get(page, "compare", a="iteration = 0", b="iteration = 3")
+    assert comparison["shared"] == 24
+    assert comparison["only_a"] == comparison["only_b"] == 0
+    row = comparison["domains"][0]["kl"]
     assert row["difference"] == pytest.approx(row["b"] - row["a"])
     assert row["difference"] < 0, "the student came closer"
 
@@ -223,9 +225,9 @@ def test_answers_of_two_stores_are_aligned_each_from_its_own(
     other = make_store(tmp_path / "other", prompts=2, seed=1)
     app = build_app(ShownStores([Shown(demo_store), Shown(other)]), token=TOKEN, port=PORT)
     page = TestClient(app, base_url=BASE, headers=BEARER)
-    found = get(page, "compare", store=0, other=1, a="iteration = 0", b="iteration = 0")
+    comparison = get(page, "compare", store=0, other=1, a="iteration = 0", b="iteration = 0")
     apart = 0
-    for row in found["prompts"]:
+    for row in comparison["prompts"]:
         uids = row["a"]["uid"], row["b"]["uid"]
         assert uids[0] == uids[1], "one prompt, one seed and one iteration have one uid in both stores"
         told = get(page, "difference", store=0, other=1, a=uids[0], b=uids[1])
@@ -288,8 +290,8 @@ def test_teachers_prefer_right_answers_as_mopd_teachers_counts_it(page: TestClie
                 join rewards using (uid) where teacher = '{row["teacher"]}' and domain = '{row["domain"]}'
                 and kind = 'logprob' and not isnan(mean_reverse_kl)"""
         )
-        wanted = auroc(rows["said"].to_numpy(), rows["reward"].to_numpy() >= 1)
-        assert row["discrimination"] == pytest.approx(wanted)
+        expected = auroc(rows["said"].to_numpy(), rows["reward"].to_numpy() >= 1)
+        assert row["discrimination"] == pytest.approx(expected)
     examples = get(page, "teachers")["examples"][f"{scored[0]['teacher']}/{scored[0]['domain']}"]
     assert all(example["reward"] < 1 for example in examples["liked"])
     assert all(example["reward"] >= 1 for example in examples["disliked"])
@@ -299,13 +301,13 @@ def test_packs_are_dealt_to_ranks_as_the_loader_deals_them(page: TestClient, dem
     from mopd_dataplane.plan.balance import deal
 
     step = demo_store.table("steps").to_pylist()[-1]
-    found = get(page, "step", stage=step["stage"], step=step["step"], ranks=2)
+    step_view = get(page, "step", stage=step["stage"], step=step["step"], ranks=2)
     plan = demo_store.plan(step["stage"], step["window"])
     lengths = demo_store.take_samples(plan.sample_rows, ["total_len"])["total_len"].to_numpy()
     order = [s["step"] for s in demo_store.table("steps").to_pylist() if s["plan_digest"] == step["plan_digest"]]
     dealt = deal(plan, lengths, sorted(order).index(step["step"]), 2)
-    assert [rank["packs"] for rank in found["ranks"]] == [[pack for pack in rank if pack >= 0] for rank in dealt]
-    assert sum(rank["work"] for rank in found["ranks"]) == pytest.approx(2)
+    assert [rank["packs"] for rank in step_view["ranks"]] == [[pack for pack in rank if pack >= 0] for rank in dealt]
+    assert sum(rank["work"] for rank in step_view["ranks"]) == pytest.approx(2)
 
 
 def test_every_view_shows_statements_that_run_as_they_stand(page: TestClient, demo_store: Store) -> None:

@@ -37,13 +37,13 @@ def test_a_snapshot_stays_as_it_was(make_store: Callable[..., Store], tmp_path: 
         {"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 99.0}
     ])  # fmt: skip
     page = client_of(Store.open(tmp_path / "pinned"), **BEARER)
-    wanted = {"where": "reward > 5"}
+    filter_params = {"where": "reward > 5"}
     assert "before" in get(page, "stores")[0]["tags"]
-    assert get(page, "samples", **wanted)["total"] == 1
+    assert get(page, "samples", **filter_params)["total"] == 1
     for name in ("samples", "histograms", "run", "teachers", "stages"):
         params = {"columns": "reward"} if name == "histograms" else {}
         assert get(page, name, store="0@before", **params) == get(old, name, **params), name
-    assert get(page, "samples", store="0@before", **wanted)["total"] == 0
+    assert get(page, "samples", store="0@before", **filter_params)["total"] == 0
     rewards = {"q": "select count(*) from rewards where reward > 5"}
     assert [get(page, "sql", store=key, **rewards)["rows"] for key in ("0", "0@before")] == [[[1]], [[0]]]
     assert get(page, "store", store="0@before") == get(old, "store")

@@ -27,11 +27,11 @@ GROUP = "p#0"
 LIMITS = Limits(rows=10, seconds=120.0, memory="60MB", spilled="1GB")
 
 
-def _answer(stage: str, place: int) -> Sample:
+def _answer(stage: str, position: int) -> Sample:
     return Sample(
-        uid=sample_uid(0, stage, "p", place, 0), prompt_id="p", group_id=GROUP, group_index=place, iteration=0,
-        domain="d", stage=stage, writer="w", writer_seq=place, policy=stage, temperature=1.0, top_p=1.0, top_k=0,
-        prompt_len=1, tokens=np.array([1, 2, 3 + place], np.int32), logprobs=np.full(2, -0.5, np.float32),
+        uid=sample_uid(0, stage, "p", position, 0), prompt_id="p", group_id=GROUP, group_index=position, iteration=0,
+        domain="d", stage=stage, writer="w", writer_seq=position, policy=stage, temperature=1.0, top_p=1.0, top_k=0,
+        prompt_len=1, tokens=np.array([1, 2, 3 + position], np.int32), logprobs=np.full(2, -0.5, np.float32),
         loss_mask=np.ones(2, np.uint8), version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32),
         finish_reason="stop", tokenizer="t",
     )  # fmt: skip
@@ -40,15 +40,15 @@ def _answer(stage: str, place: int) -> Sample:
 def test_a_group_is_of_one_stage(tmp_path: Path) -> None:
     store = create_store(str(tmp_path / "two"))
     store.add_prompts([Prompt(prompt_id="p", domain="d", text="?", split="train")])
-    samples = [_answer(stage, place) for stage in ("warm", "cold") for place in range(2)]
+    samples = [_answer(stage, position) for stage in ("warm", "cold") for position in range(2)]
     rows = store.commit_samples(samples).rows
     store.add_rewards([
         {"uid": sample.uid, "sample_row": int(row), "verifier": "v", "verifier_version": "1", "reward": reward}
         for sample, row, reward in zip(samples, rows, (0.0, 0.0, 0.0, 1.0), strict=True)
     ])  # fmt: skip
     index = Index(store, store.snapshot(), Labelled(store))
-    found = index.rows("select stage, group_size, group_spread, advantage from rollouts order by sample_row")
-    assert [tuple(row.values()) for row in found] == [
+    rollouts = index.rows("select stage, group_size, group_spread, advantage from rollouts order by sample_row")
+    assert [tuple(row.values()) for row in rollouts] == [
         ("warm", 2, 0.0, 0.0), ("warm", 2, 0.0, 0.0), ("cold", 2, 1.0, -0.5), ("cold", 2, 1.0, 0.5),
     ]  # fmt: skip
     shown = answers(store, index, Numbers(), prompt_id="p", group=GROUP, stage="cold")
@@ -100,7 +100,7 @@ def test_freed_states_are_said_to_be_freed(make_store: Callable[..., Store], tmp
 
 def test_an_export_has_every_prompt_of_its_samples(tmp_path: Path) -> None:
     store = create_store(str(tmp_path / "named"))
-    samples = [replace(_answer("warm", place), prompt_id=f"p{place}") for place in range(2)]
+    samples = [replace(_answer("warm", position), prompt_id=f"p{position}") for position in range(2)]
     store.add_prompts([Prompt(prompt_id=sample.prompt_id, domain="d", text="?", split="train") for sample in samples])
     store.commit_samples(samples)  # two prompts, of which a writer named the groups alike
     export_folder(Shown(store), tmp_path / "out", where="", order="", limit=10)

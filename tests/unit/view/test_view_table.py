@@ -19,11 +19,11 @@ from mopd_dataplane.view.shown import Shown
 
 
 def test_a_page_agrees_with_its_own_statement(page: TestClient, demo_store: Store) -> None:
-    found = get(page, "samples", where="reward = 1 and response_len > 20", order="-kl", limit=500)
-    again = demo_store.sql(found["sql"]).to_pylist()
-    assert 0 < found["total"] == len(again) < demo_store.samples().num_rows
-    assert [row["uid"] for row in rows_of(found)] == [row["uid"] for row in again]
-    kls = [row["kl"] for row in rows_of(found)]
+    table_page = get(page, "samples", where="reward = 1 and response_len > 20", order="-kl", limit=500)
+    again = demo_store.sql(table_page["sql"]).to_pylist()
+    assert 0 < table_page["total"] == len(again) < demo_store.samples().num_rows
+    assert [row["uid"] for row in rows_of(table_page)] == [row["uid"] for row in again]
+    kls = [row["kl"] for row in rows_of(table_page)]
     assert kls == sorted(kls, reverse=True)
 
 
@@ -47,9 +47,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     scan, compute = Rollouts._scan, Rollouts._compute
 
-    def scanned(self: Rollouts, wanted: list[str]) -> None:
-        names.extend(wanted)
-        scan(self, wanted)
+    def scanned(self: Rollouts, columns: list[str]) -> None:
+        names.extend(columns)
+        scan(self, columns)
 
     def computed(self: Rollouts, part: Part) -> None:
         names.extend(part.gives)
@@ -94,7 +94,7 @@ def test_the_first_page_reads_no_whole_column(demo_store: Store, read: list[str]
 
 
 @pytest.mark.parametrize(
-    ("asked", "needed"),
+    ("query", "needed"),
     [
         ({"where": "reward = 1 and Response_Len > 20"}, {"reward", "response_len"}),
         ({"where": "'kl' <> '' and rollouts.domain = 'x' -- stage"}, {"domain"}),
@@ -104,9 +104,9 @@ def test_the_first_page_reads_no_whole_column(demo_store: Store, read: list[str]
     ],
 )
 def test_a_filter_and_a_sort_read_what_they_name(
-    demo_store: Store, read: list[str], asked: dict[str, str], needed: set[str]
+    demo_store: Store, read: list[str], query: dict[str, str], needed: set[str]
 ) -> None:
-    get(client_of(demo_store, **BEARER), "samples", limit=3, **asked)
+    get(client_of(demo_store, **BEARER), "samples", limit=3, **query)
     assert set(read) == needed
 
 
@@ -139,8 +139,8 @@ def test_a_filter_calls_nothing_that_makes_long_values(demo_store: Store, where:
     ],
 )
 def test_a_filter_that_names_no_column_still_sees_all(demo_store: Store, where: str) -> None:
-    wanted = demo_store.samples(filter="domain = 'chain_sum'").num_rows
-    assert get(client_of(demo_store, **BEARER), "samples", where=where)["total"] == wanted
+    expected = demo_store.samples(filter="domain = 'chain_sum'").num_rows
+    assert get(client_of(demo_store, **BEARER), "samples", where=where)["total"] == expected
 
 
 def test_a_mistyped_column_is_told_what_it_is_near_to(demo_store: Store, read: list[str]) -> None:
@@ -160,19 +160,19 @@ def test_columns_of_scores_and_rewards_are_those_of_the_tables(page: TestClient,
 
 def test_histograms_count_every_sample_and_every_match(page: TestClient) -> None:
     where = "domain = 'chain_sum'"
-    found = get(page, "histograms", where=where, columns="response_len,domain,reward,kl,interrupted,created_at")
+    histograms = get(page, "histograms", where=where, columns="response_len,domain,reward,kl,interrupted,created_at")
     total = get(page, "samples", limit=1)["total"]
     matching = get(page, "samples", limit=1, where=where)["total"]
-    for name, histogram in found.items():
+    for name, histogram in histograms.items():
         assert sum(bar["all"] for bar in histogram["bins"]) == total, name
         assert sum(bar["here"] for bar in histogram["bins"]) == matching, name
-    assert {bar["value"]: bar["here"] for bar in found["domain"]["bins"] if bar["here"]} == {"chain_sum": matching}
+    assert {bar["value"]: bar["here"] for bar in histograms["domain"]["bins"] if bar["here"]} == {"chain_sum": matching}
 
 
 def test_bars_of_all_samples_and_of_a_filter_that_all_match_are_alike(page: TestClient) -> None:
     columns = ",".join(column["name"] for column in get(page, "stores")[0]["columns"])
-    for name, found in get(page, "histograms", columns=columns, where="true").items():
-        assert [b["all"] for b in found["bins"]] == [b["here"] for b in found["bins"]], name
+    for name, histogram in get(page, "histograms", columns=columns, where="true").items():
+        assert [b["all"] for b in histogram["bins"]] == [b["here"] for b in histogram["bins"]], name
 
 
 def test_columns_of_the_first_histograms_are_read_first_and_others_may_go_before(
@@ -189,11 +189,11 @@ def test_columns_of_the_first_histograms_are_read_first_and_others_may_go_before
 
 
 def test_a_bar_of_a_histogram_filters_to_its_count(page: TestClient) -> None:
-    found = get(page, "histograms", columns="response_len")["response_len"]
-    at = max(range(1, len(found["bins"]) - 1), key=lambda i: found["bins"][i]["all"])
-    low, high = found["low"] + at * found["width"], found["low"] + (at + 1) * found["width"]
+    histogram = get(page, "histograms", columns="response_len")["response_len"]
+    at = max(range(1, len(histogram["bins"]) - 1), key=lambda i: histogram["bins"][i]["all"])
+    low, high = histogram["low"] + at * histogram["width"], histogram["low"] + (at + 1) * histogram["width"]
     there = get(page, "samples", where=f"response_len >= {low} and response_len < {high}", limit=1)
-    assert there["total"] == found["bins"][at]["all"] > 0
+    assert there["total"] == histogram["bins"][at]["all"] > 0
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_sorting_names_a_column(page: TestClient, order: str) -> None:
 
 
 def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
-    found = get(page, "sql", q="select domain, count(*) as n from samples group by 1 order by 1")
-    assert found["rows"] == [list(row.values()) for row in demo_store.sql(
+    answer = get(page, "sql", q="select domain, count(*) as n from samples group by 1 order by 1")
+    assert answer["rows"] == [list(row.values()) for row in demo_store.sql(
         "select domain, count(*) as n from samples group by 1 order by 1").to_pylist()]  # fmt: skip
     twice = get(page, "sql", q="select 1 as a, 2 as a, 3 as b")
     assert (len(twice["columns"]), twice["rows"]) == (3, [[1, 2, 3]])
