@@ -35,10 +35,10 @@ def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page
     expect.set_options(timeout=LONGEST_MS)
     page = context.new_page()
     trouble: list[str] = []
-    asked: list[str] = []
+    requested_urls: list[str] = []
     page.on("console", lambda message: trouble.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: trouble.append(str(error.stack)))
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requested_urls.append(request.url))
     page.on("dialog", lambda dialog: trouble.append(f"a dialog: {dialog.message}"))
     page.goto(address if "#" in address else f"{address}#/samples")
     ready(page)
@@ -46,7 +46,7 @@ def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page
     context.close()
     provoked = [part for code in refusals for part in (f"a status of {code}", f"net::{code}")]
     assert [text for text in trouble if not any(part in text for part in provoked)] == []
-    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(address).netloc}
+    assert {urlsplit(url).netloc for url in requested_urls if not url.startswith("data:")} == {urlsplit(address).netloc}
 
 
 def ready(page: Page) -> None:

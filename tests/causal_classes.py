@@ -251,4 +251,4 @@ def _of_each_layer(defaults: dict[str, Any]) -> dict[str, Any]:
     places = {kinds.index(kind) for kind in kinds}
     chosen = sorted(places if len(places) >= LAYERS else {0, *places, layers - 1})
     counts = {name: len(chosen) for name in _LAYER_COUNTS if isinstance(defaults.get(name), int)}
-    return {name: [value[place] for place in chosen] for name, value in lists.items()} | counts
+    return {name: [value[layer] for layer in chosen] for name, value in lists.items()} | counts

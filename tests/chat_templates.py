@@ -220,8 +220,8 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in family.special])
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in family.added])
     bos = next((text for text in family.special if "begin" in text or text in ("<s>", "<bos>")), None)
-    made = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=family.eos, bos_token=bos, clean_up_tokenization_spaces=False
     )
-    made.chat_template = family.template
-    return made
+    fast_tokenizer.chat_template = family.template
+    return fast_tokenizer

@@ -41,7 +41,7 @@ def write_tokenizer(folder: Path) -> None:
     """A tokenizer.json with one token per character of CHARACTERS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({text: place for place, text in enumerate(CHARACTERS)}, unk_token=" "))
+    tokenizer = Tokenizer(models.WordLevel({text: token_id for token_id, text in enumerate(CHARACTERS)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     folder.mkdir(parents=True)
@@ -199,8 +199,8 @@ def _sample(question: Prompt, iteration: int, noise: np.random.Generator) -> Sam
 def _logprobs(sample: Sample, row: int, iteration: int, noise: np.random.Generator) -> Signal:
     gap = noise.normal(-0.6 / (iteration + 1), 0.5, sample.response_len)
     scored = (np.minimum(sample.logprobs + gap, -1e-3) * sample.loss_mask).astype(np.float32)
-    kept = sample.loss_mask.astype(bool)
-    mean = float(np.mean(sample.logprobs[kept] - scored[kept]))
+    mask = sample.loss_mask.astype(bool)
+    mean = float(np.mean(sample.logprobs[mask] - scored[mask]))
     return Signal(uid=sample.uid, sample_row=row, kind="logprob", logprob=scored, mean_reverse_kl=mean)
 
 

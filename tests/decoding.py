@@ -38,8 +38,8 @@ def make_requests(count: int, *, longest: int = 40, **settings: Any) -> list[Req
     """Requests with random prompts of fewer than `longest` tokens, the same ones every time."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(4, 100, rng.integers(1, longest)).astype(np.int32) for _ in range(count)]
-    given = {"max_new_tokens": 30} | settings
-    return [Request(uid=str(i), prompt_ids=ids, key=sample_key(str(i)), **given) for i, ids in enumerate(prompts)]
+    options = {"max_new_tokens": 30} | settings
+    return [Request(uid=str(i), prompt_ids=ids, key=sample_key(str(i)), **options) for i, ids in enumerate(prompts)]
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:

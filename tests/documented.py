@@ -43,9 +43,9 @@ class Block:
 
 def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
-    for found in FENCE.finditer(text):
-        language, _, mark = found[1].strip().partition(" ")
-        yield Block(language, mark, text[: found.start()].count("\n") + 1, found[2])
+    for match in FENCE.finditer(text):
+        language, _, mark = match[1].strip().partition(" ")
+        yield Block(language, mark, text[: match.start()].count("\n") + 1, match[2])
 
 
 def relative(page: Path) -> str:

@@ -29,7 +29,7 @@ def make_hostile(root: Path) -> Store:
     store = create_store(str(root))
     policy = root / "policies" / "student" / "v1"
     policy.mkdir(parents=True)
-    tokenizer = Tokenizer(models.WordLevel({text: place for place, text in enumerate(VOCABULARY)}, unk_token=" "))
+    tokenizer = Tokenizer(models.WordLevel({text: token_id for token_id, text in enumerate(VOCABULARY)}, unk_token=" "))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(policy / "tokenizer.json"))
     write_checksums(policy)
@@ -76,7 +76,7 @@ def make_hostile(root: Path) -> Store:
 
 
 def _sample(question: Prompt, index: int, iteration: int) -> Sample:
-    words = [place for place, word in enumerate(VOCABULARY) if word is not WORD]
+    words = [token_id for token_id, word in enumerate(VOCABULARY) if word is not WORD]
     tokens = np.array([1, 2, *words, *([VOCABULARY.index(WORD)] if index == iteration == 0 else [])], np.int32)
     count = len(tokens) - 2
     return Sample(

@@ -36,12 +36,12 @@ def row(name: str) -> str:
         model = load_model(folder)
         beside = f"{_adapter(model)} | {'yes' if type(model).__name__ in VLLM else 'no'}"
         try:
-            found = measure(folder)
+            measurement = measure(folder)
         except MopdError as error:
             reason = in_a_cell(str(error))
             return f"| {name} | refused | – | – | – | {beside} | {reason} |"
-        layout = "packed" if found.layout == "packed" else "a row a sequence"
-        cells = (found.sampler, found.resumed, found.teacher, found.trainer)
+        layout = "packed" if measurement.layout == "packed" else "a row a sequence"
+        cells = (measurement.sampler, measurement.resumed, measurement.teacher, measurement.trainer)
         figures = " | ".join(f"{cell:.0e}" for cell in cells)
         return f"| {name} | {figures} | {beside} | {layout} |"
 
@@ -58,21 +58,21 @@ def classes() -> str:
     for name in causal_classes():
         with tempfile.TemporaryDirectory() as scratch:
             outcomes[name] = outcome_of(name, Path(scratch) / "model")
-    right = [name for name, found in outcomes.items() if found.kind == "measured" and found.worst < WITHIN]
-    refused = {name: found for name, found in outcomes.items() if found.kind == "refused"}
-    apart = {name: found for name, found in outcomes.items() if found.kind == "not tried"}
+    right = [name for name, outcome in outcomes.items() if outcome.kind == "measured" and outcome.worst < WITHIN]
+    refused = {name: outcome for name, outcome in outcomes.items() if outcome.kind == "refused"}
+    apart = {name: outcome for name, outcome in outcomes.items() if outcome.kind == "not tried"}
     wrong = outcomes.keys() - {*right, *refused, *apart}
     if wrong:
         raise SystemExit(f"further than {WITHIN} nat from the plain pass: {', '.join(sorted(wrong))}")
     rows = [
-        f"| {name} | {'yes' if found.is_scored else 'refused'} | {in_a_cell(found.reason)} |"
-        for name, found in refused.items()
+        f"| {name} | {'yes' if outcome.is_scored else 'refused'} | {in_a_cell(outcome.reason)} |"
+        for name, outcome in refused.items()
     ]
     return "\n".join([
         f"**Right within {WITHIN:g} nat** ({len(right)}): {', '.join(right)}.", "",
         f"**Refused by the built-in sampler** ({len(refused)}):", "", "| type | teacher and trainer | why |",
         "|---|---|---|", *rows, "", f"**Not tried** ({len(apart)}):", "",
-        *(f"- {name}: {found.reason}" for name, found in apart.items()),
+        *(f"- {name}: {outcome.reason}" for name, outcome in apart.items()),
     ])  # fmt: skip
 
 

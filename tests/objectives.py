@@ -83,8 +83,8 @@ class Case:
         hidden, weight = torch.autograd.grad(loss, [self.hidden, self.weight])
         return hidden, weight
 
-    def same(self, found: Tensor, wanted: Tensor) -> None:
+    def same(self, loss: Tensor, expected: Tensor) -> None:
         """Equal values and equal gradients."""
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
-        for a, b in zip(self.gradients(found), self.gradients(wanted), strict=True):
+        torch.testing.assert_close(loss, expected, atol=2e-5, rtol=2e-5)
+        for a, b in zip(self.gradients(loss), self.gradients(expected), strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)

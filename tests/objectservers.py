@@ -28,9 +28,9 @@ READY_S = 60.0
 
 def program(name: str) -> str:
     """A program that a package put beside the interpreter."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert found, f"{name} is missing: pip install -e '.[dev]'"
-    return found
+    executable = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert executable, f"{name} is missing: pip install -e '.[dev]'"
+    return executable
 
 
 def free_ports(count: int) -> list[int]:

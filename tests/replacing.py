@@ -17,6 +17,6 @@ def replace_rows(uri: str, rows: pa.Table) -> None:
         rows = with_row_crcs(rows).cast(rows.schema)
     [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=dataset.data_storage_version)
     fresh.row_id_meta = RowIdSequence(list(range(rows.num_rows))).to_inline_metadata()
-    held = [fragment.fragment_id for fragment in dataset.get_fragments()]
-    operation = lance.LanceOperation.Update(removed_fragment_ids=held, new_fragments=[fresh])
+    fragment_ids = [fragment.fragment_id for fragment in dataset.get_fragments()]
+    operation = lance.LanceOperation.Update(removed_fragment_ids=fragment_ids, new_fragments=[fresh])
     lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)

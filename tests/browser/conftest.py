@@ -14,10 +14,10 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of the machine's browser."""
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
+    browser_path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser_path is None:
         pytest.fail(f"this test needs a browser: one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)")
-    return found
+    return browser_path
 
 
 @pytest.fixture(scope="module")

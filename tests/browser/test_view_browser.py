@@ -28,23 +28,23 @@ def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFac
     store = make_store(tmp_path_factory.mktemp("viewed") / "demo", prompts=4)
     noise = np.random.default_rng(3)
     rows = store.sql("select uid, domain from samples")
-    wanted = [
+    chain_sum_samples = [
         (row, uid) for row, uid in enumerate(rows["uid"].to_pylist()) if rows["domain"][row].as_py() == "chain_sum"
     ]
     for teacher in ("spell_backward-expert", "number_sorting-expert"):
         signals = []
-        for row, uid in wanted:
+        for row, uid in chain_sum_samples:
             payload = store.read_tokens([row]).to_pylist()[0]
             mask, said = np.array(payload["loss_mask"], bool), np.array(payload["logprobs"], np.float32)
             logprob = np.where(mask, np.minimum(said + noise.normal(-1, 1.5, len(said)), -1e-3), 0).astype(np.float32)
             signals.append(Signal(uid=uid, sample_row=row, kind="logprob", logprob=logprob,
                                   mean_reverse_kl=float((said - logprob)[mask].mean())))  # fmt: skip
         store.commit_signals(teacher, "logprob", signals)
-    counts = store.take_samples([row for row, _ in wanted], ["loss_tokens"])["loss_tokens"].to_pylist()
+    counts = store.take_samples([row for row, _ in chain_sum_samples], ["loss_tokens"])["loss_tokens"].to_pylist()
     write_token_stats(store, [
         TokenStats(sample_row=row, stage="student", teacher="chain_sum-expert", step=2,
                    values={"reverse_kl": np.full(count, 0.75), "logprob_gap": np.full(count, -0.25)})
-        for (row, _), count in zip(wanted, counts, strict=True)
+        for (row, _), count in zip(chain_sum_samples, counts, strict=True)
     ])  # fmt: skip
     return store
 
@@ -75,12 +75,12 @@ def test_the_token_leaves_the_address(page: Page) -> None:
 def test_a_bar_filters_and_back_undoes_it(page: Page, store: Store) -> None:
     everything = matching(page)
     bar = page.locator("#h-domain-0")
-    wanted = int(re.search(r"of (\d+)", bar.get_attribute("aria-label") or "")[1])
+    bar_count = int(re.search(r"of (\d+)", bar.get_attribute("aria-label") or "")[1])
     bar.click()
-    expect(page.locator("#matching")).to_contain_text(f"{wanted} of {everything}")
+    expect(page.locator("#matching")).to_contain_text(f"{bar_count} of {everything}")
     assert page.locator("#where").input_value().startswith("domain in (")
     page.reload()
-    expect(page.locator("#matching")).to_contain_text(f"{wanted} of {everything}")
+    expect(page.locator("#matching")).to_contain_text(f"{bar_count} of {everything}")
     page.go_back()
     expect(page.locator("#matching")).to_contain_text(f"{everything} of {everything}")
 
@@ -115,10 +115,10 @@ def test_the_filter_is_sql_that_can_be_edited(page: Page, store: Store, refusals
     page.keyboard.press("f")
     page.keyboard.type("reward = 1 and response_len > 20")
     page.keyboard.press("Enter")
-    wanted = store.sql(
+    expected = store.sql(
         "select count(*) as n from samples join rewards using (uid) where reward = 1 and response_len > 20"
     )
-    expect(page.locator("#matching")).to_contain_text(f"{wanted['n'][0].as_py()} of")
+    expect(page.locator("#matching")).to_contain_text(f"{expected['n'][0].as_py()} of")
     page.locator("#where").fill("nonsense(")
     page.locator("#where").press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("not an SQL expression")
@@ -213,10 +213,10 @@ def test_keys_walk_tokens_surprises_teachers_and_signals(page: Page) -> None:
     expect(page.locator(".controls select").nth(1)).to_have_value("number_sorting-expert")
     page.locator(".controls select").first.select_option("spread")
     expect(page.locator(".controls select").first).to_have_value("spread")
-    kept = page.url
+    url = page.url
     page.reload()
     expect(page.locator(".strip .t.chosen")).to_be_visible()
-    assert page.url == kept
+    assert page.url == url
     assert f"t{after}" == page.locator(".strip .t.chosen").get_attribute("id")
 
 
@@ -394,23 +394,25 @@ def test_hostile_names_and_texts_are_text_on_every_page(browser: Browser, tmp_pa
 
 
 def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Path) -> None:
-    made = [sys.executable, "-m", "mopd_dataplane", "view", store.uri, "--export"]
+    command = [sys.executable, "-m", "mopd_dataplane", "view", store.uri, "--export"]
     subprocess.run(
-        [*made, tmp_path / "out", "--where", "teachers = 3"], check=True, timeout=300, stdout=subprocess.DEVNULL
+        [*command, tmp_path / "out", "--where", "teachers = 3"], check=True, timeout=300, stdout=subprocess.DEVNULL
     )
     written = sum(file.stat().st_size for file in (tmp_path / "out").rglob("*"))
     assert written < 16 / 200 * 20e6, "of 16 samples; the 200 that an export takes unless told stay below 20 MB"
     uid = store.sql("select uid from samples where interruptions > 0 and domain = 'chain_sum' limit 1")["uid"][
         0
     ].as_py()
-    subprocess.run([*made, tmp_path / "one.html", "--sample", uid], check=True, timeout=300, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, tmp_path / "one.html", "--sample", uid], check=True, timeout=300, stdout=subprocess.DEVNULL
+    )
     context = browser.new_context()
     page = context.new_page()
     trouble: list[str] = []
-    asked: list[str] = []
+    requested_urls: list[str] = []
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error.stack)))
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requested_urls.append(request.url))
     page.goto((tmp_path / "out" / "index.html").as_uri())
     expect(page.locator("#matching")).to_contain_text("16 of 16")
     page.locator("#h-reward-0").click()
@@ -425,7 +427,7 @@ def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Pat
     expect(page.locator(".tracks li")).to_have_count(4)
     context.close()
     assert trouble == []
-    assert all(url.startswith(("file:", "data:")) for url in asked)
+    assert all(url.startswith(("file:", "data:")) for url in requested_urls)
 
 
 def test_every_page_shows_its_sql_and_the_packs_their_ranks(page: Page) -> None:

@@ -45,8 +45,8 @@ def test_a_snapshot_is_in_the_address(browser: Browser, make_store: Callable[...
         expect(page.locator("#matching")).to_contain_text("1 of 12")
         page.get_by_label("snapshot").select_option("before")
         expect(page.locator("#matching")).to_contain_text("0 of 12")
-        kept = page.url
-        assert "store=0%40before" in kept
+        snapshot_url = page.url
+        assert "store=0%40before" in snapshot_url
         page.reload()
         expect(page.locator("#matching")).to_contain_text("0 of 12")
         expect(page.get_by_label("snapshot")).to_have_value("before")

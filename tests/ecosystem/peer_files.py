@@ -24,15 +24,15 @@ CHAT_TEMPLATE = (
 
 def written_by(package: str, module: str, function: str) -> Callable[..., Any]:
     """A function of an installed package by its source, where importing its module asks for a cluster's packages."""
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.submodule_search_locations
-    file = Path(found.submodule_search_locations[0]) / module
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0]) / module
     tree = ast.parse(file.read_text())
-    [wanted] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
-    wanted.decorator_list = []
+    [definition] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    definition.decorator_list = []
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-    body = ast.fix_missing_locations(ast.Module([future, wanted], []))
+    body = ast.fix_missing_locations(ast.Module([future, definition], []))
     import os
     from types import SimpleNamespace
 
@@ -52,9 +52,9 @@ def verifiers(out: Path) -> None:
 
     def trace(nodes: list[MessageNode], **more: Any) -> Trace:
         task = TraceTask(type="Sums", data=WireTaskData(idx=0, prompt="3 + 4 ="))
-        made = Trace(task=task, agent=AgentInfo(config=WireAgentConfig()), nodes=nodes, **more)
-        made.ok = True
-        return made
+        task_trace = Trace(task=task, agent=AgentInfo(config=WireAgentConfig()), nodes=nodes, **more)
+        task_trace.ok = True
+        return task_trace
 
     def said(parent: int, ids: list[int], sampled: int, message: Any, reference: bool = True) -> MessageNode:
         own = [-0.125 * (1 + i) for i in range(sampled)]
@@ -185,11 +185,11 @@ def trl(out: Path) -> None:
         "num_attention_heads": 2, "max_position_embeddings": 256,
     }  # fmt: skip
     folder = make_student(Student(config=config, tokenizer="characters"), out / "model", seed=0)
-    asked: dict[str, list[Any]] = {
+    prompts_by_format: dict[str, list[Any]] = {
         "text": ["3 + 4 =", "1 + 1 ="],
         "messages": [[{"role": "user", "content": "3 + 4 ="}], [{"role": "user", "content": "1 + 1 ="}]],
     }
-    for name, prompts in asked.items():
+    for name, prompts in prompts_by_format.items():
         tokenizer = load_tokenizer(folder)
         tokenizer.chat_template = CHAT_TEMPLATE
         settings = GRPOConfig(

@@ -90,7 +90,7 @@ def test_verifiers_reads_traces_with_every_digit(scored_store: Store, tmp_path: 
         [branch] = trace.branches
         start = len(tokens["tokens"]) - len(tokens["loss_mask"])
         assert branch.token_ids == tokens["tokens"]
-        assert branch.sampled_mask == [False] * start + [bool(kept) for kept in tokens["loss_mask"]]
+        assert branch.sampled_mask == [False] * start + [bool(is_sampled) for is_sampled in tokens["loss_mask"]]
         assert branch.logprobs[start:] == tokens["logprobs"]
         assert branch.reference_logprobs is not None
         assert branch.reference_logprobs[start:] == scored_store.read_signal("teacher", "logprob", [number])[0].tolist()

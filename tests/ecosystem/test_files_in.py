@@ -34,14 +34,14 @@ def peer_files() -> ModuleType:
 
 def rows_of(source: str, folder: Path) -> list[Row]:
     """All rows of a folder, without the files they came from."""
-    found = [
+    rows = [
         dataclasses.replace(row, place="")
         for file in files_at(folder, SUFFIXES)
-        for place, fields in read_rows(file)
-        for row in FORMATS[source](fields, place)
+        for location, fields in read_rows(file)
+        for row in FORMATS[source](fields, location)
     ]
-    assert found
-    return found
+    assert rows
+    return rows
 
 
 @pytest.mark.parametrize("package", FORMAT)

@@ -23,12 +23,12 @@ Question = dict[str, Any]
 @pytest.fixture
 def store(make_store: Callable[..., Store], policy: Path, tmp_path: Path) -> Store:
     """A store whose student has versions 1 and 2."""
-    made: Store = make_store(tmp_path / "store", prompts=1)
+    student_store: Store = make_store(tmp_path / "store", prompts=1)
     for version in (1, 2):
-        folder = made.path(f"policies/student/v{version}")
+        folder = student_store.path(f"policies/student/v{version}")
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(policy, folder)
-    return made
+    return student_store
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def settings(tmp_path: Path, write_lm_eval_task: Callable[[Path], list[Question]
 def by_hand(policy: Path, questions: list[Question]) -> list[bool]:
     """Whether the right choice has the highest log-prob, question by question."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
-    found = []
+    verdicts = []
     for question in questions:
         scores = []
         for choice in question["choices"]:
@@ -50,8 +50,8 @@ def by_hand(policy: Path, questions: list[Question]) -> list[bool]:
             with torch.no_grad():
                 logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
             scores.append(sum(float(logprobs[at - 1, ids[at]]) for at in range(len(start), len(ids))))
-        found.append(max(range(3), key=scores.__getitem__) == question["gold"])
-    return found
+        verdicts.append(max(range(3), key=scores.__getitem__) == question["gold"])
+    return verdicts
 
 
 def test_a_score_has_lm_evals_own_standard_error(

@@ -55,8 +55,8 @@ def test_an_adapter_learns_and_its_base_does_not(scored_store: Store, policy: Pa
     changed = {name for name, value in trainer.model.named_parameters() if not before[name].equal(value)}
     assert changed
     assert all("lora_" in name for name in changed)
-    found = losses(trainer)
-    assert sum(found[STEPS:]) < sum(found[:STEPS])
+    step_losses = losses(trainer)
+    assert sum(step_losses[STEPS:]) < sum(step_losses[:STEPS])
 
 
 def test_a_stage_without_samples_is_named(scored_store: Store, policy: Path, tmp_path: Path) -> None:

@@ -104,15 +104,15 @@ def prompts(dataset: str, **more: Any) -> list[Prompt]:
 
 
 def test_a_task_is_a_prompt_and_its_rewards_score_one_turn() -> None:
-    found = prompts("one-turn-sums", args={"count": 5})
-    assert [(prompt.text, prompt.answer, prompt.messages) for prompt in found] == [
+    task_prompts = prompts("one-turn-sums", args={"count": 5})
+    assert [(prompt.text, prompt.answer, prompt.messages) for prompt in task_prompts] == [
         (f"{n} + 4 =", str(n + 4), "") for n in range(5)
     ]
     reward = resolve_reward("verifiers")
-    assert reward(found[3], ["7"]) == (2.0, None)
-    assert reward(found[3], ["8"]) == (0.0, None)
+    assert reward(task_prompts[3], ["7"]) == (2.0, None)
+    assert reward(task_prompts[3], ["8"]) == (0.0, None)
     with pytest.raises(EngineError, match="a reward that fails"):
-        reward(found[3], ["raise"])
+        reward(task_prompts[3], ["raise"])
 
 
 def test_what_cannot_be_used_is_refused_by_name() -> None:
@@ -132,8 +132,8 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
 
 def test_tools_answer_and_rewards_read_the_whole_conversation() -> None:
     prompt = prompts("tool-sums")[3]
-    system, asked = json.loads(prompt.messages)
-    assert asked == {"role": "user", "content": "3 + 4 ="}
+    system, user_message = json.loads(prompt.messages)
+    assert user_message == {"role": "user", "content": "3 + 4 ="}
     assert system["content"].startswith("Be short.\n\n# Tools")
     [schema] = [json.loads(line) for line in system["content"].splitlines() if line.startswith('{"type"')]
     assert schema["function"]["name"] == "calc_add"

@@ -47,8 +47,8 @@ def records(content: bytes) -> Iterator[bytes]:
 def kind(data: bytes) -> str | None:
     record = wandb_internal_pb2.Record()
     record.ParseFromString(data)
-    found: str | None = record.WhichOneof("record_type")
-    return found
+    record_type: str | None = record.WhichOneof("record_type")
+    return record_type
 
 
 def test_every_step_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +63,11 @@ def test_every_step_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     while not any(kind(data) == "exit" for data in records(file.read_bytes())):  # another process writes it
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    found = []
+    history = []
     for data in records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            found.append((items["_step"], items["student/loss"], items["student/teacher/math/reverse_kl"]))
-    assert found == [(0, 1.0, 0.25), (1, 0.5, 0.25), (2, pytest.approx(1 / 3), 0.25)]
+            history.append((items["_step"], items["student/loss"], items["student/teacher/math/reverse_kl"]))
+    assert history == [(0, 1.0, 0.25), (1, 0.5, 0.25), (2, pytest.approx(1 / 3), 0.25)]

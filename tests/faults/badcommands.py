@@ -44,7 +44,7 @@ def _measurements(folder: str, file: str) -> Iterator[list[str]]:
     for option in ("--tokens-per-day", "--student", "--teachers", "--hidden-days", "--passes", "--gpu-tflops"):
         yield ["bench", "size", option, "inf"]
     for name in ("plan", "load", "write", "commits", "wal", "view", "step"):
-        yield from (["bench", name, "--folder", place] for place in (file, "nowhere/x", "y" * 400))
+        yield from (["bench", name, "--folder", bench_folder] for bench_folder in (file, "nowhere/x", "y" * 400))
     for name in ("adapters", "train-memory", "resume"):
         yield from (["bench", name, model] for model in ("nowhere", file, "", "x" * 400, folder))
     yield ["bench", "adapters", folder, "--count", "0"]
@@ -93,9 +93,9 @@ def _views(store: str, file: str) -> Iterator[list[str]]:
                   ["--limit", "-1"],
                   ["--sample", "zz"], ["--tokenizer", "nowhere"], ["--follow"]):  # fmt: skip
         yield ["view", store, "--export", "page", *words]
-    for place in ("nowhere", file, "", "/proc/x", SECRET):
-        yield ["view", place]
-        yield ["view", place, "--export", "page"]
+    for uri in ("nowhere", file, "", "/proc/x", SECRET):
+        yield ["view", uri]
+        yield ["view", uri, "--export", "page"]
     yield ["view", store, "nowhere"]
     yield ["view"]
 
@@ -126,21 +126,21 @@ def _stores(store: str, folder: str, file: str) -> Iterator[list[str]]:
                   ["--where", "1; drop table samples"],
                   ["--where", "uid = 'x'", "--yes"], ["--where", "uid = 'x'", "--dry-run"]):  # fmt: skip
         yield ["store", "delete", store, *words]
-    for place in ("nowhere", file, "", "/proc/x"):
-        yield ["store", "delete", place, "--where", "true", "--yes"]
-        yield ["store", "copy", place, "copy"]
-        yield ["store", "upgrade", place, "new"]
-        yield ["store", "upgrade", store, place]
-    for place in ("/proc/x", file, folder, f"{store}/inside", store, "", "x" * 400, SECRET, "zz://x"):
-        yield ["store", "copy", store, place]
-    yield from (["store", "upgrade", place, "new"] for place in (store, folder))
+    for uri in ("nowhere", file, "", "/proc/x"):
+        yield ["store", "delete", uri, "--where", "true", "--yes"]
+        yield ["store", "copy", uri, "copy"]
+        yield ["store", "upgrade", uri, "new"]
+        yield ["store", "upgrade", store, uri]
+    for uri in ("/proc/x", file, folder, f"{store}/inside", store, "", "x" * 400, SECRET, "zz://x"):
+        yield ["store", "copy", store, uri]
+    yield from (["store", "upgrade", uri, "new"] for uri in (store, folder))
 
 
 def _jobs(job: str, folder: str, file: str) -> Iterator[list[str]]:
     for rate in ("rollout", "rollout=", "rollout=-1", "rollout=nan", "rollout=inf", "=5", "nothing=5", "rollout=0",
                  "rollout=x", "rollout=5=5", ""):  # fmt: skip
         yield ["check", job, "--rate", rate]
-    yield from (["check", place] for place in ("nowhere", folder, "/dev/zero", "/proc/self/mem"))
+    yield from (["check", job_path] for job_path in ("nowhere", folder, "/dev/zero", "/proc/self/mem"))
     yield ["check", job, "--seed", "x"]
     yield ["check", job, "--store", "/proc/x"]
     for words in (

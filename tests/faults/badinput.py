@@ -165,10 +165,10 @@ def _stores(folder: Path) -> Iterator[tuple[str, list[str]]]:
         store.mkdir()
         (store / "store.json").write_text(mark)
         places.append(str(store))
-    for place in places:
-        for words in (["query", place, "select 1"], ["show", place, "3f"], ["report", place, "-o", "r.html"],
-                      ["store", "verify", place], ["store", "info", place], ["store", "compact", place],
-                      ["export", place, "out.parquet"]):  # fmt: skip
+    for uri in places:
+        for words in (["query", uri, "select 1"], ["show", uri, "3f"], ["report", uri, "-o", "r.html"],
+                      ["store", "verify", uri], ["store", "info", uri], ["store", "compact", uri],
+                      ["export", uri, "out.parquet"]):  # fmt: skip
             yield " ".join(words)[:80], words
 
 
@@ -186,7 +186,7 @@ def _imports(folder: Path) -> Iterator[tuple[str, list[str]]]:
         for source in FORMATS:
             words = ["import", source, str(file), "--store", "imported", "--tokenizer", str(tokenizer), *names]
             yield f"import {source} {row[:60]}", words
-    for place in (broken, folder / "nothing"):
+    for tokenizer_path in (broken, folder / "nothing"):
         words = [
             "import",
             "plain",
@@ -194,7 +194,7 @@ def _imports(folder: Path) -> Iterator[tuple[str, list[str]]]:
             "--store",
             "imported",
             "--tokenizer",
-            str(place),
+            str(tokenizer_path),
             *names,
         ]
-        yield f"import with {place.name}", words
+        yield f"import with {tokenizer_path.name}", words

@@ -77,14 +77,14 @@ def main(count: int, seed: int) -> None:
     draw = random.Random(seed)
     with folder() as template:
         told_by(partial(create, template))
-        wanted = told_by(partial(one_life, template, clock, CALM, 0))
+        expected = told_by(partial(one_life, template, clock, CALM, 0))
         for case in range(count):
             kind, moment = list(KINDS)[case % len(KINDS)], draw.randrange(400)
             clock.set(0.0, 1.0)
-            found = told_by(partial(one_life, template, clock, kind, moment))
-            same = found is not None and found["samples"] == wanted["samples"] and found["pinned"]
-            moved = found is not None and abs(found["moved"]) > (0.001 if KINDS[kind][0] == 0 else 1800)
-            print(json.dumps([f"case {case}: clock {kind} at point {moment}: {found and found['moved']}",
+            outcome = told_by(partial(one_life, template, clock, kind, moment))
+            same = outcome is not None and outcome["samples"] == expected["samples"] and outcome["pinned"]
+            moved = outcome is not None and abs(outcome["moved"]) > (0.001 if KINDS[kind][0] == 0 else 1800)
+            print(json.dumps([f"case {case}: clock {kind} at point {moment}: {outcome and outcome['moved']}",
                               bool(same and moved)]), flush=True)  # fmt: skip
 
 

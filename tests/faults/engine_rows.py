@@ -126,7 +126,7 @@ def gone_wrong(count: int, seed: int) -> Tally:
     """Noticed in time, with an error that says so; the same command again gives every sample, bit for bit."""
     tally, draw = Tally(), random.Random(seed)
     with folder() as calm:
-        wanted = told_by(partial(roll, calm, ToyEngine(slots=4, mean_length=20)))
+        expected = told_by(partial(roll, calm, ToyEngine(slots=4, mean_length=20)))
     for case in range(count):
         kind, at = KINDS[case % len(KINDS)], draw.randrange(1, 20)
         with folder() as home:
@@ -136,9 +136,9 @@ def gone_wrong(count: int, seed: int) -> Tally:
             else:
                 said = worker_gone(kind, home, draw.uniform(0, 0.1))
             seconds = time.monotonic() - began
-            found = told_by(partial(roll, home, ToyEngine(slots=4, mean_length=20)))
-            good = bool(said) and seconds < NOTICED_S and found == wanted
-            tally.case(good, f"case {case}: {kind}, step {at}: {said!r} after {seconds:.1f} s, {found == wanted}")
+            samples = told_by(partial(roll, home, ToyEngine(slots=4, mean_length=20)))
+            good = bool(said) and seconds < NOTICED_S and samples == expected
+            tally.case(good, f"case {case}: {kind}, step {at}: {said!r} after {seconds:.1f} s, {samples == expected}")
     return tally
 
 

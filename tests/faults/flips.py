@@ -71,12 +71,12 @@ def _plain(table: str) -> str:
 
 def files_by_kind(root: Path) -> dict[str, list[str]]:
     """Names of the files of a store, by kind; those that are empty or that nothing reads are left out."""
-    found: dict[str, list[str]] = {}
+    names_by_kind: dict[str, list[str]] = {}
     for path in sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size):
         name = path.relative_to(root).as_posix()
         if not any(part in name for part in UNREAD):
-            found.setdefault(kind_of(name), []).append(name)
-    return found
+            names_by_kind.setdefault(kind_of(name), []).append(name)
+    return names_by_kind
 
 
 def draw(root: Path, count: int, seed: int) -> Iterator[Flip]:

@@ -31,16 +31,16 @@ def fuzzed(count: int, seed: int) -> Tally:
 
 
 def _process(target: str, scratch: Path, *, seed: int, seconds: int, tally: Tally) -> None:
-    found = scratch / "found"
+    artifact_dir = scratch / "found"
     command = [
         sys.executable, str(Path(__file__).with_name("fuzz_targets.py")), target, str(scratch), f"-seed={seed}",
-        f"-runs={EXECUTIONS}", f"-max_total_time={seconds}", f"-artifact_prefix={found}/",
+        f"-runs={EXECUTIONS}", f"-max_total_time={seconds}", f"-artifact_prefix={artifact_dir}/",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     said = done.stderr + done.stdout
     executions = re.search(r"stat::number_of_executed_units: (\d+)", said)
     tally.tried += int(executions[1]) if executions else 0
-    inputs = [file.read_bytes()[:200] for file in found.iterdir()]
+    inputs = [file.read_bytes()[:200] for file in artifact_dir.iterdir()]
     trace = [line for line in said.splitlines() if "Error" in line or "ERROR" in line or "ALARM" in line]
     tally.case(done.returncode == 0, f"{target}: exit code {done.returncode}, {trace[:3]}, input {inputs}")
 

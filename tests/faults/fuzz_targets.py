@@ -57,11 +57,11 @@ def records(data: bytes) -> None:
 
 def recovered(content: bytes) -> None:
     """Recover a log of one segment."""
-    place = SCRATCH / "log" / "00000001"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / f"{0:016x}.wal").write_bytes(content)
+    epoch_dir = SCRATCH / "log" / "00000001"
+    epoch_dir.mkdir(parents=True, exist_ok=True)
+    (epoch_dir / f"{0:016x}.wal").write_bytes(content)
     with contextlib.suppress(DamagedError):
-        recover(place.parent)
+        recover(epoch_dir.parent)
 
 
 def tool_records(data: bytes) -> None:
@@ -75,12 +75,12 @@ def tool_records(data: bytes) -> None:
 def cursor(data: bytes) -> None:
     """The trainer's position: any state.json, any pointer."""
     text, _, name = data.partition(b"\0")
-    place = SCRATCH / "checkpoints"
-    (place / "step-00000001").mkdir(parents=True, exist_ok=True)
-    (place / "step-00000001" / "state.json").write_bytes(text)
-    (place / "latest").write_bytes(name or b"step-00000001")
+    checkpoint_dir = SCRATCH / "checkpoints"
+    (checkpoint_dir / "step-00000001").mkdir(parents=True, exist_ok=True)
+    (checkpoint_dir / "step-00000001" / "state.json").write_bytes(text)
+    (checkpoint_dir / "latest").write_bytes(name or b"step-00000001")
     with contextlib.suppress(DamagedError, MismatchError):
-        latest_checkpoint(place)
+        latest_checkpoint(checkpoint_dir)
 
 
 def protocol(data: bytes) -> None:

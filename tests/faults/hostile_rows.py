@@ -97,9 +97,9 @@ def refused(home: Path, act: Act, name: str) -> str:
     before = everything(home)
     tail = os.path.normpath(name.partition("\0")[0]).rpartition("/")[2]
 
-    def look(event: str, given: tuple[Any, ...]) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.remove") and tail in os.fspath(str(given[0])).split("/"):
-            opened.append(str(given[0]))
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove") and tail in os.fspath(str(args[0])).split("/"):
+            opened.append(str(args[0]))
 
     sys.addaudithook(look)
     try:
@@ -129,8 +129,8 @@ def pickled_payload(home: Path) -> str:
     store.commit_signals(TEACHER, "hidden", [
         Signal(uid=sample.uid, sample_row=0, kind="hidden", codec="bf16", hidden=hidden)
     ])  # fmt: skip
-    (found,) = store.read_signal(TEACHER, "hidden", [0], verify=True)
-    return "" if np.array_equal(found, hidden) and not trap.exists() else "not bytes like any other"
+    (payload,) = store.read_signal(TEACHER, "hidden", [0], verify=True)
+    return "" if np.array_equal(payload, hidden) and not trap.exists() else "not bytes like any other"
 
 
 class Trap:
@@ -145,12 +145,12 @@ class Trap:
 
 def pickled_model(home: Path) -> None:
     """A model folder whose only weights are a pickle."""
-    place = home / "model"
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 9, "hidden_size": 8}))
-    (place / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(str(home / "trap"))))
+    model_dir = home / "model"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 9, "hidden_size": 8}))
+    (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(str(home / "trap"))))
     try:
-        load_model(place)
+        load_model(model_dir)
     except OSError as error:
         assert not (home / "trap").exists()
         raise DamagedError(str(error)) from None
@@ -180,11 +180,11 @@ def linked_segment(home: Path) -> str:
     return "" if target.read_text() == "precious" else "written through a link"
 
 
-def planted(home: Path, place: str) -> Path:
+def planted(home: Path, log_path: str) -> Path:
     """The file that a symbolic link at a place of the log points to."""
     target = home.with_name("victim")
     target.write_text("precious")
-    link = home / "wal" / place
+    link = home / "wal" / log_path
     link.parent.mkdir(parents=True)
     link.symlink_to(target)
     return target
@@ -263,20 +263,20 @@ def bounded(home: Path, act: Act) -> str:
 def hostile(count: int, seed: int) -> Tally:
     """Refused before anything is opened, or kept as the plain text or bytes it is."""
     tally, draw = Tally(), random.Random(seed)
-    known: list[tuple[str, Callable[[Path], str]]] = [
-        (f"{place} {kind}", partial(refused, act=act, name=name))
+    attempts: list[tuple[str, Callable[[Path], str]]] = [
+        (f"{role} {kind}", partial(refused, act=act, name=name))
         for kind, name in NAMES.items()
-        for place, act in with_name(name)
-        if (place, kind) != ("checkpoint pointer", "new line")  # a pointer ends with a line end or not
+        for role, act in with_name(name)
+        if (role, kind) != ("checkpoint pointer", "new line")  # a pointer ends with a line end or not
     ]
-    known += [(what, partial(bounded, act=act)) for what, act in OTHERS.items()]
-    known += list(KEPT.items())
-    draw.shuffle(known)
+    attempts += [(what, partial(bounded, act=act)) for what, act in OTHERS.items()]
+    attempts += list(KEPT.items())
+    draw.shuffle(attempts)
     with folder() as template:
         told_by(partial(make_stage, template))
-        for what, try_it in known[: max(count, 1)]:
-            found = told_by(partial(in_a_copy, template, try_it))
-            tally.case(found == "", f"{what}: {found}")
+        for what, try_it in attempts[: max(count, 1)]:
+            problem = told_by(partial(in_a_copy, template, try_it))
+            tally.case(problem == "", f"{what}: {problem}")
     return tally
 
 

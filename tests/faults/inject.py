@@ -57,12 +57,12 @@ class Row:
 
 def numbers() -> dict[int, set[Path]]:
     """The files that hold each row number, read from their sources: rows import what not every run needs."""
-    found: dict[int, set[Path]] = {}
+    files_by_number: dict[int, set[Path]] = {}
     for file in sorted(Path(__file__).parent.glob("*_rows.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Row":
-                found.setdefault(ast.literal_eval(node.args[0]), set()).add(file)
-    return dict(sorted(found.items()))
+                files_by_number.setdefault(ast.literal_eval(node.args[0]), set()).add(file)
+    return dict(sorted(files_by_number.items()))
 
 
 def rows(number: int) -> list[Row]:
@@ -95,9 +95,9 @@ def measure_apart(number: int, tier: str, seed: int) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--tier", tier, "--rows", str(number), "--seed", str(seed), "--json"]
     quiet = {**os.environ, "LANCE_LOG": "error"}  # it warns of every conflict of a merge, which some rows are made of
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=quiet)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    if found and (done.returncode == 0 or any(line["failures"] for line in found)):
-        return found
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if lines and (done.returncode == 0 or any(line["failures"] for line in lines)):
+        return lines
     return [{"row": number, "fault": "the row itself", "tried": 1, "passed": 0, "seconds": 0.0,
              "failures": [f"ended with exit code {done.returncode}"]}]  # fmt: skip
 
@@ -110,16 +110,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="numbers that run at the same time")
     parser.add_argument("--json", action="store_true", help="run here and print one JSON object per row")
-    given = parser.parse_args()
-    chosen = [int(number) for number in given.rows.split(",") if number] or list(numbers())
+    args = parser.parse_args()
+    chosen = [int(number) for number in args.rows.split(",") if number] or list(numbers())
     failed = 0
-    if given.json:
-        for line in (line for number in chosen for line in measure(number, given.tier, given.seed)):
+    if args.json:
+        for line in (line for number in chosen for line in measure(number, args.tier, args.seed)):
             print(json.dumps(line), flush=True)
             failed += bool(line["failures"])
         return failed
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for lines in pool.map(lambda number: measure_apart(number, given.tier, given.seed), chosen):
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for lines in pool.map(lambda number: measure_apart(number, args.tier, args.seed), chosen):
             for line in lines:
                 print(
                     f"{line['row']:>3}  {line['fault']:<62} {line['tried']:>9,} tried {line['passed']:>9,} passed "
@@ -130,7 +130,7 @@ def main() -> int:
                     print("     " + ", ".join(f"{name} {count:,}" for name, count in counts.items()), flush=True)
                 failed += bool(line["failures"])
                 for failure in line["failures"]:
-                    print(f"     commit {commit()}, seed {given.seed}: {failure}", file=sys.stderr, flush=True)
+                    print(f"     commit {commit()}, seed {args.seed}: {failure}", file=sys.stderr, flush=True)
     return failed
 
 

@@ -148,9 +148,9 @@ def reader_killed(count: int, seed: int) -> Tally:
 def read_and_die(path: Path, state: str) -> None:
     """A reader that is killed in a state."""
     client = client_of(path)
-    held = walk_to(state, client, [])
+    ask = walk_to(state, client, [])
     os.kill(os.getpid(), signal.SIGKILL)
-    held()
+    ask()
 
 
 def trainer_killed(count: int, seed: int) -> Tally:
@@ -167,15 +167,17 @@ def trainer_killed(count: int, seed: int) -> Tally:
             tally.case(len(calm["steps"]) == steps and calm["policy"] != "none", "the calm run is whole")
             for case in range(count):
                 point, visit = TRAIN_POINTS[case % len(TRAIN_POINTS)], draw.choice((1, 1, 2, 3))
-                place = home / f"case-{case}"
-                victim = Child(partial(train, spec_of(home, path, place), point, visit))
+                run_dir = home / f"case-{case}"
+                victim = Child(partial(train, spec_of(home, path, run_dir), point, visit))
                 if point == "at random":
                     time.sleep(draw.uniform(0, 0.4))
                     os.kill(victim.pid, signal.SIGKILL)
                 victim.end_by(60)
-                found = trained(home, path, place)
-                left = [str(file.relative_to(place)) for file in place.rglob("*.tmp")]
-                tally.case(found == calm and not left, f"case {case}: {point} visit {visit}: {found == calm}, {left}")
+                outcome = trained(home, path, run_dir)
+                left = [str(file.relative_to(run_dir)) for file in run_dir.rglob("*.tmp")]
+                tally.case(
+                    outcome == calm and not left, f"case {case}: {point} visit {visit}: {outcome == calm}, {left}"
+                )
         loader.end_by(10)
     return tally
 
@@ -185,11 +187,11 @@ def make_policy(home: Path) -> None:
     make_student(sections.Student(config=TINY, tokenizer="characters"), home / "start", seed=0)
 
 
-def spec_of(home: Path, path: Path, place: Path) -> TrainSpec:
-    """Train one window into `place`, with a checkpoint at every second step."""
+def spec_of(home: Path, path: Path, run_dir: Path) -> TrainSpec:
+    """Train one window into `run_dir`, with a checkpoint at every second step."""
     return TrainSpec(
-        stage=STAGE, start=str(home / "start"), policy_dir=str(place / "policies"), socket=str(path),
-        checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, teachers=(TEACHER,),
+        stage=STAGE, start=str(home / "start"), policy_dir=str(run_dir / "policies"), socket=str(path),
+        checkpoint_dir=str(run_dir / "checkpoints"), objective=OBJECTIVE, teachers=(TEACHER,),
         train=sections.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1, device="cpu"), deadline_s=60,
     )  # fmt: skip
 
@@ -204,11 +206,11 @@ def train(spec: TrainSpec, point: str = "", visit: int = 0) -> None:
         run.close()
 
 
-def trained(home: Path, path: Path, place: Path) -> dict[str, Any]:
+def trained(home: Path, path: Path, run_dir: Path) -> dict[str, Any]:
     """Train what is left; the steps taken, without times, and the digest of the policy."""
-    told_by(partial(train, spec_of(home, path, place)))
-    steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in MetricsReader(place / "checkpoints").steps()]
-    policy = place / "policies" / "v1" / "model.safetensors"
+    told_by(partial(train, spec_of(home, path, run_dir)))
+    steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in MetricsReader(run_dir / "checkpoints").steps()]
+    policy = run_dir / "policies" / "v1" / "model.safetensors"
     return {"steps": steps, "policy": file_digest(policy) if policy.exists() else "none"}
 
 

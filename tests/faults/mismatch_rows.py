@@ -79,13 +79,13 @@ def cases() -> Iterator[Case]:
 def refused(count: int, seed: int) -> Tally:
     """Each is refused with what was found and what is allowed, and not a byte is written."""
     tally, draw = Tally(), random.Random(seed)
-    known = list(cases())
-    draw.shuffle(known)
+    mismatches = list(cases())
+    draw.shuffle(mismatches)
     with folder() as template:
         told_by(partial(make_stage, template))
-        for what, spoil, act, words in known[: max(count, 1)]:
-            found = told_by(partial(try_it, template, spoil, act, words))
-            tally.case(found == "", f"{what}: {found}")
+        for what, spoil, act, words in mismatches[: max(count, 1)]:
+            problem = told_by(partial(try_it, template, spoil, act, words))
+            tally.case(problem == "", f"{what}: {problem}")
     return tally
 
 
@@ -131,10 +131,10 @@ def mark_table(home: Path, name: str, version: int) -> None:
 def change_column(home: Path, name: str, how: str) -> None:
     """The first column that must be there has another name, or is a truth value."""
     schema = lance.dataset(str(home / name)).schema
-    place = next(i for i, field in enumerate(schema) if not field.nullable)
-    field = schema.field(place)
+    index = next(i for i, field in enumerate(schema) if not field.nullable)
+    field = schema.field(index)
     changed = field.with_name(f"{field.name}_2") if how == "renamed" else pa.field(field.name, pa.bool_(), False)
-    table = schema.set(place, changed).empty_table()
+    table = schema.set(index, changed).empty_table()
     lance.write_dataset(table, str(home / name), mode="overwrite", data_storage_version=spec_of(name).storage)
 
 
@@ -199,10 +199,12 @@ def roll(home: Path, tokenizer: str = "toy") -> None:
 
 def mark_checkpoint(home: Path, version: int) -> None:
     """Another release wrote this checkpoint."""
-    place = home / "checkpoints" / "step-00000002"
-    place.mkdir(parents=True)
-    (place / "state.json").write_text(json.dumps({"format": version, "position": {}, "identity": {}, "digests": {}}))
-    (place.parent / "latest").write_text(place.name)
+    checkpoint_dir = home / "checkpoints" / "step-00000002"
+    checkpoint_dir.mkdir(parents=True)
+    (checkpoint_dir / "state.json").write_text(
+        json.dumps({"format": version, "position": {}, "identity": {}, "digests": {}})
+    )
+    (checkpoint_dir.parent / "latest").write_text(checkpoint_dir.name)
 
 
 def read_checkpoint(home: Path) -> object:

@@ -259,8 +259,8 @@ def _run(test: str, copy: Path) -> bool:
     if test.isdigit():
         command = [sys.executable, "tests/faults/inject.py", "--tier", "test", "--rows", test]
     else:
-        place, _, words = test.partition(" -k ")
-        command += [place, "-k", words.strip('"')]
+        test_path, _, words = test.partition(" -k ")
+        command += [test_path, "-k", words.strip('"')]
     try:
         done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:

@@ -40,9 +40,9 @@ def power_lost(count: int, seed: int) -> Tally:
     tally = Tally()
     with folder() as template:
         told_by(partial(create, template))
-        wanted = told_by(partial(undisturbed, template))
+        expected = told_by(partial(undisturbed, template))
         for life in range(-(-count // VARIANTS)):
-            for what in told_by(partial(one_life, template, wanted, seed + life), deadline_s=120):
+            for what in told_by(partial(one_life, template, expected, seed + life), deadline_s=120):
                 tally.case(not what.partition(": ")[2], what)
     return tally
 
@@ -87,7 +87,7 @@ def roll(store: Store, home: Path, acknowledged: list[str] | None = None) -> Non
     )
 
 
-def one_life(template: Path, wanted: dict[str, list[int]], seed: int) -> list[str]:
+def one_life(template: Path, expected: dict[str, list[int]], seed: int) -> list[str]:
     """Die at a point, then try several states the disk may be in; per state a description, and what is wrong."""
     threading.excepthook = lambda dead: None  # threads die with their process
     draw = random.Random(seed)
@@ -118,24 +118,24 @@ def one_life(template: Path, wanted: dict[str, list[int]], seed: int) -> list[st
         for variant in range(VARIANTS):
             with folder() as after:
                 disk.after_power_loss(after, random.Random(f"{seed}-{variant}"))
-                said.append(f"{what}, disk {variant}: {wrong_after(after, wanted, acknowledged)}")
+                said.append(f"{what}, disk {variant}: {wrong_after(after, expected, acknowledged)}")
     return said
 
 
-def wrong_after(home: Path, wanted: dict[str, list[int]], acknowledged: list[str]) -> str:
+def wrong_after(home: Path, expected: dict[str, list[int]], acknowledged: list[str]) -> str:
     """What is wrong with a disk that came back; empty when nothing is."""
     try:
         store = Store.open(home)
         there = content(store)
         if lost := set(acknowledged) - there.keys():
             return f"{len(lost)} committed samples lost"
-        if any(wanted[uid] != tokens for uid, tokens in there.items()):
+        if any(expected[uid] != tokens for uid, tokens in there.items()):
             return "a visible sample has other tokens"
         roll(store, home)
         report = store.verify()
     except BaseException as error:
         return repr(error)
-    if content(store) != wanted:
+    if content(store) != expected:
         return "the finished run has other samples"
     return "" if report.ok else str(report)
 

@@ -88,11 +88,11 @@ class PowerDisk:
         synced = self._content.get(inode, b"")
         if synced == now:
             return now
-        held = len(synced) if now.startswith(synced) else 0
+        synced_size = len(synced) if now.startswith(synced) else 0
         whole = bytearray(now)
         fate = draw.randrange(3)
-        for begin in range(held // SECTOR * SECTOR, len(whole), SECTOR):
-            first, last = max(begin, held), min(begin + SECTOR, len(whole))
+        for begin in range(synced_size // SECTOR * SECTOR, len(whole), SECTOR):
+            first, last = max(begin, synced_size), min(begin + SECTOR, len(whole))
             if fate == 1 or (fate == 2 and draw.random() < 0.5):
                 whole[first:last] = bytes(last - first)
-        return bytes(whole[: draw.choice((len(whole), held, draw.randint(held, len(whole))))])
+        return bytes(whole[: draw.choice((len(whole), synced_size, draw.randint(synced_size, len(whole))))])

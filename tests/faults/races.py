@@ -177,24 +177,26 @@ def merge_as_a_stranger(ground: Ground, stop: Path) -> int:
 def read(ground: Ground, stop: Path, seed: int) -> list[str]:
     """Look rows up at the newest version, at snapshots and by SQL: what was wrong in what was read."""
     store, draw = ground.open(), random.Random(seed)
-    known: dict[str, int] = {}
+    row_by_uid: dict[str, int] = {}
     tokens = {sample.uid: sample.tokens.tolist() for sample in map(build.sample, ground.numbers)}
     for turn in until_told(stop):
         at = store.snapshot(tag=f"read-{seed}") if turn % 4 == 3 else store.snapshot()
         for rows, batch in store.scan_samples(["uid"], at):
             for row, uid in zip(rows.tolist(), batch["uid"].to_pylist(), strict=True):
-                if known.setdefault(uid, row) != row:
-                    return [f"{uid} moved from row {known[uid]} to {row}"]
-        if len(found := store.samples(["uid"], snapshot=at)) > len(known):
-            return [f"{len(found)} rows by table, {len(known)} by scan"]
-        asked = draw.sample(sorted(known), min(8, len(known)))
-        held = store.read_tokens([known[uid] for uid in asked], snapshot=at, verify=True).to_pylist() if asked else []
-        for uid, row in zip(asked, held, strict=True):
+                if row_by_uid.setdefault(uid, row) != row:
+                    return [f"{uid} moved from row {row_by_uid[uid]} to {row}"]
+        if len(samples := store.samples(["uid"], snapshot=at)) > len(row_by_uid):
+            return [f"{len(samples)} rows by table, {len(row_by_uid)} by scan"]
+        uids = draw.sample(sorted(row_by_uid), min(8, len(row_by_uid)))
+        payloads = (
+            store.read_tokens([row_by_uid[uid] for uid in uids], snapshot=at, verify=True).to_pylist() if uids else []
+        )
+        for uid, row in zip(uids, payloads, strict=True):
             if row["uid"] != uid or row["tokens"] != tokens[uid]:
-                return [f"row {known[uid]} of {uid} read as {row['uid']}"]
+                return [f"row {row_by_uid[uid]} of {uid} read as {row['uid']}"]
         counted = store.sql("select count(*) n, count(distinct uid) d from samples join tokens using (uid)", at)
-        if counted.to_pylist() != [{"n": len(found), "d": len(found)}]:
-            return [f"{counted.to_pylist()} by SQL, {len(found)} by table"]
+        if counted.to_pylist() != [{"n": len(samples), "d": len(samples)}]:
+            return [f"{counted.to_pylist()} by SQL, {len(samples)} by table"]
         if turn % 4 == 3:
             store.release(f"read-{seed}")
     return []
@@ -208,20 +210,20 @@ def plan(ground: Ground) -> int:
         least = max(planned, len(ground.promised) * (window + 1) // (2 * WINDOWS))
         while True:
             at = store.snapshot()
-            found = collect_columns(
+            candidates = collect_columns(
                 store.scan_samples(columns, at), most, route=lambda domain, effort: TEACHER,
                 teachers=[TEACHER], scores=store.table("scores", ["sample_row", "teacher", "kind"], snapshot=at),
                 signals=("logprob", "topk"),
             )  # fmt: skip
-            if (ready := int(found.has_signals.sum())) >= least:
+            if (ready := int(candidates.has_signals.sum())) >= least:
                 break
             time.sleep(0.05)
         store.pin(at, f"window-{window}")
-        made = build_window(
-            found, sections.Plan(pack_tokens=64, batch_samples=6), seed=window, stage=STAGE, window=window,
+        window_plan = build_window(
+            candidates, sections.Plan(pack_tokens=64, batch_samples=6), seed=window, stage=STAGE, window=window,
             snapshot=at, teachers=[TEACHER],
         )  # fmt: skip
-        store.add_plan(made)
+        store.add_plan(window_plan)
         planned = ready
     store.add_plan(end_window(STAGE, WINDOWS, 0, at))
     return planned
@@ -240,16 +242,16 @@ def train(ground: Ground, path: Path) -> tuple[int, list[str]]:
     """Read every window as a trainer does: (rows compared, what was wrong)."""
     rows, wrong = 0, []
     samples = {sample.tokens.tobytes(): (number, sample) for number, sample in _built(ground.numbers)}
-    known: dict[int, int] = {}
+    number_by_row: dict[int, int] = {}
     with client_of(path, deadline_s=DEADLINE_S) as client:
         for window in range(WINDOWS):
             for batch in client.batches(STAGE, window):
                 for pack in batch.packs:
-                    for place, row in enumerate(pack.sample_rows.tolist()):
-                        span = slice(*pack.cu_seqlens[place : place + 2].tolist())
+                    for index, row in enumerate(pack.sample_rows.tolist()):
+                        span = slice(*pack.cu_seqlens[index : index + 2].tolist())
                         number, sample = samples.get(pack.tokens[span].tobytes(), (-1, None))
                         rows += 1
-                        if known.setdefault(row, number) != number or not _as_given(pack, span, number, sample):
+                        if number_by_row.setdefault(row, number) != number or not _as_given(pack, span, number, sample):
                             wrong.append(f"window {window}: row {row} is not as sample {number} was committed")
     return rows, wrong
 
@@ -292,12 +294,12 @@ def audit(ground: Ground) -> tuple[int, list[str]]:
     compared = 2 * len(there)
     for kind in KINDS:
         owed = {*ground.promised, *(line["sample"] for line in told if line.get("signal") == kind)}
-        count, found = _signals(store, there, kind, owed)
-        compared, wrong = compared + count, wrong + found
+        count, problems = _signals(store, there, kind, owed)
+        compared, wrong = compared + count, wrong + problems
     owed = {*ground.promised, *(line["sample"] for line in told if "reward" in line)}
-    count, found = _rewards(store, there, owed)
+    count, problems = _rewards(store, there, owed)
     report = store.verify()
-    wrong += [*found, *(f"verify: {finding}" for finding in report.findings if finding.table != "teachers")]
+    wrong += [*problems, *(f"verify: {finding}" for finding in report.findings if finding.table != "teachers")]
     return compared + count, wrong
 
 
@@ -306,12 +308,16 @@ def _signals(store: Store, there: dict[int, int], kind: str, owed: set[int]) -> 
     lacking = set(store.missing_signals(TEACHER, kind, list(there.values())).tolist())
     scored = {number: row for number, row in there.items() if row not in lacking}
     wrong = [f"{kind} of sample {number} is lost" for number in owed - scored.keys()]
-    held = store.read_signal(TEACHER, kind, list(scored.values()), verify=True)
-    for number, found in zip(scored, held, strict=True):
-        given = signal_of(number, 0, kind)
-        parts = {"logprob": (given.logprob,), "hidden": (given.hidden,), "topk": (given.topk_ids, given.topk_logprobs)}
-        found = found if isinstance(found, tuple) else (found,)
-        if not all(np.array_equal(a, b) for a, b in zip(parts[kind], found, strict=True)):
+    payloads = store.read_signal(TEACHER, kind, list(scored.values()), verify=True)
+    for number, payload in zip(scored, payloads, strict=True):
+        expected = signal_of(number, 0, kind)
+        parts = {
+            "logprob": (expected.logprob,),
+            "hidden": (expected.hidden,),
+            "topk": (expected.topk_ids, expected.topk_logprobs),
+        }
+        payload = payload if isinstance(payload, tuple) else (payload,)
+        if not all(np.array_equal(a, b) for a, b in zip(parts[kind], payload, strict=True)):
             wrong.append(f"{kind} of sample {number} is not what was committed")
     return len(scored), wrong
 
@@ -320,13 +326,13 @@ def _rewards(store: Store, there: dict[int, int], owed: set[int]) -> tuple[int, 
     rewards = {row["uid"]: row for row in store.table("rewards").to_pylist()}
     wrong = []
     for number, row in there.items():
-        given = reward_of(number, row)
-        given["reward"] = float(np.float32(given["reward"]))
-        held = rewards.get(given["uid"])
-        if held is None and number not in owed:
+        expected = reward_of(number, row)
+        expected["reward"] = float(np.float32(expected["reward"]))
+        reward_row = rewards.get(expected["uid"])
+        if reward_row is None and number not in owed:
             continue
-        if held is None or {name: held[name] for name in given} != given:
-            wrong.append(f"reward of sample {number}: {held}")
+        if reward_row is None or {name: reward_row[name] for name in expected} != expected:
+            wrong.append(f"reward of sample {number}: {reward_row}")
     return len(rewards), wrong
 
 
@@ -341,12 +347,12 @@ def _differing(store: Store, there: dict[int, int]) -> Iterator[str]:
     columns = {name: table[name].to_pylist() for table in tables for name in table.column_names}
     compared = [field.name for field in fields(Sample) if field.name in columns and field.name not in _STORED]
     assert {"uid", "prompt_id", "tokens", "logprobs", "loss_mask", "versions", "temperature"} <= set(compared)
-    for place, (number, sample) in enumerate(_built(there)):
+    for index, (number, sample) in enumerate(_built(there)):
         for name in compared:
-            given, held = getattr(sample, name), columns[name][place]
-            given = given.tolist() if isinstance(given, np.ndarray) else given
-            if given is not None and held != given:
-                yield f"sample {number}: {name} is {held!r:.80}, {given!r:.80} was committed"
+            expected, value = getattr(sample, name), columns[name][index]
+            expected = expected.tolist() if isinstance(expected, np.ndarray) else expected
+            if expected is not None and value != expected:
+                yield f"sample {number}: {name} is {value!r:.80}, {expected!r:.80} was committed"
 
 
 def run(ground: Ground, seed: int) -> tuple[int, list[str]]:
@@ -368,11 +374,11 @@ def run(ground: Ground, seed: int) -> tuple[int, list[str]]:
             child.end_by(DEADLINE_S)
     wrong = [f"writer {n} failed" for n, child in enumerate(writers) if child.answer(DEADLINE_S) is None]
     wrong += ["the planner failed"] if not wrong and planner.answer(DEADLINE_S) is None else []
-    trained, found = trainer.answer(DEADLINE_S) or (0, ["the trainer failed"])
+    trained, problems = trainer.answer(DEADLINE_S) or (0, ["the trainer failed"])
     stop.touch()
     loader.end_by(DEADLINE_S)
     answers = {who: child.answer(DEADLINE_S) for who, child in others.items()}
-    wrong += [*found, *(f"{who} failed" for who, answer in answers.items() if answer is None)]
+    wrong += [*problems, *(f"{who} failed" for who, answer in answers.items() if answer is None)]
     wrong += answers["a reader"] or []
     wrong += [f"{who}: none went through" for who in ("a merger", "a stranger's merges") if answers[who] == 0]
     audited, lost = _told(partial(audit, ground)) or (0, ["the audit failed"])

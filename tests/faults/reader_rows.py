@@ -106,10 +106,10 @@ def full_pipe(home: Path, path: Path, loader: LoaderChild, expected: list[Manife
         dropped = time.monotonic() - began < 20
     logged = roll_beside(home, case)
     try:
-        found = as_pairs(told_by(partial(read_slowly, path, 0)))
+        manifests = as_pairs(told_by(partial(read_slowly, path, 0)))
     except DeadlineError:
-        found = []
-    return dropped and logged and found == expected, shared_memory(loader.pid)
+        manifests = []
+    return dropped and logged and manifests == expected, shared_memory(loader.pid)
 
 
 def as_pairs(batches: list[list[list[int]]]) -> list[Manifest]:
@@ -119,14 +119,14 @@ def as_pairs(batches: list[list[list[int]]]) -> list[Manifest]:
 
 def roll_beside(home: Path, case: int) -> bool:
     """Run a rollout into a store beside the reader's; whether its log is gone afterwards."""
-    place = home.with_name(f"rollout-{case}")
-    told_by(partial(roll_into, place))
-    return place.exists() and not list(place.rglob("*.wal"))
+    rollout_dir = home.with_name(f"rollout-{case}")
+    told_by(partial(roll_into, rollout_dir))
+    return rollout_dir.exists() and not list(rollout_dir.rglob("*.wal"))
 
 
-def roll_into(place: Path) -> None:
+def roll_into(rollout_dir: Path) -> None:
     """A rollout into a store of its own."""
-    roll(Store.create(place), place)
+    roll(Store.create(rollout_dir), rollout_dir)
 
 
 ROWS = [

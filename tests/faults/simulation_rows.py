@@ -20,12 +20,12 @@ def simulated_seeds(count: int, seed: int) -> Tally:
         before = open_files()
         try:
             with folder() as home:
-                found = simulate(number, home)
-            good = found["samples"] == calm["samples"] and found["consumed"] == calm["consumed"]
-            what = f"simulation seed {number}: {found['trace'][-8:]}"
+                outcome = simulate(number, home)
+            good = outcome["samples"] == calm["samples"] and outcome["consumed"] == calm["consumed"]
+            what = f"simulation seed {number}: {outcome['trace'][-8:]}"
             if number % TWICE == 0:
                 with folder() as home:
-                    good &= simulate(number, home) == found
+                    good &= simulate(number, home) == outcome
         except Exception as error:
             good, what = False, f"simulation seed {number}: {error!r}"
         leaked = open_files() - before

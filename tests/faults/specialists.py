@@ -59,10 +59,10 @@ def make_specialists(root: Path, seed: int, *, samples: int = 32, references: in
         hf.save_policy(specialist, base, teachers[domain])
     model.eval()
     torch.manual_seed(seed)
-    asked = {domain: [_question(domain, rng) for _ in range(samples + references)] for domain in DOMAINS}
-    answered = {domain: _sample(model, tokenizer, [q for q, _ in asked[domain][:samples]]) for domain in DOMAINS}
+    qa_pairs = {domain: [_question(domain, rng) for _ in range(samples + references)] for domain in DOMAINS}
+    answered = {domain: _sample(model, tokenizer, [q for q, _ in qa_pairs[domain][:samples]]) for domain in DOMAINS}
     truth = {
-        domain: [_scorable(f"{domain}-{i}", *_ids(tokenizer, *qa)) for i, qa in enumerate(asked[domain][samples:])]
+        domain: [_scorable(f"{domain}-{i}", *_ids(tokenizer, *qa)) for i, qa in enumerate(qa_pairs[domain][samples:])]
         for domain in DOMAINS
     }
     return Specialists(base, teachers, tokenizer, answered, truth)
@@ -114,11 +114,13 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question
         token = torch.multinomial(logprobs.exp(), 1)
         drawn.append(logprobs.gather(1, token))
         ids = torch.cat([ids, token], 1)
-    logprobs, made = torch.cat(drawn, 1).numpy(), []
+    logprobs, scorables = torch.cat(drawn, 1).numpy(), []
     for row, answer in enumerate(ids[:, start:].tolist()):
         end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
-        made.append(_scorable(f"{questions[row]}-{row}", ids[row, :start].tolist(), answer[:end], logprobs[row, :end]))
-    return made
+        scorables.append(
+            _scorable(f"{questions[row]}-{row}", ids[row, :start].tolist(), answer[:end], logprobs[row, :end])
+        )
+    return scorables
 
 
 def _scorable(uid: str, prompt: Sequence[int], answer: Sequence[int], logprobs: np.ndarray | None = None) -> Scorable:

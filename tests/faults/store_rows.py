@@ -49,8 +49,8 @@ def killed_in_commit(count: int, seed: int) -> Tally:
         with folder() as home:
             told_by(partial(create, home))
             told_by(partial(commit_until_killed, home, point, visit, draw.uniform(0.02, 0.25)))
-            found = told_by(partial(commit_all_and_audit, home))
-            tally.case(found == [], f"case {case}: {point}, visit {visit}: {found}")
+            problems = told_by(partial(commit_all_and_audit, home))
+            tally.case(problems == [], f"case {case}: {point}, visit {visit}: {problems}")
     return tally
 
 
@@ -80,11 +80,11 @@ def commit_all_and_audit(home: Path) -> list[str]:
 
 def audit(store: Store, count: int) -> list[str]:
     """Samples 0 to count - 1, once each, with the payload they were given."""
-    wanted = {sample.uid: sample for sample in map(build.sample, range(count))}
+    expected = {sample.uid: sample for sample in map(build.sample, range(count))}
     uids = store.samples(["uid"])["uid"].to_pylist()
-    wrong = [] if sorted(uids) == sorted(wanted) else [f"{len(uids)} rows of {len(set(uids))} uids, not {count}"]
+    wrong = [] if sorted(uids) == sorted(expected) else [f"{len(uids)} rows of {len(set(uids))} uids, not {count}"]
     for row in store.read_tokens(range(len(uids)), verify=True).to_pylist():
-        if row["uid"] in wanted and row["tokens"] != wanted[row["uid"]].tokens.tolist():
+        if row["uid"] in expected and row["tokens"] != expected[row["uid"]].tokens.tolist():
             wrong.append(f"{row['uid']} has another payload")
     return wrong + ([] if (report := store.verify()).ok else [f"verify: {report}"])
 
@@ -97,9 +97,9 @@ def raced(count: int, seed: int) -> Tally:
             told_by(partial(create, home))
             children = [Child(partial(race, home, draw.random(), case % 2 == 1)) for _ in range(COMMITTERS)]
             claims = [child.answer() for child in children]
-            found = told_by(partial(audit_path, home))
+            problems = told_by(partial(audit_path, home))
             fair = None not in claims and sum(claims) == SAMPLES
-            tally.case(fair and found == [], f"case {case}, unlocked {case % 2 == 1}: claimed {claims}, {found}")
+            tally.case(fair and problems == [], f"case {case}, unlocked {case % 2 == 1}: claimed {claims}, {problems}")
     return tally
 
 
@@ -124,8 +124,8 @@ def replies_lost(count: int, seed: int) -> Tally:
     for case in range(count):
         with folder() as home:
             told_by(partial(create, home))
-            found = told_by(partial(lose_replies, home, seed + case))
-            tally.case(found == [], f"case {case}: {found}")
+            problems = told_by(partial(lose_replies, home, seed + case))
+            tally.case(problems == [], f"case {case}: {problems}")
     return tally
 
 
@@ -160,8 +160,8 @@ def cleaned_while_read(count: int, seed: int) -> Tally:
         pinned_at = draw.randrange(1, SAMPLES // BATCH)
         with folder() as home:
             told_by(partial(create, home))
-            found = told_by(partial(read_while_cleaned, home, pinned_at))
-            tally.case(found == [], f"case {case}, pinned after {pinned_at} commits: {found}")
+            problems = told_by(partial(read_while_cleaned, home, pinned_at))
+            tally.case(problems == [], f"case {case}, pinned after {pinned_at} commits: {problems}")
     return tally
 
 

@@ -127,11 +127,11 @@ def state(ledger: Ledger) -> tuple[object, ...]:
 def states(seed: int, length: int) -> list[tuple[object, ...]]:
     """State after 0, 1, 2 … messages of a story."""
     ledger = Ledger()
-    found = [state(ledger)]
+    history = [state(ledger)]
     for message in story(seed, length):
         ledger.apply(message)
-        found.append(state(ledger))
-    return found
+        history.append(state(ledger))
+    return history
 
 
 def segments(folder: Path) -> list[Path]:
@@ -139,7 +139,7 @@ def segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.wal"))
 
 
-def is_prefix(home: Path, known: list[tuple[object, ...]], least: int, most: int) -> bool:
+def is_prefix(home: Path, history: list[tuple[object, ...]], least: int, most: int) -> bool:
     """Whether the log holds the state after n messages, least <= n <= most."""
-    found = state(recover(home).ledger)
-    return any(found == known[n] for n in range(least, min(most, len(known) - 1) + 1))
+    recovered_state = state(recover(home).ledger)
+    return any(recovered_state == history[n] for n in range(least, min(most, len(history) - 1) + 1))

@@ -57,13 +57,13 @@ reached("ended")
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     lengths = lengths_of(48, mean_log=4.5, shortest=8, longest=400)
-    made = make_store(tmp_path_factory.mktemp("kill") / "s", lengths, teachers=TEACHERS, signals=("hidden",))
+    planned_store = make_store(tmp_path_factory.mktemp("kill") / "s", lengths, teachers=TEACHERS, signals=("hidden",))
     plan = build_window(
-        plan_columns(made, TEACHERS), sections.Plan(pack_tokens=512, batch_samples=16), seed=0, stage=STAGE, window=0,
-        snapshot=made.snapshot(), teachers=TEACHERS,
+        plan_columns(planned_store, TEACHERS), sections.Plan(pack_tokens=512, batch_samples=16), seed=0, stage=STAGE,
+        window=0, snapshot=planned_store.snapshot(), teachers=TEACHERS,
     )  # fmt: skip
-    made.add_plan(plan)
-    return made
+    planned_store.add_plan(plan)
+    return planned_store
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +113,12 @@ def walk_to(process: subprocess.Popen[str], state: str) -> None:
 
 def slots_of(pid: int) -> int:
     """Slots of shared memory that a process holds."""
-    found = set()
+    inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
             if "mopd-slot" in os.readlink(fd):
-                found.add(fd.stat().st_ino)
-    return len(found)
+                inodes.add(fd.stat().st_ino)
+    return len(inodes)
 
 
 @pytest.mark.parametrize("state", TRAINER_STATES)

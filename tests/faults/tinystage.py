@@ -125,12 +125,12 @@ def open_files() -> int:
 def shared_memory(pid: int | str = "self") -> int:
     """Slots of shared memory that a process holds open or mapped."""
     maps = {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "mopd-slot" in line}
-    held = set()
+    inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             if "mopd-slot" in os.readlink(fd):
-                held.add(str(fd.stat().st_ino))
-    return len(maps | held)
+                inodes.add(str(fd.stat().st_ino))
+    return len(maps | inodes)
 
 
 def nobody_holds_a_slot(client: LoaderClient, deadline_s: float) -> bool:

@@ -47,23 +47,27 @@ def truncated(count: int, seed: int) -> Tally:
     while tally.tried < count:
         for rotate_dies in ("", "wal.segment.named", "wal.base"):
             length = 25
-            known = states(seed, length)
+            history = states(seed, length)
             with folder() as home:
                 told(home, seed, length, settings=big, rotate_dies=rotate_dies)
                 for path in segments(home):
                     _cut_everywhere(
-                        tally, home, path, known, closed=rotate_dies == "wal.segment.named" and path.stem.endswith("0")
+                        tally,
+                        home,
+                        path,
+                        history,
+                        closed=rotate_dies == "wal.segment.named" and path.stem.endswith("0"),
                     )
         seed += 1
     return tally
 
 
-def _cut_everywhere(tally: Tally, home: Path, path: Path, known: list[tuple[object, ...]], *, closed: bool) -> None:
+def _cut_everywhere(tally: Tally, home: Path, path: Path, history: list[tuple[object, ...]], *, closed: bool) -> None:
     whole = path.read_bytes()
     for size in range(len(whole)):
         os.truncate(path, size)
         try:
-            good = state(recover(home).ledger) in known and not closed
+            good = state(recover(home).ledger) in history and not closed
         except DamagedError:
             good = closed or size < SEGMENT_HEADER or path.stem.endswith("1")
         tally.case(good, f"{path.name} cut at byte {size} of {len(whole)}, closed {closed}")
@@ -76,7 +80,7 @@ def flipped(count: int, seed: int) -> Tally:
     big = sections.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
-        known = states(seed, 25)
+        history = states(seed, 25)
         with folder() as home:
             told(home, seed, 25, settings=big)
             (path,) = segments(home)
@@ -89,7 +93,7 @@ def flipped(count: int, seed: int) -> Tally:
                 promised = byte < SEGMENT_HEADER or hit.lsn <= watermark
                 try:
                     recovered = recover(home)
-                    good = not promised and recovered.torn_bytes > 0 and state(recovered.ledger) in known
+                    good = not promised and recovered.torn_bytes > 0 and state(recovered.ledger) in history
                 except DamagedError:
                     good = promised or hit.lsn <= segment.header.first_lsn + 1
                 tally.case(good, f"story {seed}, bit {bit} of byte {byte}")
@@ -103,7 +107,7 @@ def power_lost(count: int, seed: int) -> Tally:
     settings = sections.Wal(group_commit_ms=1000, segment_bytes=1 << 14, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
-        known = states(seed, LENGTH)
+        history = states(seed, LENGTH)
         with folder() as home:
             disk = Disk()
             told_messages, durable = _until_power_loss(home, seed, settings, disk, draw)
@@ -111,7 +115,7 @@ def power_lost(count: int, seed: int) -> Tally:
                 with folder() as after:
                     disk.after_power_loss(home, after, draw)
                     try:
-                        good = is_prefix(after, known, durable, told_messages + 1)
+                        good = is_prefix(after, history, durable, told_messages + 1)
                     except DamagedError:
                         good = False
                     tally.case(good, f"story {seed}, {told_messages} messages, {durable} durable, variant {variant}")
@@ -128,8 +132,8 @@ class Disk:
 
     def saw_sync(self, descriptor: int) -> None:
         """fdatasync returned."""
-        found = os.fstat(descriptor)
-        self.synced[found.st_ino] = found.st_size
+        status = os.fstat(descriptor)
+        self.synced[status.st_ino] = status.st_size
 
     def saw_delete(self, path: Path) -> None:
         """A segment is about to be unlinked."""
@@ -216,7 +220,7 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
 def nth_call_fails(count: int, seed: int) -> Tally:
     """The N-th system call fails, or writes short: success or a named error; nothing acknowledged is lost."""
     tally, draw = Tally(), random.Random(seed)
-    known = states(seed, 60)
+    history = states(seed, 60)
     for case in range(count):
         name, code = FAILING[case % len(FAILING)], draw.choice(ERRORS)
         nth = case // len(FAILING) % 60 + 1
@@ -229,7 +233,7 @@ def nth_call_fails(count: int, seed: int) -> Tally:
         with folder() as home:
             with calls_fail(name, nth, code):
                 logged, error = _live(home, seed)
-            good = not home.exists() or is_prefix(home, known, logged, logged + 1)
+            good = not home.exists() or is_prefix(home, history, logged, logged + 1)
             tally.case(good, what)
     return tally
 
@@ -263,20 +267,20 @@ def calls_fail(name: str, nth: int, code: int) -> Iterator[list[int]]:
     failed: set[tuple[int, int]] = set()
     again: list[int] = []
 
-    def call(*given: object, **named: object) -> object:
+    def call(*args: object, **named: object) -> object:
         nonlocal calls
         calls += 1
         if name == "fdatasync":
-            found = os.fstat(given[0])  # type: ignore[arg-type]
-            if (found.st_dev, found.st_ino) in failed:
+            status = os.fstat(args[0])  # type: ignore[arg-type]
+            if (status.st_dev, status.st_ino) in failed:
                 again.append(calls)
             if calls == nth:
-                failed.add((found.st_dev, found.st_ino))
+                failed.add((status.st_dev, status.st_ino))
         if calls == nth:
             if name == "write" and code == errno.EMFILE:
-                return real(given[0], bytes(given[1])[:3])  # type: ignore[arg-type]
+                return real(args[0], bytes(args[1])[:3])  # type: ignore[arg-type]
             raise OSError(code, os.strerror(code))
-        return real(*given, **named)
+        return real(*args, **named)
 
     setattr(os, name, call)
     try:

@@ -40,14 +40,14 @@ def killed_at_random(count: int, seed: int) -> Tally:
     acked = mmap.mmap(-1, 8)
     stories = [(story_seed, states(story_seed, LENGTH)) for story_seed in range(seed, seed + 4)]
     for case in range(count):
-        story_seed, known = stories[case % len(stories)]
+        story_seed, history = stories[case % len(stories)]
         acked[:8] = bytes(8)
         with folder() as home:
             moment = draw.randrange(-20, LENGTH)
             forked(partial(child_writes, home, story_seed, acked, None), partial(reached, acked, moment))
             (logged,) = struct.unpack("<Q", acked[:8])
             try:
-                good = not home.exists() or is_prefix(home, known, logged, logged + 1)
+                good = not home.exists() or is_prefix(home, history, logged, logged + 1)
             except DamagedError:
                 good = False
             tally.case(good, f"story {story_seed}, killed after {logged} messages")
@@ -67,15 +67,15 @@ def killed_at_points(count: int, seed: int) -> Tally:
     for case in range(count):
         point, again = POINTS[case % len(POINTS)], draw.choice(OPENING_POINTS)
         visit = draw.choice((1, 2, 3, 9, 40))
-        story_seed, known = stories[case % len(stories)]
+        story_seed, history = stories[case % len(stories)]
         acked[:8] = bytes(8)
         with folder() as home:
             forked(partial(child_writes, home, story_seed, acked, killer(point, visit)))
             (logged,) = struct.unpack("<Q", acked[:8])
-            first = is_prefix(home, known, logged, logged + 1)
-            found = state(recover(home).ledger)
+            first = is_prefix(home, history, logged, logged + 1)
+            recovered_state = state(recover(home).ledger)
             forked(partial(reopen, home, killer(again, 1)))
-            second = state(recover(home).ledger) == found
+            second = state(recover(home).ledger) == recovered_state
             tally.case(first and second, f"story {story_seed}, {point} visit {visit}, then {again}")
     return tally
 
@@ -92,7 +92,7 @@ def fenced(count: int, seed: int) -> Tally:
     slow = sections.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
     for case in range(count):
         length = draw.randrange(5, 120)
-        known = states(seed + case, length + 60)
+        history = states(seed + case, length + 60)
         with folder() as home:
             zombie, recovered = TokenLog.open(home, slow)
             ledger = recovered.ledger
@@ -113,8 +113,12 @@ def fenced(count: int, seed: int) -> Tally:
             if owner is not None:
                 owner.abort()
             (home / "LOCK").unlink(missing_ok=True)
-            found = state(recover(home).ledger)
-            expected = found == known[length] if complete or _has_fence(home) else found in known[length:]
+            recovered_state = state(recover(home).ledger)
+            expected = (
+                recovered_state == history[length]
+                if complete or _has_fence(home)
+                else recovered_state in history[length:]
+            )
             tally.case(refused and fenced_before_base and expected, f"case {case}, complete {complete}")
     return tally
 

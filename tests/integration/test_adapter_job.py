@@ -73,15 +73,15 @@ def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
     adapter_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:
     job = write_job(tmp_path)
-    given = arguments('stages.student.train.lora={r=4, merge="end"}')
-    attempt = start_mopd("run", job, *given)
+    lora_args = arguments('stages.student.train.lora={r=4, merge="end"}')
+    attempt = start_mopd("run", job, *lora_args)
     latest = tmp_path / "store" / "checkpoints" / "student" / "latest"
     while not latest.exists():  # in the first window of the student's adapter
         assert attempt.poll() is None
         time.sleep(0.01)
     attempt.kill()
     attempt.wait()
-    mopd("run", job, *given)
+    mopd("run", job, *lora_args)
     query = "select uid, response_len from samples order by uid"
     assert open_store(str(tmp_path / "store")).sql(query) == open_store(str(adapter_job / "store")).sql(query)
     for version in ("v1", "v2"):
@@ -100,13 +100,13 @@ def test_a_job_of_adapters_killed_in_every_action_ends_with_the_same_samples_and
         return open_store(str(store)).sql(times).num_rows if (store / "store.json").exists() else 0
 
     job, store = write_job(tmp_path), tmp_path / "store"
-    given = arguments('stages.student.train.lora={r=4, merge="end"}')
+    lora_args = arguments('stages.student.train.lora={r=4, merge="end"}')
     actions, kills = ended(adapter_job / "store"), 0
     while (before := ended(store)) < actions - 1:
-        killed_in(["run", str(job), *given], lambda before=before: ended(store) > before, signal.SIGKILL)
+        killed_in(["run", str(job), *lora_args], lambda before=before: ended(store) > before, signal.SIGKILL)
         kills += 1
     assert kills > len(LORA) * 3
-    mopd("run", job, *given)
+    mopd("run", job, *lora_args)
     for query in (
         "select uid, response_len from samples order by uid",
         "select policy, policy_version, prompt_id, response from evals order by all",
@@ -135,9 +135,11 @@ def test_an_adapter_is_trained_while_it_samples(
 ) -> None:
     job = write_job(tmp_path, extra=FOLLOWED)
     shutil.copytree(adapter_job / "store", tmp_path / "store", symlinks=True)
-    given = arguments('stages.student.train.lora={r=4, merge="end"}')
-    producers = [start_mopd(command, job, "--stage", "later", "--follow", *given) for command in ("rollout", "score")]
-    mopd("train", job, "--stage", "later", "--follow", *given, timeout=400)
+    lora_args = arguments('stages.student.train.lora={r=4, merge="end"}')
+    producers = [
+        start_mopd(command, job, "--stage", "later", "--follow", *lora_args) for command in ("rollout", "score")
+    ]
+    mopd("train", job, "--stage", "later", "--follow", *lora_args, timeout=400)
     for process in producers:
         assert process.wait(60) == 0, process.stderr.read().decode()
     store = open_store(str(tmp_path / "store"))
@@ -156,13 +158,13 @@ def test_another_node_goes_on_with_an_adapter_whose_store_is_on_s3(
     s3: str, adapter_job: Path, tmp_path: Path, write_job: Callable
 ) -> None:
     job = write_job(tmp_path)
-    given = arguments('stages.student.train.lora={r=4, merge="end"}')
+    lora_args = arguments('stages.student.train.lora={r=4, merge="end"}')
     killed_in(
-        [*on_node(tmp_path / "a", s3, job=job), *given],
+        [*on_node(tmp_path / "a", s3, job=job), *lora_args],
         lambda: (tmp_path / "a" / "policies" / "student" / "v1").exists(),
         signal.SIGKILL,
     )
-    run([*on_node(tmp_path / "b", s3, job=job), *given])
+    run([*on_node(tmp_path / "b", s3, job=job), *lora_args])
     assert answers(s3) == answers(str(adapter_job / "store"))
     store = open_store(s3)
     assert store.verify().findings == []

@@ -42,10 +42,10 @@ def test_running_a_finished_job_again_changes_nothing_and_ends_with_the_table_an
 
 def test_any_sample_of_the_job_can_be_shown(finished_job: Path, mopd: Command) -> None:
     store = finished_job / "store"
-    found = mopd(
+    answer = mopd(
         "query", store, "select uid, stage from samples qualify row_number() over (partition by stage) = 1", "--json"
     )
-    for row in json.loads(found.stdout):
+    for row in json.loads(answer.stdout):
         view = json.loads(mopd("show", store, row["uid"], "--json").stdout)
         assert view["metadata"]["stage"] == row["stage"]
         assert "".join(token["text"] for token in view["tokens"])

@@ -94,26 +94,26 @@ def test_rewards_are_the_discriminators_and_a_killed_run_ends_with_the_same_bits
 ) -> None:
     whole = copy("whole")
     mopd("run", whole, "--stage", "gad")
-    wanted = outcome(whole.parent)
+    expected = outcome(whole.parent)
     versions = {
-        row["verifier_version"].split("@")[0] for row in wanted["rewards"] if row["verifier"] == "discriminator"
+        row["verifier_version"].split("@")[0] for row in expected["rewards"] if row["verifier"] == "discriminator"
     }
     assert versions == {"v1", "v2"}
-    assert len(wanted["rewards"]) == 2 * 64, "a verifier's and the discriminator's for each sample"
-    assert [name for name in wanted if "discriminators/gad/v2" in name]
+    assert len(expected["rewards"]) == 2 * 64, "a verifier's and the discriminator's for each sample"
+    assert [name for name in expected if "discriminators/gad/v2" in name]
     trained = open_store(str(whole.parent / "store")).sql("select extra from steps where stage = 'gad'").to_pylist()
-    scores = [row["reward"] for row in wanted["rewards"] if row["verifier"] == "discriminator"]
+    scores = [row["reward"] for row in expected["rewards"] if row["verifier"] == "discriminator"]
     assert len(set(scores)) > 10
     assert all('"reward"' in step["extra"] for step in trained)
 
-    for place, count in KILLS:
-        job = copy(place)
-        command = [sys.executable, "-c", DIES, place, str(count), str(job)]
+    for kill_point, count in KILLS:
+        job = copy(kill_point)
+        command = [sys.executable, "-c", DIES, kill_point, str(count), str(job)]
         died = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
         assert died.returncode == -9, died.stderr.decode()
-        assert outcome(job.parent) != wanted
+        assert outcome(job.parent) != expected
         mopd("run", job, "--stage", "gad")
-        assert outcome(job.parent) == wanted, place
+        assert outcome(job.parent) == expected, kill_point
 
 
 def test_only_prompts_that_the_teacher_answered_are_asked(copy: Callable, mopd: Callable) -> None:
@@ -124,5 +124,5 @@ def test_only_prompts_that_the_teacher_answered_are_asked(copy: Callable, mopd: 
     job.write_text(few.replace('text = "text"', 'text = "sums"'))  # the reference answers of one domain
     mopd("rollout", job, "--stage", "gad")
     store = open_store(str(job.parent / "store"))
-    asked = store.sql("select distinct domain, count(*) n from samples where stage = 'gad' group by 1").to_pylist()
-    assert asked == [{"domain": "sums", "n": 48}]
+    counts = store.sql("select distinct domain, count(*) n from samples where stage = 'gad' group by 1").to_pylist()
+    assert counts == [{"domain": "sums", "n": 48}]

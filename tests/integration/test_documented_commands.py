@@ -98,14 +98,16 @@ def test_blocks_that_take_minutes_run(page: Path, finished_job: Path, tmp_path: 
 
 def help_examples() -> list[tuple[str, str]]:
     """(command, mark) of the examples of every help text."""
-    found = [line for block in blocks(ROOT / "docs" / "cli.md") for line in commands(block) if line.startswith("mopd ")]
+    examples = [
+        line for block in blocks(ROOT / "docs" / "cli.md") for line in commands(block) if line.startswith("mopd ")
+    ]
     marks = []
-    for line in found:
+    for line in examples:
         words = line.split()
         keys = (line, " ".join(words[1:3]), words[1])
         marks.append(next((HELP_EXAMPLES[key] for key in keys if key in HELP_EXAMPLES), "run"))
     assert {mark for mark in marks if mark != "run"} <= set(REASONS)
-    return list(zip(found, marks, strict=True))
+    return list(zip(examples, marks, strict=True))
 
 
 @pytest.mark.slow

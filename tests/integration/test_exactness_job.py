@@ -63,21 +63,21 @@ def test_a_healthy_job_records_every_part_and_warns_of_nothing(
     if dtype == "float32":  # the trainer, which runs already, ends the second window before the job looks
         monkeypatch.setattr(pipeline, "plan_window", until_trained)
     run_job(job, console=Console(quiet=True))
-    found = measure(open_store(job.store))
-    parts = {(row["part"], row["teacher"], row["stage"]) for row in found.self_checks}
+    measures = measure(open_store(job.store))
+    parts = {(row["part"], row["teacher"], row["stage"]) for row in measures.self_checks}
     teachers = {("teacher", name, "student") for name in ("sums", "words")}
     assert parts == {("sampler", "", "student"), ("trainer", "", "student")} | teachers
-    assert all(0 <= row["gap"] <= row["band"] for row in found.self_checks)
+    assert all(0 <= row["gap"] <= row["band"] for row in measures.self_checks)
     warned = open_store(job.store).table("events", ["detail"], filter="kind = 'signal_warning'")["detail"].to_pylist()
     checks = {json.loads(detail)["check"] for detail in warned}
     assert "base" not in checks, "that the teachers are the student is what the job says"
     rollout = job.stage("student").rollout
-    assert {row["tokens"] for row in found.self_checks} == {rollout.max_prompt_tokens + rollout.max_new_tokens}
-    assert [(row["window"], row["policy_version"], row["warning"]) for row in found.sampler_gaps] == [
+    assert {row["tokens"] for row in measures.self_checks} == {rollout.max_prompt_tokens + rollout.max_new_tokens}
+    assert [(row["window"], row["policy_version"], row["warning"]) for row in measures.sampler_gaps] == [
         (0, 0, ""), (1, 1, ""),
     ]  # fmt: skip
-    assert all(0 < row["mean"] <= row["p99"] for row in found.sampler_gaps)
-    assert all(row["mean"] <= row["band"] for row in found.sampler_gaps)
+    assert all(0 < row["mean"] <= row["p99"] for row in measures.sampler_gaps)
+    assert all(row["mean"] <= row["band"] for row in measures.sampler_gaps)
 
 
 def test_a_sampler_with_shifted_positions_stops_the_stage_before_its_first_step(

@@ -23,7 +23,7 @@ TEACHERS = ["adder", "speller"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one planned window, and a policy with its vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,19 +42,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def output_of(place: Path, script: str, *words: str, launcher: tuple[str, ...] = ()) -> str:
-    example = [str(EXAMPLES / script), str(place / "store"), STAGE, str(place / "policy")]
+def output_of(example_dir: Path, script: str, *words: str, launcher: tuple[str, ...] = ()) -> str:
+    example = [str(EXAMPLES / script), str(example_dir / "store"), STAGE, str(example_dir / "policy")]
     command = [sys.executable, *launcher, *example, *words]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(place), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(example_dir), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def first_loss(place: Path, packs: int) -> float:
+def first_loss(example_dir: Path, packs: int) -> float:
     """Cross-entropy over the trained tokens of the window's first packs, one forward pass for each sample."""
-    model = AutoModelForCausalLM.from_pretrained(place / "policy")
-    store = open_store(str(place / "store"))
+    model = AutoModelForCausalLM.from_pretrained(example_dir / "policy")
+    store = open_store(str(example_dir / "store"))
     plan = store.plan(STAGE, 0)
     assert plan is not None
     total, count = 0.0, 0
@@ -67,20 +67,22 @@ def first_loss(place: Path, packs: int) -> float:
     return total / count
 
 
-def test_a_plain_loop(place: Path) -> None:
-    losses = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", output_of(place, "plain_loop.py"))]
+def test_a_plain_loop(example_dir: Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", output_of(example_dir, "plain_loop.py"))]
     assert len(losses) == 3
-    plan = open_store(str(place / "store")).plan(STAGE, 0)
+    plan = open_store(str(example_dir / "store")).plan(STAGE, 0)
     assert plan is not None
-    assert losses[0] == pytest.approx(first_loss(place, int(plan.step_starts[1])), abs=1e-5)
+    assert losses[0] == pytest.approx(first_loss(example_dir, int(plan.step_starts[1])), abs=1e-5)
     assert all(5 < loss < 20 for loss in losses), "cross-entropy of an untrained model over 32,000 tokens"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_loop_of_accelerate_trains_as_the_plain_one_on_any_number_of_processes(place: Path, processes: int) -> None:
+def test_a_loop_of_accelerate_trains_as_the_plain_one_on_any_number_of_processes(
+    example_dir: Path, processes: int
+) -> None:
     launcher = ("-m", "accelerate.commands.launch", "--cpu", f"--num_processes={processes}", "--num_machines=1",
                 "--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1")  # fmt: skip
-    out = [output_of(place, "accelerate_loop.py", launcher=launcher), output_of(place, "plain_loop.py")]
+    out = [output_of(example_dir, "accelerate_loop.py", launcher=launcher), output_of(example_dir, "plain_loop.py")]
     own, plain = ([float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", text)] for text in out)
     assert len(own) == 3
     # Losses of later steps hold the weights' updates; sums in another order differ by float32's rounding.
@@ -88,10 +90,10 @@ def test_a_loop_of_accelerate_trains_as_the_plain_one_on_any_number_of_processes
 
 
 @pytest.mark.slow
-def test_hugging_face_trainer(place: Path) -> None:
-    output_of(place, "hf_trainer.py", str(place / "out"))
-    logged = json.loads((place / "out" / "trainer_state.json").read_text())["log_history"]
+def test_hugging_face_trainer(example_dir: Path) -> None:
+    output_of(example_dir, "hf_trainer.py", str(example_dir / "out"))
+    logged = json.loads((example_dir / "out" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in logged if "loss" in entry]
-    assert losses[0] == pytest.approx(first_loss(place, 1), abs=1e-3)
+    assert losses[0] == pytest.approx(first_loss(example_dir, 1), abs=1e-3)
     assert len(losses) == 4
     assert all(5 < loss < 20 for loss in losses)

@@ -110,7 +110,7 @@ def test_a_job_goes_on_beside_a_reward_that_raises_hangs_and_gives_up(folder: Pa
     assert "failing_judge.py:9" in refused.stderr
     assert "defect of mopd" not in refused.stderr
     store = open_store(str(folder / "store"))
-    kept = store.table("rewards").num_rows
+    rewards_before = store.table("rewards").num_rows
     assert store.table("samples", ["uid"]).num_rows == 16
 
     (folder / "raises").unlink()
@@ -118,7 +118,7 @@ def test_a_job_goes_on_beside_a_reward_that_raises_hangs_and_gives_up(folder: Pa
     command = [sys.executable, "-m", "mopd_dataplane", "run", job]
     attempt = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while open_store(str(folder / "store")).table("rewards").num_rows <= kept and time.monotonic() < deadline:
+    while open_store(str(folder / "store")).table("rewards").num_rows <= rewards_before and time.monotonic() < deadline:
         time.sleep(0.5)
     assert attempt.poll() is None, "the kill meets a run that is still on its way"
     attempt.kill()
@@ -134,7 +134,7 @@ def test_a_job_goes_on_beside_a_reward_that_raises_hangs_and_gives_up(folder: Pa
     reasons = {row["unscorable"] for row in said if row["reward"] is None}
     unscorable = [row["uid"] for row in said if row["unscorable"]]
     assert samples == len(rewards) + len(unscorable) == 32
-    assert len(rewards) >= kept
+    assert len(rewards) >= rewards_before
     assert reasons <= {"the function returned None", "no result after 1 s"}
     assert unscorable, "the seed gives some of either"
     plans = store.table("plans", ["stats", "sample_rows"]).to_pylist()

@@ -52,12 +52,12 @@ def test_a_job_on_a_family_ends_with_the_same_samples_after_a_kill(
     attempt.wait()
     mopd("run", job)
 
-    wanted, found = (samples_of(tmp_path / name / "store") for name in ("whole", "killed"))
-    assert sorted(found) == sorted(wanted)
-    for uid, (tokens, logprobs) in wanted.items():
-        assert found[uid][0].tolist() == tokens.tolist(), uid
+    expected, samples = (samples_of(tmp_path / name / "store") for name in ("whole", "killed"))
+    assert sorted(samples) == sorted(expected)
+    for uid, (tokens, logprobs) in expected.items():
+        assert samples[uid][0].tolist() == tokens.tolist(), uid
         if logprobs is not None:
-            np.testing.assert_allclose(found[uid][1], logprobs, rtol=0, atol=2e-4, err_msg=uid)
+            np.testing.assert_allclose(samples[uid][1], logprobs, rtol=0, atol=2e-4, err_msg=uid)
     steps = open_store(str(tmp_path / "whole" / "store")).sql("select loss from steps where stage = 'student'")
     losses = [row["loss"] for row in steps.to_pylist()]
     assert len(losses) == 4

@@ -36,8 +36,8 @@ Mopd = Callable[..., subprocess.CompletedProcess[str]]
 
 def run(*words: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command of the fresh environment, which sees nothing of this one."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = {**kept, "OMP_NUM_THREADS": "1"}
+    clean_environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
@@ -120,7 +120,9 @@ def mopd(environment: Path, tmp_path: Path) -> Mopd:
 
 def answers(python: Path, commands: list[list[str]], *, cwd: Path) -> list[tuple[str, int, int, str, str]]:
     """(command, columns, exit code, stdout, stderr) of commands at both widths, all in one interpreter."""
-    return [tuple(found) for found in json.loads(run(python, "-c", EVERY_ANSWER, json.dumps(commands), cwd=cwd).stdout)]
+    return [
+        tuple(answer) for answer in json.loads(run(python, "-c", EVERY_ANSWER, json.dumps(commands), cwd=cwd).stdout)
+    ]
 
 
 EVERY_ANSWER = """
@@ -199,8 +201,8 @@ def test_what_is_left_behind_needs_no_torch(demo_store: Store, mopd: Mopd, tmp_p
 def test_with_torch_the_quickstart_runs_from_its_name(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     binaries = tmp_path / "venv" / "bin"
-    wanted = f"mopd-dataplane[train,jobs] @ {wheel.as_uri()}"
-    run(binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torch==2.13.0", wanted, cwd=tmp_path)
+    requirement = f"mopd-dataplane[train,jobs] @ {wheel.as_uri()}"
+    run(binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torch==2.13.0", requirement, cwd=tmp_path)
 
     def mopd(*words: str) -> str:
         return run(binaries / "mopd", *words, cwd=tmp_path).stdout

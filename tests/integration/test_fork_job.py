@@ -214,7 +214,7 @@ def test_a_fork_that_something_came_in_between_of_is_made_by_the_same_command(
 ) -> None:
     store, new = open_store(str(run)), str(tmp_path / "new")
     [uid] = store.sql("SELECT uid FROM samples WHERE stage = 'student' LIMIT 1")["uid"].to_pylist()
-    kept = store.read_json("job.json")
+    job_record = store.read_json("job.json")
 
     def delete_now(point: str) -> None:
         if point == "fork.weights":
@@ -245,7 +245,7 @@ def test_a_fork_that_something_came_in_between_of_is_made_by_the_same_command(
         with advises(" was made by another process meanwhile; give the fork another name"):
             fork(store, str(tmp_path / "third"), "student@2")
     fork(store, str(tmp_path / "fourth"), "student@2")
-    assert store.read_json("job.json") == kept
+    assert store.read_json("job.json") == job_record
 
 
 def test_a_run_on_an_object_store_is_not_forked(s3: str, tmp_path: Path) -> None:
@@ -331,13 +331,13 @@ def test_a_run_is_taken_back_and_nothing_is_lost(point: str, run: Path, tmp_path
     if point:
         killed(point, run)
     done = rewind(str(run), "student@2")
-    kept = tmp_path / "run-was-student-3"
-    assert (done.point, done.kept_as) == ("student@2", str(kept))
+    backup_dir = tmp_path / "run-was-student-3"
+    assert (done.point, done.kept_as) == ("student@2", str(backup_dir))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-was-student-3"]
-    after = bytes_of(kept)
+    after = bytes_of(backup_dir)
     assert {name for name in before if after[name] != before[name]} == {"job.json"}
-    assert content(kept) == rows
-    assert json.loads((kept / "job.json").read_text())["store"] == str(kept)
+    assert content(backup_dir) == rows
+    assert json.loads((backup_dir / "job.json").read_text())["store"] == str(backup_dir)
     assert {row["window"] for row in content(run)["plans"] if row["stage"] == "student"} == {0, 1}
     assert load_job(run).store == str(run)
     gc.collect()

@@ -51,9 +51,9 @@ def test_imported_answers_are_scored_and_trained_on(
     assert "mopd import FORMAT PATH --stage imported" in " ".join(refused.stderr.split())
     store = tmp_path / "store"
     student = make_student(load_job(job).student, tmp_path / "student", seed=7)
-    place = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
-    first = json.loads(mopd("import", "verl", dump, *place, "--json").stdout)
-    again = json.loads(mopd("import", "verl", dump, *place, "--json").stdout)
+    import_args = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
+    first = json.loads(mopd("import", "verl", dump, *import_args, "--json").stdout)
+    again = json.loads(mopd("import", "verl", dump, *import_args, "--json").stdout)
     assert (first["inserted"], first["rewards"], again["inserted"], again["rewards"]) == (32, 32, 0, 0)
     mopd("run", job)
     opened = open_store(str(store))
@@ -73,8 +73,8 @@ def test_a_policy_gradient_needs_the_samplers_log_probs(
     job = with_stored_stage(write_job(tmp_path), "sampled")
     store = tmp_path / "store"
     student = make_student(load_job(job).student, tmp_path / "student", seed=7)
-    place = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
-    mopd("import", "verl", dump, *place)
+    import_args = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
+    mopd("import", "verl", dump, *import_args)
     refused = mopd("run", job, check=False)
     assert refused.returncode == 2
     assert "32 of 32 samples came without the sampler's log-probs" in " ".join(refused.stderr.split())
@@ -88,8 +88,8 @@ def test_a_policy_gradient_refuses_log_probs_of_a_cut_distribution(
     row = {"prompt_ids": [20, 21], "response_ids": [22, 23], "logprobs": [-0.5, -0.1], "prompt": "1 + 1 = "}
     file = tmp_path / "cut.jsonl"
     file.write_text("".join(json.dumps(row | {"top_p": top_p}) + "\n" for top_p in (1.0, 0.9, 0.9)))
-    place = ("--store", tmp_path / "store", "--stage", "imported", "--domain", "sums", "--tokenizer", student)
-    mopd("import", "plain", file, *place)
+    import_args = ("--store", tmp_path / "store", "--stage", "imported", "--domain", "sums", "--tokenizer", student)
+    mopd("import", "plain", file, *import_args)
     refused = mopd("plan", job, "--stage", "imported", check=False)
     assert refused.returncode == 2
     assert "2 of 3 samples were drawn under top_p or top_k" in " ".join(refused.stderr.split())

@@ -30,14 +30,14 @@ def test_a_job_killed_again_and_again_ends_with_the_same_samples(
         attempt.wait()
     mopd("run", job)
 
-    wanted, found = samples_of(finished_job / "store"), samples_of(tmp_path / "store")
-    assert sorted(found) == sorted(wanted), f"seed {seed}"
-    for uid, (tokens, logprobs) in wanted.items():
-        assert found[uid][0].tolist() == tokens.tolist(), f"seed {seed}: sample {uid}"
+    expected, samples = samples_of(finished_job / "store"), samples_of(tmp_path / "store")
+    assert sorted(samples) == sorted(expected), f"seed {seed}"
+    for uid, (tokens, logprobs) in expected.items():
+        assert samples[uid][0].tolist() == tokens.tolist(), f"seed {seed}: sample {uid}"
         if logprobs is not None:
             # Log-probs from before a kill are the logged bits. Behind it the prefix was prefilled in one pass instead
             # of token by token: float32 rounding of a 2-layer model, three orders below what sampling could notice.
-            np.testing.assert_allclose(found[uid][1], logprobs, atol=2e-4, err_msg=f"seed {seed}: sample {uid}")
+            np.testing.assert_allclose(samples[uid][1], logprobs, atol=2e-4, err_msg=f"seed {seed}: sample {uid}")
     (counts,) = (
         open_store(str(tmp_path / "store")).sql("select count(*) a, count(distinct uid) b from samples").to_pylist()
     )

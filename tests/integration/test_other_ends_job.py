@@ -116,9 +116,9 @@ def test_with_the_ends_mapped_answers_keep_their_length_and_without_they_grow_an
 ) -> None:
     own = mopd("run", write(folder, "own", "base-tokenizer", 'end = "own"\nunknown_tokens = "mask"'))
     mapped = mopd("run", write(folder, "mapped", "base-tokenizer", 'end = "map"\nunknown_tokens = "mask"'))
-    grown, kept = lengths(folder / "own"), lengths(folder / "mapped")
+    grown, mapped_lengths = lengths(folder / "own"), lengths(folder / "mapped")
     assert grown[-1] > 1.5 * grown[0]
-    assert kept[-1] < 1.25 * kept[0]
+    assert mapped_lengths[-1] < 1.25 * mapped_lengths[0]
     said = " ".join(own.stderr.split())
     assert f"the student stops at '{BASE_END}'" in said
     assert f"the end of teacher 'instruct', '{TURN_END}', is no end of the student" in said

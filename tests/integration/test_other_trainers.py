@@ -36,8 +36,8 @@ RATE = 1e-3
 
 @pytest.fixture(scope="module")
 def scored(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, Any]]:
-    made = make_store(tmp_path_factory.mktemp("scored") / "store", prompts=2)
-    return made, add_teacher(made, VOCABULARY)
+    store = make_store(tmp_path_factory.mktemp("scored") / "store", prompts=2)
+    return store, add_teacher(store, VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,15 @@ def formula(policy: Path, store: Store, said: dict[str, Any]) -> float:
     plan = store.plan("student", 90)
     assert plan is not None
     rows = plan.sample_rows[: plan.pack_starts[PACKS]]
-    found = []
+    divergences = []
     head = torch.from_numpy(said["head"]).double()
     lengths = store.samples(["prompt_len"])["prompt_len"].to_pylist()
     for row, sample in zip(rows.tolist(), store.read_tokens(rows).to_pylist(), strict=True):
         logits = model(torch.tensor([sample["tokens"]])).logits[0, lengths[row] - 1 : -1]
         student = logits[torch.tensor(sample["loss_mask"]) > 0].log_softmax(-1)
         teacher = (torch.from_numpy(said["states"][row]).double() @ head.T).log_softmax(-1)
-        found.append((student.exp() * (student - teacher)).sum(-1))
-    return torch.cat(found).mean().item()
+        divergences.append((student.exp() * (student - teacher)).sum(-1))
+    return torch.cat(divergences).mean().item()
 
 
 def own(policy: Path, store: Store, folder: Path) -> tuple[list[float], Student]:
@@ -94,13 +94,13 @@ def own(policy: Path, store: Store, folder: Path) -> tuple[list[float], Student]
     train = Train(learning_rate=RATE, warmup_steps=0)
     trainer = OwnTrainer(student, ObjectiveLoss(objective), train, Ranks(0, 1, torch.device("cpu")), heads)
     window = Window(window=90, plan_digest="", snapshot_digest="", steps=STEPS, policy_version=1)
-    found = []
+    step_losses = []
     spec = LoadSpec(stage="student", signals=("hidden",))
     with start_server(store.uri, folder / "own.sock", spec) as server, LoaderClient(server.socket) as client:
         for step, batch in enumerate(client.batches("student", 90)):
-            found.append(trainer.step(batch, window, step).loss)
+            step_losses.append(trainer.step(batch, window, step).loss)
     heads.close()
-    return found, student
+    return step_losses, student
 
 
 def plain(policy: Path, store: Store) -> list[float]:
@@ -108,10 +108,10 @@ def plain(policy: Path, store: Store) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     head = load_file(store.path(store.teachers()[TEACHER].head_file))["weight"]
-    found = []
+    step_losses = []
     with BatchStream(store.uri, LoadSpec(stage="student", signals=("hidden",)), windows=[90]) as stream:
         for batch in stream:
-            found.append(0.0)
+            step_losses.append(0.0)
             for pack in batch.packs:
                 tokens, places = pack.tokens.long()[None], pack.position_ids.long()[None]
                 logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0, :-1]
@@ -119,12 +119,12 @@ def plain(policy: Path, store: Store) -> list[float]:
                 teacher = (pack.hidden.view(torch.float32) @ head.T).log_softmax(-1)
                 loss = (student.exp() * (student - teacher)).sum() / batch.loss_tokens
                 loss.backward()
-                found[-1] += float(loss.detach())
+                step_losses[-1] += float(loss.detach())
                 batch.release(pack)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return step_losses
 
 
 def test_the_loss_and_the_weights_are_those_of_mopd_train(
@@ -176,22 +176,22 @@ def test_what_would_be_another_loss_is_refused(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy)
 
-    def made(arguments: TrainingArguments, **others: Any) -> None:
+    def make_trainer(arguments: TrainingArguments, **others: Any) -> None:
         StoreTrainer(model, arguments, **{"store": scored[0], "stage": "student", "objective": REVERSE, **others})
 
     half = settings(tmp_path)
     half.fp16 = True  # which transformers takes on a GPU only
     with advises("fp16 is not supported here; set bf16, or train in float32"):
-        made(half)
-    made(settings(tmp_path, bf16=True))
-    made(settings(tmp_path))
+        make_trainer(half)
+    make_trainer(settings(tmp_path, bf16=True))
+    make_trainer(settings(tmp_path))
     with pytest.raises(InputError, match="gradient_accumulation_steps must be 1"):
-        made(settings(tmp_path, gradient_accumulation_steps=2))
+        make_trainer(settings(tmp_path, gradient_accumulation_steps=2))
     with pytest.raises(InputError, match=r"stage 'nobody' has planned windows \[\]"):
-        made(settings(tmp_path), stage="nobody")
+        make_trainer(settings(tmp_path), stage="nobody")
     with pytest.raises(InputError, match=r"planned windows \[0, 1, 2, 3, 90\], asked for \[7\]"):
-        made(settings(tmp_path), windows=[7])
+        make_trainer(settings(tmp_path), windows=[7])
     with pytest.raises(InputError, match="divergance"):
-        made(settings(tmp_path), objective={"divergance": {}})
+        make_trainer(settings(tmp_path), objective={"divergance": {}})
     with pytest.raises(InputError, match="needs the policy at the window's start"):
-        made(settings(tmp_path), objective={"policy_gradient": {"clip": [0.8, 1.2], "correction": "icepop"}})
+        make_trainer(settings(tmp_path), objective={"policy_gradient": {"clip": [0.8, 1.2], "correction": "icepop"}})

@@ -122,10 +122,10 @@ def test_a_job_uses_another_packages_engine_signal_terms_and_prompts(
     steps = rows(installed, store, "select * from steps order by step")
     assert len(steps) == 4
     for step in steps:
-        found = json.loads(step["extra"])
-        assert found["bonus_entropy"] > 0
-        assert found["margin"] > 0
-        assert step["loss"] == pytest.approx(-0.5 * found["bonus_entropy"] + 0.25 * found["margin_loss"], rel=1e-5)
+        extra = json.loads(step["extra"])
+        assert extra["bonus_entropy"] > 0
+        assert extra["margin"] > 0
+        assert step["loss"] == pytest.approx(-0.5 * extra["bonus_entropy"] + 0.25 * extra["margin_loss"], rel=1e-5)
     scored = rows(installed, store, "select kind, count(*) as n from scores group by kind order by kind")
     assert scored == [{"kind": "logprob", "n": 48}, {"kind": "margin", "n": 48}]
     stored = rows(installed, store, 'select uid, "values" from signals_first_margin')
@@ -143,8 +143,8 @@ def test_a_job_uses_another_packages_engine_signal_terms_and_prompts(
 def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
     answer = mopd(installed, "query", store, sql, "--json")
     assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    listed: list[dict[str, Any]] = found["rows"] if isinstance(found, dict) else found
+    payload = json.loads(answer.stdout)
+    listed: list[dict[str, Any]] = payload["rows"] if isinstance(payload, dict) else payload
     return listed
 
 
@@ -190,9 +190,9 @@ def test_what_nobody_offers_is_named(installed: Path, tmp_path: Path) -> None:
         env={**ENVIRONMENT, "PYTHONPATH": python_path(installed)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == len(MISTAKES)
-    for (_, _, said), (code, output) in zip(MISTAKES, found, strict=True):
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert len(outcomes) == len(MISTAKES)
+    for (_, _, said), (code, output) in zip(MISTAKES, outcomes, strict=True):
         assert code == 2, output
         assert said in output
 

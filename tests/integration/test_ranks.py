@@ -58,12 +58,12 @@ def rank_main(spec: str, rank: int, ranks: int) -> None:
 
 @contextmanager
 def running(
-    ground: Ground, place: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = START_S, **keys: Any
+    ground: Ground, run_dir: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = START_S, **keys: Any
 ) -> Iterator[list[BaseProcess]]:
     """A loader and the ranks it serves: real processes, forked from one that has torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with ground.loader(place, members=members, rank_deadline_s=rank_deadline_s, **keys) as spec:
+    with ground.loader(run_dir, members=members, rank_deadline_s=rank_deadline_s, **keys) as spec:
         processes = [context.Process(target=rank_main, args=(str(spec), rank, ranks)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -75,21 +75,21 @@ def running(
                 process.join()
 
 
-def train(ground: Ground, place: Path, *, ranks: int, members: int = 1, **keys: Any) -> None:
-    with running(ground, place, ranks=ranks, members=members, **keys) as processes:
+def train(ground: Ground, run_dir: Path, *, ranks: int, members: int = 1, **keys: Any) -> None:
+    with running(ground, run_dir, ranks=ranks, members=members, **keys) as processes:
         for process in processes:
             process.join(timeout=START_S)
         assert [process.exitcode for process in processes] == [0] * ranks
 
 
-def assert_same_training(place: Path, alone: Path) -> None:
+def assert_same_training(run_dir: Path, alone: Path) -> None:
     """Every step once, with the same samples, and losses and weights that differ by the order of sums only.
 
     A step's loss, norm and metrics are float32 sums over about 10^4 terms in another order: 1e-6 relative, times what
     the weights have drifted apart before. Adam divides each gradient by its own size, so where a gradient is nothing
     but rounding the step may go either way: such a weight can drift by 2 learning rates a step, most drift by none.
     """
-    one, many = MetricsReader(alone / "checkpoints").steps(), MetricsReader(place / "checkpoints").steps()
+    one, many = MetricsReader(alone / "checkpoints").steps(), MetricsReader(run_dir / "checkpoints").steps()
     for field in ("step", "window", "samples", "tokens", "loss_tokens", "staleness_max", "learning_rate"):
         assert [getattr(m, field) for m in many] == [getattr(m, field) for m in one], field
     for a, b in zip(one, many, strict=True):
@@ -99,7 +99,7 @@ def assert_same_training(place: Path, alone: Path) -> None:
     assert one[0].loss == pytest.approx(many[0].loss, rel=1e-5)  # before any update: the order of sums alone
     assert one[0].grad_norm == pytest.approx(many[0].grad_norm, rel=1e-5)
     expected = weights(alone)
-    drift = torch.cat([(tensor - expected[name]).abs().flatten() for name, tensor in weights(place).items()])
+    drift = torch.cat([(tensor - expected[name]).abs().flatten() for name, tensor in weights(run_dir).items()])
     assert drift.quantile(0.99) < 0.05 * LEARNING_RATE
     assert drift.max() < 2 * LEARNING_RATE * len(one)
 
@@ -114,57 +114,57 @@ def assert_same_training(place: Path, alone: Path) -> None:
     ],
 )
 def test_losses_and_weights_are_those_of_one_rank(ranks: int, members: int, ground: Ground, alone: Path) -> None:
-    place = ground.root / f"r{ranks}m{members}"
-    train(ground, place, ranks=ranks, members=members)
-    assert_same_training(place, alone)
+    run_dir = ground.root / f"r{ranks}m{members}"
+    train(ground, run_dir, ranks=ranks, members=members)
+    assert_same_training(run_dir, alone)
 
 
 @pytest.mark.parametrize(("ranks", "members"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_an_adapter_is_trained_by_several_ranks_as_by_one(ranks: int, members: int, ground: Ground) -> None:
-    alone, place = ground.root / f"adapter-alone-{ranks}", ground.root / f"adapter-r{ranks}m{members}"
+    alone, run_dir = ground.root / f"adapter-alone-{ranks}", ground.root / f"adapter-r{ranks}m{members}"
     train(ground, alone, ranks=1, lora=Lora(r=4))
-    train(ground, place, ranks=ranks, members=members, lora=Lora(r=4))
-    assert is_adapter(place / "policies" / "v1")
-    assert_same_training(place, alone)
+    train(ground, run_dir, ranks=ranks, members=members, lora=Lora(r=4))
+    assert is_adapter(run_dir / "policies" / "v1")
+    assert_same_training(run_dir, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{"lora": Lora(r=4)}, {"offload": True}], ids=["adapter", "offload"])
 def test_a_killed_rank_with_less_on_its_device_is_continued_by_any_number(ground: Ground, keys: dict[str, Any]) -> None:
     name = next(iter(keys))
-    alone, place = ground.root / f"{name}-alone", ground.root / f"{name}-killed"
+    alone, run_dir = ground.root / f"{name}-alone", ground.root / f"{name}-killed"
     train(ground, alone, ranks=1, **keys)
     with (
-        ground.loader(place, track=PAUSE, **keys) as spec,
+        ground.loader(run_dir, track=PAUSE, **keys) as spec,
         started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent,
     ):
-        wait_until_paused(place, agent)
+        wait_until_paused(run_dir, agent)
         rank_process(agent, 1).kill()
-        go_on(place)
+        go_on(run_dir)
         agent.communicate(timeout=DEADLINE_S)
-    saved = latest_checkpoint(place / "checkpoints")
+    saved = latest_checkpoint(run_dir / "checkpoints")
     assert saved is not None
     assert 0 < saved[0].step < ground.steps
-    train(ground, place, ranks=1, **keys)
-    assert_same_training(place, alone)
+    train(ground, run_dir, ranks=1, **keys)
+    assert_same_training(run_dir, alone)
 
 
 def test_a_killed_rank_ends_the_job_and_any_number_of_ranks_continues_it(ground: Ground, alone: Path) -> None:
-    place = ground.root / "killed"
-    with ground.loader(place, track=PAUSE) as spec:
+    run_dir = ground.root / "killed"
+    with ground.loader(run_dir, track=PAUSE) as spec:
         with started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent:
-            wait_until_paused(place, agent)
+            wait_until_paused(run_dir, agent)
             assert listening(agent) <= {"127.0.0.1", "::1"}  # nothing on a network interface
             rank_process(agent, 1).kill()
-            go_on(place)
+            go_on(run_dir)
             _, told = agent.communicate(timeout=DEADLINE_S)
         assert agent.returncode == EngineError.exit_code, told
         assert "rank 1 was killed by signal 9" in told
-    saved = latest_checkpoint(place / "checkpoints")
+    saved = latest_checkpoint(run_dir / "checkpoints")
     assert saved is not None
     assert 0 < saved[0].step < ground.steps
-    train(ground, place, ranks=4, members=2)
-    assert_same_training(place, alone)
+    train(ground, run_dir, ranks=4, members=2)
+    assert_same_training(run_dir, alone)
 
 
 def listening(agent: subprocess.Popen[str]) -> set[str]:
@@ -183,30 +183,30 @@ def rank_process(agent: subprocess.Popen[str], rank: int) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_stop_ends_every_rank_at_a_checkpoint(ground: Ground, alone: Path) -> None:
-    place = ground.root / "stopped"
-    with ground.loader(place, track=PAUSE) as spec:
+    run_dir = ground.root / "stopped"
+    with ground.loader(run_dir, track=PAUSE) as spec:
         with started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent:
-            wait_until_paused(place, agent)
+            wait_until_paused(run_dir, agent)
             leader = rank_process(agent, 0)
             agent.send_signal(signal.SIGTERM)
             wait_until_told(leader.pid)
-            go_on(place)
+            go_on(run_dir)
             agent.communicate(timeout=START_S)
         assert agent.returncode == 130
-    saved = latest_checkpoint(place / "checkpoints")
+    saved = latest_checkpoint(run_dir / "checkpoints")
     assert saved is not None
-    assert saved[0].step == len(MetricsReader(place / "checkpoints").steps())
-    train(ground, place, ranks=1)
-    assert_same_training(place, alone)
+    assert saved[0].step == len(MetricsReader(run_dir / "checkpoints").steps())
+    train(ground, run_dir, ranks=1)
+    assert_same_training(run_dir, alone)
 
 
 def test_a_rank_that_stands_still_is_given_up(ground: Ground) -> None:
     """SIGSTOP: no connection breaks, so only the deadline of the others ends the wait."""
-    place = ground.root / "stands-still"
-    with running(ground, place, ranks=2, rank_deadline_s=3, track=PAUSE) as (leader, other):
-        wait_until_paused(place)
+    run_dir = ground.root / "stands-still"
+    with running(ground, run_dir, ranks=2, rank_deadline_s=3, track=PAUSE) as (leader, other):
+        wait_until_paused(run_dir)
         os.kill(other.pid or 0, signal.SIGSTOP)
-        go_on(place)
+        go_on(run_dir)
         leader.join(timeout=START_S)
         assert leader.exitcode == EngineError.exit_code
 

@@ -46,10 +46,10 @@ def cluster() -> Iterator[Any]:
     os.environ |= LOOPBACK | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
-    yield made
-    made.shutdown()
+    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ray_cluster.nodes = [ray_cluster.add_node(num_cpus=1) for _ in range(2)]
+    yield ray_cluster
+    ray_cluster.shutdown()
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def make_run(tmp_path: Path, write_job: Callable[..., Path]) -> Callable[[str], 
 
 def workers(cluster: Any, kind: str) -> list[psutil.Process]:
     """Processes of this cluster's actors of a class, and of no other on this machine."""
-    found = [p for p in psutil.process_iter(["cmdline"]) if f"ray::{kind}" in " ".join(p.info["cmdline"] or [])]
-    return [process for process in found if cluster.address in raylet_command(process)]
+    actors = [p for p in psutil.process_iter(["cmdline"]) if f"ray::{kind}" in " ".join(p.info["cmdline"] or [])]
+    return [process for process in actors if cluster.address in raylet_command(process)]
 
 
 def raylet_command(worker: psutil.Process) -> str:
@@ -109,7 +109,7 @@ def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
     here, there = make_run("here"), make_run("there")
     stage = there.job.stage("sampled")
     rollout(here, here.job.stage("sampled"), 0)
-    wanted = rows(here, "samples")
+    sample_count = rows(here, "samples")
     killed: list[int] = []
     removed: list[Any] = []
 
@@ -119,8 +119,10 @@ def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
 
     with ray_fleet(cluster.address, there) as fleet:
         run = replace(there, fleet=fleet)
-        first = when(lambda: rows(there, "samples") > wanted // 8, lambda: kill_all(cluster, "EngineReplica", killed))
-        second = when(lambda: bool(killed) and rows(there, "samples") > wanted // 2, lose_a_node)
+        first = when(
+            lambda: rows(there, "samples") > sample_count // 8, lambda: kill_all(cluster, "EngineReplica", killed)
+        )
+        second = when(lambda: bool(killed) and rows(there, "samples") > sample_count // 2, lose_a_node)
         rollout(run, stage, 0)
         first.join(DEADLINE_S)
         second.join(DEADLINE_S)
@@ -135,18 +137,18 @@ def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
         assert len(killed) > struck
 
     by_uid = {row["uid"]: row for row in open_store(here.store.uri).table("tokens").to_pylist()}
-    found = open_store(there.store.uri)
-    tokens = {row["uid"]: row for row in found.table("tokens").to_pylist()}
+    store = open_store(there.store.uri)
+    tokens = {row["uid"]: row for row in store.table("tokens").to_pylist()}
     assert tokens.keys() == by_uid.keys()
     for uid, row in tokens.items():
         assert row["tokens"] == by_uid[uid]["tokens"], uid
-    (counts,) = found.sql("select count(*) a, count(distinct uid) b, count(distinct writer) w from samples").to_pylist()
-    assert counts["a"] == counts["b"] == wanted
+    (counts,) = store.sql("select count(*) a, count(distinct uid) b, count(distinct writer) w from samples").to_pylist()
+    assert counts["a"] == counts["b"] == sample_count
     assert counts["w"] > 1, "both replicas took part"
     order = "select uid, writer_seq from samples order by uid"
-    assert found.sql(order).to_pylist() == open_store(here.store.uri).sql(order).to_pylist()
-    (scored,) = found.sql("select count(*) a, count(distinct uid) b from scores").to_pylist()
-    assert scored["a"] == scored["b"] == wanted
+    assert store.sql(order).to_pylist() == open_store(here.store.uri).sql(order).to_pylist()
+    (scored,) = store.sql("select count(*) a, count(distinct uid) b from scores").to_pylist()
+    assert scored["a"] == scored["b"] == sample_count
 
 
 class Refuses:

@@ -104,12 +104,12 @@ class Cluster:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     home = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets lie in it
-    made = Cluster(home)
+    ray_cluster = Cluster(home)
     try:
-        made.wait()
-        yield made
+        ray_cluster.wait()
+        yield ray_cluster
     finally:
-        made.end()
+        ray_cluster.end()
         shutil.rmtree(home)
 
 

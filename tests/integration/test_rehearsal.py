@@ -61,17 +61,17 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return sum(issubclass(type(one), PreTrainedModel) for one in gc.get_objects())
 
     gc.collect()
-    before, asked = models(), []
+    before, steps = models(), []
 
     def look(step: str) -> None:
         free_device_memory()
-        asked.append(step)
+        steps.append(step)
         assert models() <= before, f"a model is left in memory when {step} begins"
 
     for module in (open_engine, score, train):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "free_device_memory", partial(look, name))
-    return asked
+    return steps
 
 
 @pytest.mark.parametrize("recipe", CHEAP)
@@ -212,9 +212,9 @@ def test_config_and_tokenizer_that_are_here_are_used_also_for_models_that_are_no
     folder = make_student(Student(config=shape), tmp_path / "model", seed=0)
     small = rehearse(small_job(tmp_path, teachers={"t": {"source": str(folder)}}))
     digest = tokenizer_digest(load_tokenizer(folder))
-    for made in (small.job.student.path, small.job.teachers["t"].source):
-        assert tokenizer_digest(load_tokenizer(made)) == digest
-        assert load_model(made).config.num_hidden_layers == 2
+    for model_path in (small.job.student.path, small.job.teachers["t"].source):
+        assert tokenizer_digest(load_tokenizer(model_path)) == digest
+        assert load_model(model_path).config.num_hidden_layers == 2
     assert "its own tokenizer" in small.rehearsed["teachers.t"]
     assert "another model's tokenizer" in small.replaced["student"]
 

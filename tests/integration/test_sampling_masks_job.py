@@ -81,11 +81,13 @@ def test_on_policy_every_ratio_is_one_with_the_kept_sets_and_is_not_without(trai
     batch = build([as_pack(trained, row) for row in rows.tolist()])
     loss = ObjectiveLoss(Objective(policy_gradient=PolicyGradientTerm()), temperature=TEMPERATURE)
     with torch.no_grad():
-        kept = student(batch, lambda hidden, head: loss.logprob(hidden, head, batch))
+        masked_logprobs = student(batch, lambda hidden, head: loss.logprob(hidden, head, batch))
         everything = dataclasses.replace(batch, sampling_mask=None)
         unaware = student(everything, lambda hidden, head: loss.logprob(hidden, head, everything))
         plain = student(batch, lambda h, head: token_logprob(h, head, batch.targets, temperature=TEMPERATURE))
-    torch.testing.assert_close((kept - batch.sampler_logprobs).exp(), torch.ones_like(kept), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        (masked_logprobs - batch.sampler_logprobs).exp(), torch.ones_like(masked_logprobs), atol=1e-4, rtol=0
+    )
     assert torch.equal(unaware, plain)
     ratio = (unaware - batch.sampler_logprobs).exp()
     assert float(ratio.max()) < 1.0001, "mass that was cut away lies in the trainer's normaliser"
@@ -104,10 +106,10 @@ def test_the_first_step_of_an_iteration_sees_no_gap_to_its_sampler(trained: Stor
 
 
 def test_every_sample_of_the_stage_has_its_sets(trained: Store) -> None:
-    found = trained.sql(
+    rows = trained.sql(
         "select stage, count(sampling_mask_len) as n, count(*) as total from samples group by 1"
     ).to_pylist()
-    counts = {row["stage"]: (row["n"], row["total"]) for row in found}
+    counts = {row["stage"]: (row["n"], row["total"]) for row in rows}
     assert counts["cut"] == (64, 64)
     assert counts["base"][0] == 0
     assert trained.verify().ok

@@ -111,8 +111,8 @@ def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server
     rows = np.arange(4)
     tokens = store.read_tokens(rows, columns=["tokens"])["tokens"].to_pylist()
     lengths = store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
-    found = store.read_signal("large", "logprob", rows)
-    for ids, length, own in zip(tokens, lengths, found, strict=True):
+    logprobs = store.read_signal("large", "logprob", rows)
+    for ids, length, own in zip(tokens, lengths, logprobs, strict=True):
         values = server.logprobs(ids)
         np.testing.assert_allclose(own, [values[i - 1, ids[i]] for i in range(length, len(ids))], atol=1e-5)
     run_mopd("run", job)

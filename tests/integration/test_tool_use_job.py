@@ -71,7 +71,7 @@ def test_the_recipe_rolls_out_rewards_evaluates_and_trains_through_its_tool(tmp_
     check_masks(store, "expert", {0, len("\n7\n")})
     answers = store.table("evals", ["response", "finish_reason"]).to_pylist()
     assert len(answers) == 16
-    assert any("\n7\n" in found["response"] for found in answers)
+    assert any("\n7\n" in answer["response"] for answer in answers)
     assert len(store.table("rewards")) == 8
     assert store.sql("select count(*) as n from steps")["n"][0].as_py() == 1
 

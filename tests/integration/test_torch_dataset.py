@@ -23,14 +23,14 @@ WINDOWS = [0, 1]
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two planned windows of three steps."""
-    made = make_store(tmp_path_factory.mktemp("dataset") / "store", lengths_of(24, mean_log=4, shortest=8, longest=100),
-                      teachers=TEACHERS)  # fmt: skip
-    columns, snapshot = plan_columns(made, TEACHERS), made.snapshot()
+    planned_store = make_store(tmp_path_factory.mktemp("dataset") / "store",
+                               lengths_of(24, mean_log=4, shortest=8, longest=100), teachers=TEACHERS)  # fmt: skip
+    columns, snapshot = plan_columns(planned_store, TEACHERS), planned_store.snapshot()
     for window in WINDOWS:
         plan = sections.Plan(pack_tokens=256, batch_samples=8)
-        made.add_plan(build_window(columns, plan, seed=window, stage=STAGE, window=window, snapshot=snapshot,
-                                   teachers=TEACHERS))  # fmt: skip
-    return made
+        planned_store.add_plan(build_window(columns, plan, seed=window, stage=STAGE, window=window, snapshot=snapshot,
+                                            teachers=TEACHERS))  # fmt: skip
+    return planned_store
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def packs_of(item: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
 
 def whole(store: Store) -> list[tuple[int, int, list[Any]]]:
     """The same from the stream itself."""
-    found = []
+    batches = []
     with BatchStream(store.uri, SPEC, windows=WINDOWS) as stream:
         for batch in stream:
             packs = [(pack.index, pack.tokens.tolist(), pack.position_ids.tolist()) for pack in batch.packs]
-            found.append((batch.step, batch.loss_tokens, packs))
-    return found
+            batches.append((batch.step, batch.loss_tokens, packs))
+    return batches
 
 
 def read(items: Iterator[dict[str, Any]]) -> list[tuple[int, int, list[Any]]]:

@@ -38,12 +38,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 @pytest.fixture(scope="module")
 def whole(ground: Ground) -> Path:
     """An uninterrupted run."""
-    place = ground.root / "whole"
-    with ground.training(place) as trainer:
+    run_dir = ground.root / "whole"
+    with ground.training(run_dir) as trainer:
         out, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == 0, err
         assert "loaded []" in out  # a trainer holds neither Lance nor a dataset reader
-    return place
+    return run_dir
 
 
 def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
@@ -63,22 +63,22 @@ def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
 def test_an_interrupted_trainer_continues_to_the_same_policy(
     number: signal.Signals, ground: Ground, whole: Path
 ) -> None:
-    place = ground.root / number.name
-    with ground.training(place, track=PAUSE) as trainer:
-        wait_until_paused(place, trainer)
+    run_dir = ground.root / number.name
+    with ground.training(run_dir, track=PAUSE) as trainer:
+        wait_until_paused(run_dir, trainer)
         trainer.send_signal(number)
         if number == signal.SIGTERM:
             wait_until_told(trainer.pid)
-            go_on(place)
+            go_on(run_dir)
         out, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL), out + err
-        assert not (place / "policies").exists()
-    with ground.training(place) as trainer:
+        assert not (run_dir / "policies").exists()
+    with ground.training(run_dir) as trainer:
         _, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == 0, err
-    assert results(place) == results(whole)
+    assert results(run_dir) == results(whole)
     expected = weights(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(place).items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run_dir).items())
 
 
 def test_ctrl_c_ends_a_trainer_whose_loader_is_gone(ground: Ground) -> None:

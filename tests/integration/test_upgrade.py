@@ -58,13 +58,13 @@ def old(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def upgraded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The store of format 1, and its copy, which tests only read."""
-    place = tmp_path_factory.mktemp("upgrade")
+    root = tmp_path_factory.mktemp("upgrade")
     with tarfile.open(DATA / "store-format-1.tar.xz") as archive:
-        archive.extractall(place, filter="data")
-    before = contents(place / "store")
-    list(upgrade_store(place / "store", place / "new"))
-    assert contents(place / "store") == before, "the source was changed"
-    return place / "store", place / "new"
+        archive.extractall(root, filter="data")
+    before = contents(root / "store")
+    list(upgrade_store(root / "store", root / "new"))
+    assert contents(root / "store") == before, "the source was changed"
+    return root / "store", root / "new"
 
 
 def contents(root: Path) -> dict[str, str]:
@@ -77,11 +77,11 @@ def rows(uri: str, version: int | None = None) -> list[dict]:
     """Rows of a table in order, hidden states as bytes, under today's names; no checksums, nor what may be absent."""
     dataset = lance.dataset(uri, version=version)
     plain = [field.name for field in dataset.schema if "blob" not in str(field.type)]
-    found = dataset.to_table(columns=plain).to_pylist()
+    records = dataset.to_table(columns=plain).to_pylist()
     if "hidden" in dataset.schema.names:
-        for row, blob in zip(found, dataset.take_blobs("hidden", indices=list(range(len(found)))), strict=True):
+        for row, blob in zip(records, dataset.take_blobs("hidden", indices=list(range(len(records)))), strict=True):
             row["hidden"] = blob.readall()
-    renamed = [{RENAMED.get(name, name): value for name, value in row.items()} for row in found]
+    renamed = [{RENAMED.get(name, name): value for name, value in row.items()} for row in records]
     absent = (None, "")
     return [{name: v for name, v in row.items() if v not in absent and name != "row_crc"} for row in renamed]
 
@@ -109,19 +109,21 @@ STAYS = ("latest_version_hint.json", "store.json", "job.json")
 def carried(root: Path) -> dict[str, str]:
     """sha256 of every file that a whole copy has as it is: all but tags, which hold a time, and versions that are
     neither newest nor pinned."""
-    made = contents(root)
-    needed = {name for name in made if name.rsplit("/", 1)[-1] not in (*STAYS, "LOCK")}
-    return {name: made[name] for name in needed if "/_refs/" not in name and not name.startswith("locks/")}
+    digests = contents(root)
+    needed = {name for name in digests if name.rsplit("/", 1)[-1] not in (*STAYS, "LOCK")}
+    return {name: digests[name] for name in needed if "/_refs/" not in name and not name.startswith("locks/")}
 
 
 def test_a_whole_copy_has_every_file_that_counts(upgraded: tuple[Path, Path], tmp_path: Path) -> None:
     """So a job that was killed inside its last rollout continues in it as in the original."""
     _, source = upgraded
     list(copy_whole(open_store(source), str(tmp_path / "copy")))
-    found, wanted = carried(tmp_path / "copy"), carried(source)
-    assert found.items() <= wanted.items()
+    copy_digests, source_digests = carried(tmp_path / "copy"), carried(source)
+    assert copy_digests.items() <= source_digests.items()
     left = {
-        name for name in wanted.keys() - found.keys() if "/_versions/" not in name and "/_transactions/" not in name
+        name
+        for name in source_digests.keys() - copy_digests.keys()
+        if "/_versions/" not in name and "/_transactions/" not in name
     }
     assert left == set()
     for file in (source / "snapshots").iterdir():
@@ -138,9 +140,9 @@ def test_a_token_log_goes_to_an_object_store_and_back(upgraded: tuple[Path, Path
     list(copy_whole(open_store(far), str(tmp_path / "back")))
     log = "wal/student/engine-0"
     segments = {name: digest for name, digest in contents(tmp_path / "back").items() if name.endswith(".wal")}
-    wanted = {name: digest for name, digest in contents(source).items() if name.endswith(".wal")}
+    source_segments = {name: digest for name, digest in contents(source).items() if name.endswith(".wal")}
     assert {n: d for n, d in segments.items() if n.startswith(log)} == {
-        n: d for n, d in wanted.items() if n.startswith(log)
+        n: d for n, d in source_segments.items() if n.startswith(log)
     }
     assert latest_checkpoint(tmp_path / "back" / "checkpoints" / "student") == latest_checkpoint(
         source / "checkpoints" / "student"

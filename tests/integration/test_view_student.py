@@ -25,11 +25,11 @@ def test_the_weights_say_what_the_sampler_recorded(finished_job: Path) -> None:
         payload = read_payload(shown.store, row, index.snapshot)
         assert payload.logprobs is not None
         for position in np.flatnonzero(payload.mask)[:4].tolist():
-            found = shown.student.candidates(row, payload, position)
-            assert found["version"] == version_at(payload, position)
-            assert found["own"] == pytest.approx(float(payload.logprobs[position]), abs=1e-3)
-            assert sum(np.exp(found["logprobs"])) + found["tail"] == pytest.approx(1, abs=1e-5)
-            assert found["logprobs"] == sorted(found["logprobs"], reverse=True)
+            candidates = shown.student.candidates(row, payload, position)
+            assert candidates["version"] == version_at(payload, position)
+            assert candidates["own"] == pytest.approx(float(payload.logprobs[position]), abs=1e-3)
+            assert sum(np.exp(candidates["logprobs"])) + candidates["tail"] == pytest.approx(1, abs=1e-5)
+            assert candidates["logprobs"] == sorted(candidates["logprobs"], reverse=True)
     reference = index.rows("select * from rollouts where policy = 'reference' limit 1")[0]
     with pytest.raises(UnknownNameError, match="no policy wrote it"):
         shown.student.candidates(reference, read_payload(shown.store, reference, index.snapshot), 0)

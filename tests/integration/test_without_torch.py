@@ -42,8 +42,8 @@ def test_a_finished_store_is_asked_shown_and_reported(finished_job: Path, bare: 
     shown = bare("show", store)
     assert shown.returncode == 0, shown.stderr
     assert "⟨" not in shown.stdout, "text is text"
-    found = bare("query", store, "select prompt, response from responses where stage = 'student' limit 5", "--json")
-    assert all(row["response"] and "⟨" not in row["response"] for row in json.loads(found.stdout))
+    answer = bare("query", store, "select prompt, response from responses where stage = 'student' limit 5", "--json")
+    assert all(row["response"] and "⟨" not in row["response"] for row in json.loads(answer.stdout))
     written = bare("report", store, "-o", tmp_path / "report.html")
     assert written.returncode == 0, written.stderr
     assert "⟨" not in (tmp_path / "report.html").read_text()

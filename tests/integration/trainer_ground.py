@@ -123,16 +123,16 @@ class Ground:
     def steps(self) -> int:
         return len(self.plan.step_starts) - 1
 
-    def spec(self, place: Path, socket: Path) -> TrainSpec:
-        """Train into `place`; a checkpoint at every second step."""
+    def spec(self, run_dir: Path, socket: Path) -> TrainSpec:
+        """Train into `run_dir`; a checkpoint at every second step."""
         assert self.store.root is not None
         heads = {
             name: HeadFile(path=str(self.store.root / teacher.head_file), digest=teacher.head_digest)
             for name, teacher in self.store.teachers().items()
         }
         return TrainSpec(
-            stage="student", start=str(self.start), policy_dir=str(place / "policies"), socket=str(socket),
-            checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, heads=heads,
+            stage="student", start=str(self.start), policy_dir=str(run_dir / "policies"), socket=str(socket),
+            checkpoint_dir=str(run_dir / "checkpoints"), objective=OBJECTIVE, heads=heads,
             teachers=DOMAINS,
             train=Train(
                 learning_rate=1e-3, checkpoint_steps=2, micro_batch_packs=2, micro_batch_tokens=80, threads=1
@@ -141,13 +141,13 @@ class Ground:
 
     @contextmanager
     def loader(
-        self, place: Path, *, members: int = 1, rank_deadline_s: float = START_S, **train: Any
+        self, run_dir: Path, *, members: int = 1, rank_deadline_s: float = START_S, **train: Any
     ) -> Iterator[Path]:
         """A running loader, and the spec of trainers that it serves. train: keys of [train] that differ."""
-        place.mkdir(exist_ok=True)
+        run_dir.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
             socket, file = Path(scratch) / "loader.sock", Path(scratch) / "spec.json"
-            spec = self.spec(place, socket)
+            spec = self.spec(run_dir, socket)
             spec = spec.model_copy(
                 update={
                     "train": spec.train.model_copy(update=train),
@@ -161,13 +161,13 @@ class Ground:
                 yield file
 
     @contextmanager
-    def training(self, place: Path, **train: Any) -> Iterator[subprocess.Popen[str]]:
+    def training(self, run_dir: Path, **train: Any) -> Iterator[subprocess.Popen[str]]:
         """A loader and the one trainer process it serves. train: keys of [train] that differ."""
         code = (
             "import sys; from mopd_dataplane.train.__main__ import main; code = main(sys.argv[1:]);"
             "heavy = {'lance', 'pyarrow.dataset'} & set(sys.modules); print('loaded', sorted(heavy)); sys.exit(code)"
         )
-        with self.loader(place, **train) as spec, started([sys.executable, "-c", code, str(spec)]) as trainer:
+        with self.loader(run_dir, **train) as spec, started([sys.executable, "-c", code, str(spec)]) as trainer:
             yield trainer
 
 
@@ -184,18 +184,18 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until_paused(place: Path, trainer: subprocess.Popen[str] | None = None) -> None:
+def wait_until_paused(run_dir: Path, trainer: subprocess.Popen[str] | None = None) -> None:
     """Until a trainer with `track = PAUSE` stands still in the middle of its window."""
     until = time.monotonic() + START_S
-    while len(MetricsReader(place / "checkpoints").steps()) < PAUSED_AFTER:
+    while len(MetricsReader(run_dir / "checkpoints").steps()) < PAUSED_AFTER:
         assert trainer is None or trainer.poll() is None, trainer.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.005)
 
 
-def go_on(place: Path) -> None:
+def go_on(run_dir: Path) -> None:
     """Let it continue."""
-    (place / "checkpoints" / GO_ON).touch()
+    (run_dir / "checkpoints" / GO_ON).touch()
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
@@ -212,11 +212,11 @@ def wait_until_told(pid: int) -> None:
         time.sleep(0.005)
 
 
-def results(place: Path) -> list[dict[str, Any]]:
+def results(run_dir: Path) -> list[dict[str, Any]]:
     """Metrics without wall times."""
-    rows = [asdict(metrics) for metrics in MetricsReader(place / "checkpoints").steps()]
+    rows = [asdict(metrics) for metrics in MetricsReader(run_dir / "checkpoints").steps()]
     return [{k: v for k, v in row.items() if k not in ("step_time_s", "data_wait_s")} for row in rows]
 
 
-def weights(place: Path) -> dict[str, torch.Tensor]:
-    return dict(hf.load_model(place / "policies" / "v1").state_dict())
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return dict(hf.load_model(run_dir / "policies" / "v1").state_dict())

@@ -27,10 +27,10 @@ def logits(hidden, head):
 def test_chosen_tokens_and_entropy_against_log_softmax(logit_rows):
     hidden, head = model(3)
     ids = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(i))[:5] for i in range(6)])
-    found, entropy = chosen_logprobs(hidden, head, ids.int(), temperature=0.7, logit_rows=logit_rows)
-    wanted = (logits(hidden, head) / 0.7).log_softmax(-1)
-    torch.testing.assert_close(found, wanted.gather(1, ids))
-    torch.testing.assert_close(entropy, -(wanted.exp() * wanted).sum(-1))
+    token_logprobs, entropy = chosen_logprobs(hidden, head, ids.int(), temperature=0.7, logit_rows=logit_rows)
+    expected = (logits(hidden, head) / 0.7).log_softmax(-1)
+    torch.testing.assert_close(token_logprobs, expected.gather(1, ids))
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
     best, logprobs = topk_logprobs(hidden, head, 5)
     torch.testing.assert_close(chosen_logprobs(hidden, head, best)[0], logprobs)
 

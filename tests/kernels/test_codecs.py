@@ -76,9 +76,9 @@ def test_a_large_channel_costs_only_its_own_group(codec):
     loud[:, 5] = 1000.0
     group = CODECS[codec].group
     quiet = decode(encode(states, codec), codec, 512, torch.float32)
-    found = decode(encode(loud, codec), codec, 512, torch.float32)
-    assert torch.equal(found[:, group:], quiet[:, group:])
-    assert not torch.equal(found[:, :group], quiet[:, :group])
+    loud_states = decode(encode(loud, codec), codec, 512, torch.float32)
+    assert torch.equal(loud_states[:, group:], quiet[:, group:])
+    assert not torch.equal(loud_states[:, :group], quiet[:, :group])
 
 
 def test_rotation_keeps_one_loud_channel_from_silencing_its_neighbours():
@@ -103,20 +103,20 @@ def test_encoding_what_was_decoded_changes_nothing(codec):
 def test_signs_zeros_and_extreme_sizes(codec):
     states = torch.zeros(4, 256)
     states[1], states[2, ::2], states[3] = -1.0, 3e37, 1e-30
-    found = decode(encode(states, codec), codec, 256, torch.float32)
-    assert not found[0].any()
-    torch.testing.assert_close(found[1], states[1])
+    decoded_states = decode(encode(states, codec), codec, 256, torch.float32)
+    assert not decoded_states[0].any()
+    torch.testing.assert_close(decoded_states[1], states[1])
     size = torch.tensor([[3e37], [1e-30]])
     tolerance = 0.26 if codec == "mxfp4" else 0.01
-    torch.testing.assert_close(found[2:] / size, states[2:] / size, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(decoded_states[2:] / size, states[2:] / size, rtol=tolerance, atol=1e-6)
 
 
 def test_mxfp4_values_and_ties_follow_the_ocp_format():
     """e2m1 holds 0, .5, 1, 1.5, 2, 3, 4, 6; ties go to the even code."""
     row = torch.zeros(1, 32)
     row[0, :10] = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.5, 0.26])
-    found = decode(encode(row, "mxfp4"), "mxfp4", 32, torch.float32)[0, :10]
-    assert found.tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -6.0, 0.5]
+    values = decode(encode(row, "mxfp4"), "mxfp4", 32, torch.float32)[0, :10]
+    assert values.tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -6.0, 0.5]
 
 
 def test_mxfp4_warns_and_the_others_do_not():

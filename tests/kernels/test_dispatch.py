@@ -35,11 +35,11 @@ def test_public_names():
 @pytest.mark.parametrize("op", [token_logprob, fused_policy_loss, topk_divergence, topk_logprobs, chosen_logprobs])
 def test_an_option_that_is_none_is_refused_by_the_ops_name(op, name):
     inputs = dict.fromkeys(("k", "token_ids", "topk_ids", "topk_logprobs", "advantages"))
-    known = {key: value for key, value in inputs.items() if key in inspect.signature(op).parameters}
+    arguments = {key: value for key, value in inputs.items() if key in inspect.signature(op).parameters}
     with pytest.raises(
         TypeError, match=rf"{op.__name__}\(\) got an unexpected keyword argument '{name}'; options: backend"
     ):
-        op(torch.ones(2, 4), torch.ones(3, 4), **known, **{name: 1})
+        op(torch.ones(2, 4), torch.ones(3, 4), **arguments, **{name: 1})
 
 
 def test_importing_submodules_first_does_not_shadow_the_ops():

@@ -169,8 +169,8 @@ def test_limits_of_jsd(beta, kind):
     """JSD_b / b -> KL(p|q) as b -> 0, and JSD_b / (1 - b) -> KL(q|p) as b -> 1, to first order in the share."""
     case = Case(rows=5, vocabulary=257, student_width=8, teacher_width=8, logit_std=1.0, distance=0.3)
     inputs = make_inputs(case)
-    found = run(inputs, kind="jsd", beta=beta) / min(beta, 1 - beta)
-    torch.testing.assert_close(found, run(inputs, kind=kind), rtol=2e-3, atol=1e-6)
+    scaled_loss = run(inputs, kind="jsd", beta=beta) / min(beta, 1 - beta)
+    torch.testing.assert_close(scaled_loss, run(inputs, kind=kind), rtol=2e-3, atol=1e-6)
 
 
 def test_jsd_of_one_half_is_symmetric_and_bounded():

@@ -53,7 +53,7 @@ def test_loss_gradients_and_statistics(case, kind, dtype):
     inputs = make_inputs(case, dtype=dtype)
     loss, grads, stats = truth(inputs, kind, vocabulary=case.vocabulary, weights=inputs.weights)
     hidden, head = leaves(inputs.student_hidden, inputs.student_head)
-    total, found = divergence(
+    total, row_stats = divergence(
         hidden, head, inputs.teacher_hidden, inputs.teacher_head,
         kind=kind, weights=inputs.weights, reduction="sum", return_stats=True,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def test_loss_gradients_and_statistics(case, kind, dtype):
     assert relative_error(hidden.grad, grads[0]) <= grad_tolerance
     assert relative_error(head.grad, grads[1]) <= grad_tolerance
     live = inputs.weights != 0
-    for value, expected in zip(found, stats, strict=True):
+    for value, expected in zip(row_stats, stats, strict=True):
         torch.testing.assert_close(value.double(), torch.where(live, expected, 0), atol=2e-5, rtol=2e-5)
 
 
@@ -110,14 +110,14 @@ def test_bias_softcap_scale_temperature_and_shorter_vocabulary(monkeypatch, kind
     teacher = {"bias": teacher_bias, "softcap": 9.0, "logit_scale": 0.8}
     loss, grads, _ = truth(inputs, kind, vocabulary=600, temperature=0.7, student=student, teacher=teacher)
     hidden, head, bias = leaves(inputs.student_hidden, inputs.student_head, student_bias)
-    found = divergence(
+    row_losses = divergence(
         hidden, head, inputs.teacher_hidden, inputs.teacher_head,
         kind=kind, temperature=0.7, vocab_size=600, mode=mode,
         student_bias=bias, student_softcap=7.0, student_logit_scale=1.3,
         teacher_bias=teacher_bias, teacher_softcap=9.0, teacher_logit_scale=0.8,
     )  # fmt: skip
-    found.sum().backward()
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-12)
+    row_losses.sum().backward()
+    torch.testing.assert_close(row_losses, loss, rtol=1e-10, atol=1e-12)
     for gradient, expected in zip((hidden.grad, head.grad, bias.grad), grads, strict=True):
         assert relative_error(gradient, expected) < 1e-12
     assert not head.grad[600:].any(), "tokens past vocab_size take no part"
@@ -140,11 +140,11 @@ def test_half_precision_inputs_keep_float32_logits(mode):
     inputs = make_inputs(CASE, dtype=torch.bfloat16)
     loss, grads, _ = truth(inputs, "reverse", vocabulary=CASE.vocabulary)
     hidden, head = leaves(inputs.student_hidden, inputs.student_head)
-    found = divergence(hidden, head, inputs.teacher_hidden, inputs.teacher_head, mode=mode, logit_rows=4)
-    found.sum().backward()
-    assert found.dtype == torch.float32
+    row_losses = divergence(hidden, head, inputs.teacher_hidden, inputs.teacher_head, mode=mode, logit_rows=4)
+    row_losses.sum().backward()
+    assert row_losses.dtype == torch.float32
     assert hidden.grad.dtype == head.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), loss, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(row_losses.double(), loss, rtol=2e-5, atol=1e-6)
     assert relative_error(hidden.grad, grads[0]) < 2.5e-3
     assert relative_error(head.grad, grads[1]) < 2.5e-3
 

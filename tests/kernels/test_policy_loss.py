@@ -36,14 +36,14 @@ def test_against_the_definition(correction, clip):
         t["logprob"], t["old"], t["sampler"], t["advantage"],
         correction=correction, clip=clip, band=(0.5, 2.0), weights=t["weights"],
     )  # fmt: skip
-    (found,) = torch.autograd.grad(3 * loss, t["logprob"])
+    (gradient,) = torch.autograd.grad(3 * loss, t["logprob"])
     expected = reference.policy_loss(
         t["logprob"], t["old"], t["sampler"], t["advantage"], t["weights"],
         correction=correction, clip=clip, band=(0.5, 2.0),
     )  # fmt: skip
     (truth,) = torch.autograd.grad(3 * expected, t["logprob"])
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(gradient, truth)
 
 
 def four_tokens():
@@ -156,9 +156,9 @@ def test_fused_equals_two_steps(trained_head, settings):
         hidden = inputs.student_hidden.clone().requires_grad_()
         head = inputs.student_head.clone().requires_grad_(trained_head)
         if fused:
-            found = fused_policy_loss(hidden, head, ids, logit_rows=5, **options)
-            loss, metrics = found.loss, found.metrics
-            torch.testing.assert_close(found.logprob, torch.where(inputs.weights != 0, base, 0))
+            output = fused_policy_loss(hidden, head, ids, logit_rows=5, **options)
+            loss, metrics = output.loss, output.metrics
+            torch.testing.assert_close(output.logprob, torch.where(inputs.weights != 0, base, 0))
         else:
             positional = [options[k] for k in ("old_logprob", "sampler_logprob", "advantage")]
             rest = {k: v for k, v in options.items() if k not in ("old_logprob", "sampler_logprob", "advantage")}
@@ -172,9 +172,9 @@ def test_fused_equals_two_steps(trained_head, settings):
 def test_fused_takes_a_second_backward():
     inputs = make_inputs(Case(rows=5, vocabulary=97, student_width=8, teacher_width=8), dtype=torch.float64)
     head = inputs.student_head.clone().requires_grad_()
-    found = fused_policy_loss(inputs.student_hidden, head, inputs.token_ids, advantage=inputs.weights.double())
-    first = torch.autograd.grad(3 * found.loss, head, retain_graph=True)[0].clone()
-    (second,) = torch.autograd.grad(5 * found.loss, head)
+    output = fused_policy_loss(inputs.student_hidden, head, inputs.token_ids, advantage=inputs.weights.double())
+    first = torch.autograd.grad(3 * output.loss, head, retain_graph=True)[0].clone()
+    (second,) = torch.autograd.grad(5 * output.loss, head)
     torch.testing.assert_close(first / 3, second / 5)
 
 

@@ -38,8 +38,8 @@ def test_bfloat16_logits_lose_a_third_of_the_gradient_and_ours_none(logit_std, d
     assert relative_error(rounded_logits_gradient(inputs, torch.bfloat16), truth) > 0.3
 
     hidden = inputs.student_hidden.clone().requires_grad_()
-    found = divergence(hidden, inputs.student_head, inputs.teacher_hidden, inputs.teacher_head, reduction="sum")
-    found.backward()
+    total_loss = divergence(hidden, inputs.student_head, inputs.teacher_hidden, inputs.teacher_head, reduction="sum")
+    total_loss.backward()
     # What is left is the rounding of the result to bfloat16, 1.7e-3 rms.
     assert relative_error(hidden.grad, truth) < 3e-3
 
@@ -50,8 +50,8 @@ def test_loss_keeps_its_digits_down_to_tiny_divergences(kind, distance):
     """The difference of two log-partitions would keep none: at distance 0.003 the loss is 1e-4 of its terms."""
     inputs = near_convergence(4.0, distance)
     loss, _ = true_gradient(inputs, kind)
-    found = divergence(
+    row_losses = divergence(
         inputs.student_hidden, inputs.student_head, inputs.teacher_hidden, inputs.teacher_head, kind=kind
     )
-    assert float(((found.double() - loss) / loss).abs().max()) < 1e-3
-    assert bool((found >= 0).all())
+    assert float(((row_losses.double() - loss) / loss).abs().max()) < 1e-3
+    assert bool((row_losses >= 0).all())

@@ -25,8 +25,8 @@ def test_any_split_in_any_order_gives_the_whole(cuts, random):
     edges = [0, *sorted(cuts), 301]
     parts = [scan_state(Products(x[:, a:b], y[:, a:b]), first_column=a) for a, b in pairwise(edges)]
     random.shuffle(parts)
-    found = finish_row_state(merge_row_states(parts))
-    for value, expected in zip(found, reference.row_stats(x, y), strict=True):
+    stats = finish_row_state(merge_row_states(parts))
+    for value, expected in zip(stats, reference.row_stats(x, y), strict=True):
         torch.testing.assert_close(value, expected)
 
 
@@ -36,9 +36,9 @@ def test_merging_far_apart_maxima_and_huge_shifts_loses_nothing():
     x[:, :150] += 500
     y[:, 150:] += 700
     parts = [scan_state(Products(x[:, a:b], y[:, a:b]), first_column=a) for a, b in ((0, 150), (150, 301))]
-    found = finish_row_state(merge_row_states(parts))
-    torch.testing.assert_close(found.reverse_kl, reference.divergence(x, y, kind="reverse"))
-    torch.testing.assert_close(found.forward_kl, reference.divergence(x, y, kind="forward"))
+    stats = finish_row_state(merge_row_states(parts))
+    torch.testing.assert_close(stats.reverse_kl, reference.divergence(x, y, kind="reverse"))
+    torch.testing.assert_close(stats.forward_kl, reference.divergence(x, y, kind="forward"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

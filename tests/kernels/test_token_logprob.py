@@ -22,15 +22,15 @@ def test_values_and_gradients(case, entropy):
     generator = torch.Generator().manual_seed(5)
     upstream = torch.randn(2, case.rows, generator=generator)
     hidden, head = leaves(inputs.student_hidden, inputs.student_head)
-    found = token_logprob(hidden, head, inputs.token_ids, return_entropy=entropy)
-    found = found if entropy else (found,)
-    sum((value * factor).sum() for value, factor in zip(found, upstream, strict=False)).backward()
+    outputs = token_logprob(hidden, head, inputs.token_ids, return_entropy=entropy)
+    outputs = outputs if entropy else (outputs,)
+    sum((value * factor).sum() for value, factor in zip(outputs, upstream, strict=False)).backward()
 
     true_hidden, true_head = leaves(inputs.student_hidden.double(), inputs.student_head.double())
     expected = reference.token_logprob(true_hidden @ true_head.t(), inputs.token_ids)
-    pairs = zip(expected[: len(found)], upstream, strict=False)
+    pairs = zip(expected[: len(outputs)], upstream, strict=False)
     sum((value * factor).sum() for value, factor in pairs).backward()
-    for value, truth in zip(found, expected, strict=False):
+    for value, truth in zip(outputs, expected, strict=False):
         torch.testing.assert_close(value.double(), truth, atol=5e-6, rtol=1e-6)
     assert relative_error(hidden.grad, true_hidden.grad) < 5e-6
     assert relative_error(head.grad, true_head.grad) < 5e-6
@@ -42,7 +42,7 @@ def test_an_entropy_without_gradient_leaves_the_gradient_of_the_log_prob(frozen,
     passes = []
     op = importlib.import_module("mopd_kernels.ops.token_logprob")  # the package has the function under this name
     sweep = op.sweep
-    monkeypatch.setattr(op, "sweep", lambda *given, **named: passes.append(1) or sweep(*given, **named))
+    monkeypatch.setattr(op, "sweep", lambda *args, **named: passes.append(1) or sweep(*args, **named))
     (hidden, other), head = leaves(inputs.student_hidden, inputs.student_hidden), inputs.student_head.clone()
     head.requires_grad_(not frozen)
     logprob, entropy = token_logprob(hidden, head, inputs.token_ids, return_entropy=True, entropy_gradient=False)
@@ -85,10 +85,10 @@ def sampling_masks(case, token_ids, seed=7):
 
 def cut(logits, support):
     """Logits [N, V] with -inf outside each row's set."""
-    kept = torch.zeros_like(logits, dtype=torch.bool)
-    for row, ids in zip(kept, support, strict=True):
+    mask = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in zip(mask, support, strict=True):
         row[ids[ids >= 0].long() if bool((ids >= 0).any()) else slice(None)] = True
-    return logits.masked_fill(~kept, -torch.inf)
+    return logits.masked_fill(~mask, -torch.inf)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -99,7 +99,7 @@ def test_a_support_is_the_softmax_over_its_columns(case, softcap):
     support = sampling_masks(case, inputs.token_ids)
     upstream = torch.randn(2, case.rows, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     ours, theirs = (leaves(inputs.student_hidden, inputs.student_head) for _ in range(2))
-    found = token_logprob(
+    outputs = token_logprob(
         *ours,
         inputs.token_ids,
         temperature=0.7,
@@ -108,14 +108,14 @@ def test_a_support_is_the_softmax_over_its_columns(case, softcap):
         return_entropy=True,
         logit_rows=4,
     )
-    sum((value * factor).sum() for value, factor in zip(found, upstream, strict=True)).backward()
+    sum((value * factor).sum() for value, factor in zip(outputs, upstream, strict=True)).backward()
 
     log_q = cut(reference.logits(theirs[0], Head(theirs[1], None, softcap), temperature=0.7), support).log_softmax(1)
     logprob = log_q.gather(1, inputs.token_ids[:, None])[:, 0]
     entropy = -(log_q.exp() * log_q.clamp(min=-1e9)).sum(1)
     ((logprob * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
-    torch.testing.assert_close(found[0], logprob)
-    torch.testing.assert_close(found[1], entropy)
+    torch.testing.assert_close(outputs[0], logprob)
+    torch.testing.assert_close(outputs[1], entropy)
     for mine, truth in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, truth.grad)
 

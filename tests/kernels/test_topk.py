@@ -54,9 +54,9 @@ def test_all_tokens_stored_is_the_full_divergence(kind):
     expected.sum().backward()
     for mode in ("tail", "renormalised"):
         top.grad = None
-        found = topk_divergence(top, inputs.student_head, ids, logprobs, kind=kind, mode=mode)
-        found.sum().backward()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        row_losses = topk_divergence(top, inputs.student_head, ids, logprobs, kind=kind, mode=mode)
+        row_losses.sum().backward()
+        torch.testing.assert_close(row_losses, expected, rtol=1e-5, atol=1e-5)
         assert relative_error(top.grad, full.grad) < 2e-5
 
 
@@ -67,10 +67,10 @@ def test_tail_bucket_never_exceeds_the_full_divergence(kind):
     full = divergence(inputs.student_hidden, inputs.student_head, inputs.teacher_hidden, inputs.teacher_head, kind=kind)
     previous = torch.zeros_like(full)
     for k in (1, 4, 16, 64):
-        found = topk_divergence(inputs.student_hidden, inputs.student_head, *stored(inputs, k), kind=kind)
-        assert bool((found >= previous - 1e-12).all())
-        assert bool((found <= full + 1e-12).all())
-        previous = found
+        tail_losses = topk_divergence(inputs.student_hidden, inputs.student_head, *stored(inputs, k), kind=kind)
+        assert bool((tail_losses >= previous - 1e-12).all())
+        assert bool((tail_losses <= full + 1e-12).all())
+        previous = tail_losses
 
 
 @pytest.mark.parametrize(("mode", "kind"), MODES_AND_KINDS)

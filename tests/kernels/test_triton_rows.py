@@ -67,8 +67,8 @@ def test_fdiv(monkeypatch, case, mode, kind):
 
     bias = torch.zeros(case.vocabulary, device=DEVICE)
     tolerance = CLOSE if case.distance is None else NEAR
-    for expected, found in both(op, inputs.student_hidden, inputs.student_head, bias):
-        assert relative_error(found, expected) < tolerance
+    for expected, output in both(op, inputs.student_hidden, inputs.student_head, bias):
+        assert relative_error(output, expected) < tolerance
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,8 +94,8 @@ def test_fdiv_extremes(kind):
         results.append((loss, gradient, *stats))
         assert all(bool(value.isfinite().all()) for value in results[-1])
         assert not gradient[1].any()
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for expected, output in zip(*results, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_fdiv_gradient_over_its_own_logits_and_in_bfloat16():
@@ -123,8 +123,8 @@ def test_row_offsets_past_two_to_the_thirty_one_elements():
     storage = torch.empty(2 * stride + 64, device=DEVICE)  # address space only: pages in between are never touched
     rows = storage.as_strided((3, 64), (stride, 1))
     rows.copy_(torch.randn(3, 64))
-    found = softmax_rows(rows, Epilogue())
-    torch.testing.assert_close(found.maximum + found.log_sum, rows.logsumexp(1))
+    state = softmax_rows(rows, Epilogue())
+    torch.testing.assert_close(state.maximum + state.log_sum, rows.logsumexp(1))
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
@@ -139,16 +139,16 @@ def test_softmax_rows(case):
         return first + 0.3 * second, first, second
 
     bias = torch.linspace(-1, 1, case.vocabulary, device=DEVICE)
-    for expected, found in both(logprob, inputs.student_hidden, inputs.student_head, bias):
-        assert relative_error(found, expected) < CLOSE
+    for expected, output in both(logprob, inputs.student_hidden, inputs.student_head, bias):
+        assert relative_error(output, expected) < CLOSE
 
     ids, logprobs = topk_logprobs(inputs.teacher_hidden, inputs.teacher_head, 5)
 
     def topk(backend, hidden, head):
         return (topk_divergence(hidden, head, ids, logprobs, kind="jsd", backend=backend),)
 
-    for expected, found in both(topk, inputs.student_hidden, inputs.student_head):
-        assert relative_error(found, expected) < CLOSE
+    for expected, output in both(topk, inputs.student_hidden, inputs.student_head):
+        assert relative_error(output, expected) < CLOSE
 
 
 @pytest.mark.parametrize("correction", ["none", "icepop", "tis", "mis"])
@@ -170,19 +170,19 @@ def test_policy_rows(correction):
         )  # fmt: skip
         return loss, torch.stack(list(metrics.values()))
 
-    for expected, found in both(op, logprob):
-        assert relative_error(found, expected) < CLOSE
+    for expected, output in both(op, logprob):
+        assert relative_error(output, expected) < CLOSE
 
 
 def test_policy_rows_with_the_optional_inputs_left_out():
     inputs = make_inputs(CASES[0], device=DEVICE)
 
     def op(backend, hidden, head):
-        found = fused_policy_loss(hidden, head, inputs.token_ids, advantage=inputs.weights, backend=backend)
-        return found.loss, found.logprob, found.entropy
+        output = fused_policy_loss(hidden, head, inputs.token_ids, advantage=inputs.weights, backend=backend)
+        return output.loss, output.logprob, output.entropy
 
-    for expected, found in both(op, inputs.student_hidden, inputs.student_head):
-        assert relative_error(found, expected) < CLOSE
+    for expected, output in both(op, inputs.student_hidden, inputs.student_head):
+        assert relative_error(output, expected) < CLOSE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -197,8 +197,8 @@ def test_codecs_write_the_same_bytes(codec, width, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LossyCodecWarning)
         expected = encode(states, codec, backend="torch")
-        found = encode(states, codec, backend="triton")
-    assert torch.equal(found, expected)
+        triton_bytes = encode(states, codec, backend="triton")
+    assert torch.equal(triton_bytes, expected)
     for target in (torch.float32, dtype):
         one = decode(expected, codec, width, target, backend="torch")
         other = decode(expected, codec, width, target, backend="triton")
@@ -210,8 +210,8 @@ def test_scale_unless_one():
 
     values = torch.randn(3, 5000, device=DEVICE)
     for factor in (1.0, 0.0, -2.5):
-        found = scale_unless_one(values.clone(), torch.tensor(factor, device=DEVICE))
-        assert torch.equal(found, values * factor)
+        scaled_values = scale_unless_one(values.clone(), torch.tensor(factor, device=DEVICE))
+        assert torch.equal(scaled_values, values * factor)
 
 
 @pytest.mark.parametrize(("columns", "size"), [(127, 16), (4096, 64), (4099, 64), (3, 1), (5, 8)])

@@ -38,9 +38,9 @@ def acknowledged(store: Path) -> dict[tuple[str, int], list[int]]:
 def trajectories(store: Store) -> list[tuple[tuple[str, int], list[int]]]:
     """The same of every sample."""
     ids = np.concatenate([ids for ids, _ in store.scan_samples(["uid"])])
-    known = store.take_samples(ids, ["group_id", "group_index"]).to_pylist()
+    samples = store.take_samples(ids, ["group_id", "group_index"]).to_pylist()
     tokens = store.read_tokens(ids, ["tokens"], verify=True)["tokens"].to_pylist()
-    return [((row["group_id"], row["group_index"]), own) for row, own in zip(known, tokens, strict=True)]
+    return [((row["group_id"], row["group_index"]), own) for row, own in zip(samples, tokens, strict=True)]
 
 
 @pytest.fixture(scope="module")

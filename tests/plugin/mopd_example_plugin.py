@@ -112,12 +112,12 @@ class Hints(Environment):
         return f"{len(conversation.prompt.answer)} letters"
 
 
-def pairs(fields: dict[str, Any], place: str) -> Iterator[Row]:
+def pairs(fields: dict[str, Any], location: str) -> Iterator[Row]:
     """{"ask": …, "said": …, "good": …}"""
     if not isinstance(fields.get("ask"), str) or not isinstance(fields.get("said"), str):
-        raise InputError(f"{place}: fields 'ask' and 'said' must be text")
+        raise InputError(f"{location}: fields 'ask' and 'said' must be text")
     yield Row(
-        location=place, prompt=fields["ask"], response=fields["said"], rewards={("good", ""): float(fields["good"])}
+        location=location, prompt=fields["ask"], response=fields["said"], rewards={("good", ""): float(fields["good"])}
     )
 
 

@@ -50,12 +50,12 @@ class StandInTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> StandInTensor:
         """Wrap a CPU tensor."""
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
             layout=raw.layout, device=torch.device(NAME, 0), requires_grad=False,
         )  # fmt: skip
-        made.raw = raw
-        return made
+        tensor.raw = raw
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

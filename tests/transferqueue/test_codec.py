@@ -31,19 +31,19 @@ nested = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(value=nested)
 def test_plain_values_come_back_with_their_types(value: Any) -> None:
-    found = decode(encode(value))
-    assert found == value
-    assert repr(found) == repr(value)
+    decoded_value = decode(encode(value))
+    assert decoded_value == value
+    assert repr(decoded_value) == repr(value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4), (0, 3)], ids=str)
 def test_tensors_come_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.randint(0, 2, shape).to(dtype)
-    for found in (decode(encode(value)), decode(encode({"a": [value]}))["a"][0]):
-        assert (found.dtype, found.shape) == (value.dtype, value.shape)
-        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8)) if shape else found == value
-        found.zero_()  # it owns its memory
+    for tensor in (decode(encode(value)), decode(encode({"a": [value]}))["a"][0]):
+        assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape)
+        assert torch.equal(tensor.view(torch.uint8), value.view(torch.uint8)) if shape else tensor == value
+        tensor.zero_()  # it owns its memory
 
 
 def test_a_part_of_a_tensor_is_stored_alone() -> None:
@@ -59,9 +59,9 @@ def test_arrays_and_scalars() -> None:
     for scalar in scalars:
         assert type(decode(encode(scalar))) is type(scalar)
         assert decode(encode(scalar)) == scalar
-    found = decode(encode({"a": array, "b": np.float32(1.5)}))
-    assert (found["a"].dtype, found["a"].tolist()) == (array.dtype, array.tolist())
-    assert isinstance(found["b"], np.float32)
+    fields = decode(encode({"a": array, "b": np.float32(1.5)}))
+    assert (fields["a"].dtype, fields["a"].tolist()) == (array.dtype, array.tolist())
+    assert isinstance(fields["b"], np.float32)
 
 
 @pytest.mark.parametrize("value", [object(), {"a": [print]}, np.array([object()]), {1, 2}], ids=repr)

@@ -64,9 +64,9 @@ class World:
         self.trace.append(what)
         return True
 
-    def passed(self, place: str) -> None:
+    def passed(self, point: str) -> None:
         """The observer of named places: the process may die at each."""
-        if self.strikes(f"death at {place}"):
+        if self.strikes(f"death at {point}"):
             raise Died
 
     def sleep(self, seconds: float) -> None:
@@ -122,9 +122,9 @@ class SimCommitter(committer.Committer):
 
     world: World
 
-    def __init__(self, log: Any, commit: Callable[[list[Sample]], object], **given: Any) -> None:
+    def __init__(self, log: Any, commit: Callable[[list[Sample]], object], **options: Any) -> None:
         self._log, self._commit, self._batch, self._logged = log, commit, [], []
-        self._full_disk_wait_s, self._notice = given["full_disk_wait_s"], given["notice"]
+        self._full_disk_wait_s, self._notice = options["full_disk_wait_s"], options["notice"]
         self._done = types.SimpleNamespace(put=self._logged.append)  # type: ignore[assignment]
 
     def hand_over(self, finished: Any) -> None:
@@ -133,8 +133,8 @@ class SimCommitter(committer.Committer):
             self._commit_now()
 
     def committed(self) -> list[list[int]]:
-        found, self._logged[:] = list(self._logged), []
-        return found
+        batches, self._logged[:] = list(self._logged), []
+        return batches
 
     def drain(self) -> None:
         self._commit_now()

@@ -52,14 +52,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two random models, a longer one, and an adapter on the first."""
     root = tmp_path_factory.mktemp("teachers")
     configs = {"one": CONFIG, "two": CONFIG, "long": CONFIG | {"max_position_embeddings": 512}}
-    made = {
+    model_dirs = {
         name: make_student(sections.Student(config=config), root / name, seed=seed)
         for seed, (name, config) in enumerate(configs.items())
     }
-    model = get_peft_model(hf.load_model(made["one"]), LoraConfig(r=2, target_modules=["q_proj"]))
-    model.peft_config["default"].base_model_name_or_path = str(made["one"])
+    model = get_peft_model(hf.load_model(model_dirs["one"]), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.peft_config["default"].base_model_name_or_path = str(model_dirs["one"])
     model.save_pretrained(root / "adapter")
-    return made | {"adapter": root / "adapter"}
+    return model_dirs | {"adapter": root / "adapter"}
 
 
 def pool_of(

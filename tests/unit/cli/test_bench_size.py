@@ -64,7 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], i
     for kind in ("logprob", "topk", "hidden"):
         for start in range(0, SAMPLES, 512):
             some = samples[start : start + 512]
-            store.commit_signals("t", kind, [signal(s, start + place, kind) for place, s in enumerate(some)])
+            store.commit_signals("t", kind, [signal(s, start + offset, kind) for offset, s in enumerate(some)])
 
     def data(table: str) -> int:
         return sum(path.stat().st_size for path in (root / table / "data").rglob("*") if path.is_file())
@@ -114,8 +114,8 @@ def test_the_tables_of_the_page_are_what_the_command_prints(fidelity: str) -> No
 
 def test_the_command_answers_and_refuses() -> None:
     answer = CliRunner().invoke(app, ["bench", "size", "--tokens-per-day", "1e10", "--json"])
-    found = json.loads(answer.stdout)
-    assert found["inputs"]["tokens_per_day"] == 1e10
-    assert found["bytes_per_day"]["all"] > 1e12
+    estimate = json.loads(answer.stdout)
+    assert estimate["inputs"]["tokens_per_day"] == 1e10
+    assert estimate["bytes_per_day"]["all"] > 1e12
     assert CliRunner().invoke(app, ["bench", "size", "--codec", "int9"]).exit_code == 2
     assert json.loads(CliRunner().invoke(app, ["bench", "size", "--ladder", "--json"]).stdout)[0]["size"] == "laptop"

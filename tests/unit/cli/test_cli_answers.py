@@ -32,8 +32,8 @@ def answered(*arguments: str | Path) -> Any:
 
 
 def first_uid(store: Store) -> str:
-    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and iteration = 0")
-    return str(found["uid"][0].as_py())
+    rows = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and iteration = 0")
+    return str(rows["uid"][0].as_py())
 
 
 def test_query_prints_a_table_and_counts_rows_on_stderr(demo_store: Store) -> None:

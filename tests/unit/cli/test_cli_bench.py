@@ -21,19 +21,19 @@ from mopd_dataplane.models.tiny import FAMILIES, family_of, of_family
 def figures(*words: str) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["bench", *words, "--json"])
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    measurements: dict[str, Any] = json.loads(result.stdout)
+    return measurements
 
 
 @pytest.mark.parametrize("window", [0, 2000])
 def test_plan(tmp_path: Path, window: int) -> None:
-    found = figures("plan", "--samples", "5000", "--window", str(window), "--folder", str(tmp_path))
-    assert found["samples"] == 5000
-    assert found.keys() == {
+    measurements = figures("plan", "--samples", "5000", "--window", str(window), "--folder", str(tmp_path))
+    assert measurements["samples"] == 5000
+    assert measurements.keys() == {
         "samples", "seconds", "density", "straggler_ratio", "peak_rss_bytes", "payload_bytes_read",
     }  # fmt: skip
-    assert found["payload_bytes_read"] == 0
-    assert 0.9 < found["density"] <= 1.0
+    assert measurements["payload_bytes_read"] == 0
+    assert 0.9 < measurements["density"] <= 1.0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -45,10 +45,10 @@ TEN_COLUMNS = (
 
 def test_plan_with_a_condition_over_ten_columns(tmp_path: Path) -> None:
     """Half of the samples have a reward, nine in ten a divergence in that range, and one domain of ten is left out."""
-    found = measure(5000, where=TEN_COLUMNS, folder=tmp_path)
-    assert 0.3 * 5000 < found["planned samples"] < 0.5 * 5000
-    assert found["payload_bytes_read"] == 0
-    assert found["of which conditions, s"] > 0
+    measurements = measure(5000, where=TEN_COLUMNS, folder=tmp_path)
+    assert 0.3 * 5000 < measurements["planned samples"] < 0.5 * 5000
+    assert measurements["payload_bytes_read"] == 0
+    assert measurements["of which conditions, s"] > 0
     refused = CliRunner().invoke(app, ["bench", "plan", "--where", "rewrd > 0", "--folder", str(tmp_path)])
     assert refused.exit_code != 0
     assert list(tmp_path.iterdir()) == []
@@ -68,40 +68,40 @@ def test_a_fork_takes_no_bytes_of_the_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_load(tmp_path: Path) -> None:
-    found = figures("load", "--samples", "600", "--hidden-samples", "8", "--folder", str(tmp_path))
-    assert found.keys() == {
+    measurements = figures("load", "--samples", "600", "--hidden-samples", "8", "--folder", str(tmp_path))
+    assert measurements.keys() == {
         "tokens_per_s", "cpu_s_per_mtoken", "hidden_bytes_per_s", "preadv_bytes_per_s", "memcpy_bytes_per_s",
         "hidden_ratio_to_preadv", "pss_bytes",
     }  # fmt: skip
-    assert list(found["pss_bytes"]) == ["1", "2", "4", "8"]
+    assert list(measurements["pss_bytes"]) == ["1", "2", "4", "8"]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_peers_deliver_the_same_bytes(tmp_path: Path) -> None:
     plot = tmp_path / "loaders.png"
-    found = figures(
+    measurements = figures(
         "load", "--peers", "--samples", "100", "--hidden-samples", "4", "--folder", str(tmp_path), "--plot", str(plot)
     )
-    assert {"mopd", "memmap", "lance"} <= found.keys()
+    assert {"mopd", "memmap", "lance"} <= measurements.keys()
     for name in ("mopd", "memmap", "memmap-plain", "lance"):
-        assert found[name]["tokens_per_s"] > 0, found[name]
+        assert measurements[name]["tokens_per_s"] > 0, measurements[name]
     assert list(tmp_path.iterdir()) == [plot]
 
 
 @pytest.mark.slow
 def test_write(tmp_path: Path) -> None:
-    found = figures("write", "--rows", "200", "--rows", "400", "--folder", str(tmp_path))
-    assert {"payload_bytes_per_s", "sequential_write_bytes_per_s"} <= found.keys()
-    assert list(found["commit_ms"]) == ["200", "400"]
+    measurements = figures("write", "--rows", "200", "--rows", "400", "--folder", str(tmp_path))
+    assert {"payload_bytes_per_s", "sequential_write_bytes_per_s"} <= measurements.keys()
+    assert list(measurements["commit_ms"]) == ["200", "400"]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_wal(tmp_path: Path) -> None:
-    found = figures("wal", "--seconds", "0.3", "--sequences", "4", "--folder", str(tmp_path))
+    measurements = figures("wal", "--seconds", "0.3", "--sequences", "4", "--folder", str(tmp_path))
     expected = {"tokens_per_s", "ack_p50_ms", "ack_p99_ms", "share_of_decode", "raw_write_bytes_per_s"}
-    assert expected <= found.keys()
+    assert expected <= measurements.keys()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,14 +115,14 @@ def test_step(tmp_path: Path) -> None:
     model.mkdir()
     of_family(FAMILIES[family_of("HuggingFaceTB/SmolLM2-135M-Instruct")], model, seed=0, dtype="float32")
     words = ["--iterations", "2", "--prompts", "4", "--model", str(model), "--folder", str(tmp_path)]
-    found = figures("step", *words)
-    assert found.keys() == {"here", "floor"}
-    for part in found.values():
+    measurements = figures("step", *words)
+    assert measurements.keys() == {"here", "floor"}
+    for part in measurements.values():
         phases = [part[f"{name}, s"] for name in ("rollout", "score", "train")]
         assert all(seconds > 0 for seconds in phases)
         assert part["an iteration, s"] > max(phases)
         assert part["peak memory, GB"] > 0.1
-    assert 0 < found["here"]["response tokens"] <= 4 * 48
+    assert 0 < measurements["here"]["response tokens"] <= 4 * 48
     assert [file.name for file in tmp_path.iterdir()] == [model.name]
 
 
@@ -131,20 +131,20 @@ def test_adapters(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     of_family(FAMILIES["smollm2"], base, seed=0, dtype="float32")
-    found = figures("adapters", str(base), "--count", "4", "--rank", "2", "--folder", str(tmp_path))
-    assert (found["adapters"], found["loads_of_the_base"], found["switches"]) == (4, 1, 4 + 4 + 3)
-    assert found["largest_difference_to_merged_nat"] < 5e-5
-    assert found["adapter_bytes"] < found["base_bytes"]
+    measurements = figures("adapters", str(base), "--count", "4", "--rank", "2", "--folder", str(tmp_path))
+    assert (measurements["adapters"], measurements["loads_of_the_base"], measurements["switches"]) == (4, 1, 4 + 4 + 3)
+    assert measurements["largest_difference_to_merged_nat"] < 5e-5
+    assert measurements["adapter_bytes"] < measurements["base_bytes"]
     assert [file.name for file in tmp_path.iterdir()] == [base.name]
 
 
 def test_adapters_refuses_what_is_no_base_before_anything_starts(tmp_path: Path) -> None:
-    asked = ["bench", "adapters", str(tmp_path / "none"), "--folder", str(tmp_path)]
-    result = CliRunner().invoke(app, asked)
+    command = ["bench", "adapters", str(tmp_path / "none"), "--folder", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
     assert (result.exit_code, "no model folder" in result.output) == (2, True)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    result = CliRunner().invoke(app, asked)
+    result = CliRunner().invoke(app, command)
     assert (result.exit_code, "is an adapter" in result.output) == (2, True)
 
 
