@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Row:
     """One response, in the detail of its source; a field that is None was not recorded.
 
-    Example: Row(place="7.jsonl:1", prompt="3 + 4 =", response=" 7", iteration=7, rewards={"score": 1.0}).
+    Example: Row(location="7.jsonl:1", prompt="3 + 4 =", response=" 7", iteration=7, rewards={"score": 1.0}).
     """
 
     location: str

@@ -35,7 +35,7 @@ def peer_files() -> ModuleType:
 def rows_of(source: str, folder: Path) -> list[Row]:
     """All rows of a folder, without the files they came from."""
     rows = [
-        dataclasses.replace(row, place="")
+        dataclasses.replace(row, location="")
         for file in files_at(folder, SUFFIXES)
         for location, fields in read_rows(file)
         for row in FORMATS[source](fields, location)

@@ -23,7 +23,7 @@ from tinystage import (
     Manifest,
     anchored,
     client_of,
-    made,
+    make_stage_apart,
     manifest,
     nobody_holds_a_slot,
     open_files,
@@ -90,7 +90,7 @@ def loader_killed(count: int, seed: int) -> Tally:
     """The trainer notices at once; a new loader goes on with the next batch; nothing is left behind."""
     tally, draw = Tally(), random.Random(seed)
     with folder() as home:
-        made(home)
+        make_stage_apart(home)
         path = home.with_name("l.sock")
         expected = whole_window(home, path)
         before = open_files()
@@ -125,7 +125,7 @@ def reader_killed(count: int, seed: int) -> Tally:
     """The loader takes everything back; the next reader gets every batch, and no slot is lost."""
     tally = Tally()
     with folder() as home:
-        made(home)
+        make_stage_apart(home)
         path = home.with_name("l.sock")
         expected = whole_window(home, path)
         loader = LoaderChild(home, path)
@@ -158,7 +158,7 @@ def trainer_killed(count: int, seed: int) -> Tally:
     tally, draw = Tally(), random.Random(seed)
     torch.set_num_threads(1)
     with folder() as home:
-        steps = made(home)
+        steps = make_stage_apart(home)
         told_by(partial(make_policy, home))
         path = home.with_name("l.sock")
         loader = LoaderChild(home, path)

@@ -13,7 +13,17 @@ from pathlib import Path
 from deaths import Child, folder, told_by
 from inject import Row, Tally
 from power_rows import roll
-from tinystage import STAGE, LoaderChild, Manifest, anchored, client_of, made, manifest, shared_memory, whole_window
+from tinystage import (
+    STAGE,
+    LoaderChild,
+    Manifest,
+    anchored,
+    client_of,
+    make_stage_apart,
+    manifest,
+    shared_memory,
+    whole_window,
+)
 
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.load.protocol import VERSION, Channel
@@ -32,7 +42,7 @@ def disturbed(count: int, seed: int) -> Tally:
     """Memory stays inside its bound, nobody else waits, and the log of a rollout is deleted meanwhile."""
     tally = Tally()
     with folder() as home:
-        made(home)
+        make_stage_apart(home)
         path = home.with_name("l.sock")
         expected = whole_window(home, path)
         for case in range(count):

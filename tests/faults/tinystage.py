@@ -144,7 +144,7 @@ def nobody_holds_a_slot(client: LoaderClient, deadline_s: float) -> bool:
     return False
 
 
-def made(home: Path) -> int:
-    """make_stage in a child."""
+def make_stage_apart(home: Path) -> int:
+    """Run make_stage in a child process. Returns the number of its steps."""
     steps: int = told_by(partial(make_stage, home))
     return steps
