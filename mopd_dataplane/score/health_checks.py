@@ -134,7 +134,7 @@ def _flat(evidence: Evidence) -> float | None:
 CHECKS: tuple[Check, ...] = (
     Check(
         "uniform", _health("uniform"), lambda _: 0.2, False, "share of tokens with a uniform distribution",
-        "a healthy model has no such token, and a student's broken text brings a few",
+        "a healthy model gives no such distribution, except at a few tokens of a student's broken text",
         "the LM head or the last norm has no weights: not loaded, zero, or lost when an engine woke up",
         "compare the weight files with their source, load the teacher again, or score with another score.engine",
     ),
@@ -146,7 +146,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "zero", _health("zero"), lambda _: 0.2, False, "share of log-probs exactly 0 where the student doubted",
-        "a specialist is certain of a few tokens at which the student doubts; a fifth of all tokens are not those",
+        "a specialist is certain of a few tokens where the student is not, but not of a fifth of all tokens",
         "log-probs that were never written, or logits divided by a temperature near 0",
         "score the same samples with another score.engine and compare",
     ),
@@ -183,19 +183,19 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "reference", _reference, lambda e: 0.75 * e.guess, True, "mean log-prob of the domain's reference answers",
-        "terse references may be unlikely to a teacher that reasons first, yet stay above three quarters of a guess",
+        "short reference answers are unlikely to a teacher that reasons first, but stay above three quarters of −ln V",
         "tokens shifted by one, another tokenizer, another prompt format, or a teacher of another domain",
         "compare prompt_template, tokenizer and routing with what the teacher was trained on",
     ),
     Check(
-        "flat", _flat, lambda _: 0.5, False, "entropy above what the reference answers cost it, nat",
-        "where a model is calibrated the two are equal; samples of a probe differ by a few tenths",
+        "flat", _flat, lambda _: 0.5, False, "its entropy minus its mean −log p of the reference answers, nat",
+        "for a calibrated model the two are equal; with the few answers of a probe they differ by a few tenths",
         "log-probs at a higher temperature than the teacher was trained for, or a flattened head",
         "set the rollout's temperature to 1, and compare the head's logit_scale with the model's config",
     ),
     Check(
         "lead", _lead, lambda _: -0.1, True, "its lead over the student on reference answers, nat",
-        "a teacher that finds its domain's answers less likely than the student does cannot lead to them; a tenth of a "
+        "a teacher to which its domain's answers are less likely than to the student cannot teach them; a tenth of a "
         "nat is the noise of a probe",
         "another prompt format or checkpoint than the one that was trained on this domain, or a wrong [routing]",
         "compare prompt_template, routing and the weights digest in the table teachers with what you mean",
