@@ -79,7 +79,7 @@ def classes() -> str:
         f"**Match within {WITHIN:g} nat** ({len(right)} types): {', '.join(right)}.", "",
         f"**Rejected by the built-in sampler** ({len(refused)} types):", "", "| type | teacher and trainer | why |",
         "|---|---|---|", *rows, "", f"**Not tried** ({len(apart)} types):", "",
-        *(f"- {name}: {outcome.reason}" for name, found in apart.items()),
+        *(f"- {name}: {outcome.reason}" for name, outcome in apart.items()),
     ])  # fmt: skip
 
 
