@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[2]
 ADVICE = re.compile(r"\b(?:lower|raise|set|give)\b|\brun\b.*\bagain\b", re.DOTALL)
 SAYING = ("advises", "assert_advised")
 IN_JOB_FILES = PACKAGE / "job"
-"""Refusals of job files: test_advice.py of that package has them all."""
+"""Refusals of job files: tests/unit/job/test_advice.py has them all."""
 
 
 class Message(NamedTuple):
@@ -59,28 +59,32 @@ def _fixed_parts(call: ast.Call) -> Iterator[str]:
                 yield value.value
 
 
-def tried() -> set[str]:
-    """Words with which tests say which message's step they take."""
-    words = set()
+def tried() -> dict[str, str]:
+    """Words with which tests say which message's step they take -> file and line of the test."""
+    words = {}
     for file in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SAYING:
                 assert isinstance(node.args[0], ast.Constant), f"{file.name}:{node.lineno}"
-                words.add(str(node.args[0].value))
+                words[str(node.args[0].value)] = f"{file.relative_to(TESTS)}:{node.lineno}"
     return words
 
 
 def test_every_next_step_is_taken() -> None:
     words = tried()
     untried = [message for message in messages() if not any(one in part for one in words for part in message.parts)]
-    assert not untried, "\n".join(f"{message.where}: {'…'.join(message.parts)}" for message in untried)
+    listed = "\n".join(f"{message.where}: {'…'.join(message.parts)}" for message in untried)
+    assert not untried, (
+        'no test takes the next step of these messages: bring each up under advises("its words") in tests/unit/advice, '
+        f"and do what it says\n{listed}"
+    )
 
 
 def test_words_name_one_message() -> None:
     every = list(messages())
-    for words in tried():
+    for words, test in tried().items():
         named = [message.where for message in every if any(words in part for part in message.parts)]
-        assert len(named) == 1, f"{words!r} is in {named or 'no message'}"
+        assert len(named) == 1, f"{test}: advises({words!r}) is in {named or 'no message'}; use words of one message"
 
 
 def test_commands_that_messages_name_exist() -> None:

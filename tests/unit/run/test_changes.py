@@ -120,6 +120,7 @@ def versions(job: Job, key: Key) -> tuple[str, Job, Job]:
     for beside, value in BESIDE.get(key.path, {}).items():
         put(dump, beside, value)
     before = Job.model_validate(dump)
+    assert key.path in VALUES or key.example, f"{key.path} needs an example in job/examples.py, or a value in VALUES"
     put(dump, path, VALUES[key.path] if key.path in VALUES else tomllib.loads(f"value = {key.example}")["value"])
     if key.path in INSTEAD:
         put(dump, INSTEAD[key.path], None)
