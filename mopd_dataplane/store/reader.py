@@ -46,7 +46,7 @@ class StoreReader:
         """Local folder; None on an object store."""
         self.files = location.files
         """Files beside the datasets on an object store; None for a folder, where `path` returns their paths."""
-        self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
+        self._recent_handles: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
         """Handles of the last snapshots without a tag, whose versions `compact(now=True)` leaves alone."""
         self.deletions = Deletions(location)
         """Samples and prompts that were deleted."""
@@ -63,7 +63,7 @@ class StoreReader:
     def _reopened(cls, uri: str, storage_options: dict[str, str], uuid: str) -> Self:
         """Open a pickled store. Raises MismatchError when another store is there now, and the errors of `open`."""
         store = cls.open(uri, storage_options)
-        store.location.expect(uuid)
+        store.location.require_uuid(uuid)
         return store
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class StoreReader:
             location.check_new()
             return None
         location.single_writer = bool(mark.get("single_writer"))
-        location.expect(str(mark.get("uuid", "")))
+        location.require_uuid(str(mark.get("uuid", "")))
         return cls(location)
 
     @property
@@ -191,7 +191,7 @@ class StoreReader:
         try:
             return row_reader.take_rows(self.dataset("samples", snapshot), sample_rows, columns)
         except InputError:
-            self.deletions.refuse_rows(sample_rows)
+            self.deletions.raise_if_rows_deleted(sample_rows)
             raise
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:

@@ -196,7 +196,7 @@ class Table:
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
         options = self._location.storage_options or None
-        self._location.require_same()
+        self._location.require_same_store()
         try:
             return lance.dataset(self.uri, version=version, session=self._location.session, storage_options=options)
         except BaseException as error:
@@ -276,7 +276,7 @@ class Table:
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
-    def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
+    def raise_if_different(self, rows: pa.Table, columns: Sequence[str]) -> None:
         """Check that no row has a key with another value in one of these columns, in the table or an earlier row.
 
         Raises MismatchError if one does.

@@ -28,8 +28,8 @@ from mopd_dataplane.store.location import StoreLocation
 
 
 @dataclass(frozen=True)
-class Freed:
-    """Result of a call that frees, for example two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
+class FreedSpace:
+    """What a call freed. Example: two commits of 512 samples: FreedSpace(rows=1024, bytes=8_800_000_000)."""
 
     rows: int
     """Number of rows whose states this call freed."""
@@ -46,7 +46,7 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 
 def free_hidden(
     location: StoreLocation, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]
-) -> Freed:
+) -> FreedSpace:
     """See Store.free_hidden. in_use: snapshots that readers still have open or will open."""
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -68,7 +68,7 @@ def free_hidden(
 
 def free_files(
     location: StoreLocation, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]
-) -> Freed:
+) -> FreedSpace:
     """Free the rows of a table that are no longer needed; see free_hidden."""
     with location.committing(table.name), writing(table.uri):
         rows = _replace(location, table, served, emptied)
@@ -84,7 +84,7 @@ def free_files(
             readers_keep=False,
             wait=True,
         )
-        return Freed(rows, done.bytes)
+        return FreedSpace(rows, done.bytes)
 
 
 def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emptied) -> int:
