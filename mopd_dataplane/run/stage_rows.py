@@ -21,7 +21,7 @@ CHUNK = 512
 
 def linked_uids(store: Store, stage: str, snapshot: Snapshot | None = None) -> pa.Array:
     """Uids of the samples of other stores that a stage trains on."""
-    if not store.table_handle(LINKS.name).was_made() or (snapshot and LINKS.name not in snapshot.versions):
+    if not store.table_handle(LINKS.name).ever_existed() or (snapshot and LINKS.name not in snapshot.versions):
         return pa.array([], pa.string())
     return store.table(LINKS.name, ["uid"], f"stage = '{stage}'", snapshot)["uid"].combine_chunks()
 

@@ -245,4 +245,4 @@ class Store(StoreReader):
                 self.deletions.raise_if_prompts_deleted(rows["prompt_id"].to_pylist())
             inserted = table.insert(self.deletions.without_deleted(name, rows))
             table.make_durable(inserted.dataset)
-        return int(inserted.new.sum())
+        return int(inserted.is_new.sum())

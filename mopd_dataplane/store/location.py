@@ -141,8 +141,8 @@ class StoreLocation:
             )
         return self._session
 
-    def committed(self) -> None:
-        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
+    def count_commit(self) -> None:
+        """Count a commit, and start new caches after COMMITS_CACHED: each commit leaves a manifest in them for good.
 
         The old caches lie between blocks in use, so the heap is trimmed.
         """

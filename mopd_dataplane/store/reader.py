@@ -122,7 +122,7 @@ class StoreReader:
 
     def names(self) -> list[str]:
         """Return the names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. Opens none."""
-        fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).was_made())
+        fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).ever_existed())
         return [*fixed, *signal_tables(self.location)]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:

@@ -57,8 +57,8 @@ BROKEN_RULES = [
           "                raise\n"),
     # Commits and damage.
     _rule("ignore the key of a row", "store/commit/table.py",
-          "            new = (matches < 0) & (first == np.arange(rows.num_rows))",
-          "            new = first == np.arange(rows.num_rows)"),
+          "            is_new = (matches < 0) & (first_index == np.arange(rows.num_rows))",
+          "            is_new = first_index == np.arange(rows.num_rows)"),
     _rule("metadata before payload", "store/commit/samples.py",
           "        payload_rows[absent], with_payload = place_payload(",
           "        payload_rows[absent] = tokens.open().count_rows() + np.arange(len(absent))\n"

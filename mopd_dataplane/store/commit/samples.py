@@ -85,9 +85,9 @@ def commit_samples(
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
-    overtaken = ((matches < 0) & ~done.new).tolist()  # another writer was first, since the look-up
+    overtaken = ((matches < 0) & ~done.is_new).tolist()  # another writer was first, since the look-up
     dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
-    return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
+    return CommitReceipt(rows=done.rows, inserted=int(done.is_new.sum()), versions=versions, dropped=tuple(dropped))
 
 
 def commit_undeleted(

@@ -68,7 +68,7 @@ def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
                 continue
             done = table.insert(_rows(store, part))
             table.make_durable(done.dataset)
-        added += int(done.new.sum())
+        added += int(done.is_new.sum())
     return added
 
 

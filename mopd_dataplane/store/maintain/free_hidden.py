@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.commit.clean_up import clean_up
-from mopd_dataplane.store.commit.in_flight import writing_files
+from mopd_dataplane.store.commit.in_flight import commit_in_flight
 from mopd_dataplane.store.commit.signals import blob_column
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import FREED
@@ -90,7 +90,7 @@ def free_files(
 def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emptied) -> int:
     """Commit empty files in place of those that are no longer needed. Returns how many rows were in them."""
     while True:
-        with writing_files(location, table.name):
+        with commit_in_flight(location, table.name):
             dataset = table.open_to_write()
             files = dataset.get_fragments()
             fresh = {index: _written(table, dataset, files[index], emptied) for index in _served(dataset, served)}
@@ -100,7 +100,7 @@ def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emp
             fault_point("retire.written")
             fragments = [fresh.get(index, fragment.metadata) for index, fragment in enumerate(files)]
             operation = lance.LanceOperation.Merge(fragments, dataset.lance_schema)
-            if table.commit_at(dataset, operation, fresh.values()):
+            if table.commit_on(dataset, operation, fresh.values()):
                 return sum(fragment.physical_rows for fragment in fresh.values())
 
 

@@ -19,7 +19,7 @@ import lance
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.commit.table import ATTEMPTS
+from mopd_dataplane.store.commit.table import COMMIT_ATTEMPTS
 from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.queue.clock import Clock
 from mopd_dataplane.store.queue.queue_log import lock_dead_log
@@ -53,9 +53,9 @@ def fold(queue: QueueTable, unfolded: Unfolded, clock: Clock) -> int:
     batches = unfolded.pending()
     last = batches[-1].stamp if batches else 0
     folded = 0
-    for _ in range(ATTEMPTS):
+    for _ in range(COMMIT_ATTEMPTS):
         with queue.location.committing(queue.table.name):
-            dataset = queue.table.open_evolved()
+            dataset = queue.table.open_with_new_columns()
             state = queue.folded(dataset)
             unfolded.settle(state)
             batches = [batch for batch in unfolded.pending() if batch.stamp <= last]
@@ -66,9 +66,9 @@ def fold(queue: QueueTable, unfolded: Unfolded, clock: Clock) -> int:
             committed = _commit(queue, unfolded, dataset, state, part)
         if committed is not None:
             folded += len(part)
-            queue.table.tidied(committed)
+            queue.table.compact_if_needed(committed)
     raise ResourceError(
-        f"{queue.uri}: {ATTEMPTS} folds in a row were overtaken; nothing is lost, the next fold goes on"
+        f"{queue.uri}: {COMMIT_ATTEMPTS} folds in a row were overtaken; nothing is lost, the next fold goes on"
     )
 
 

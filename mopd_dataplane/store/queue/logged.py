@@ -183,7 +183,7 @@ class LoggedQueue:
     def _look(self) -> lance.LanceDataset | None:
         """Bring what is unfolded up to date; the version of the dataset that it lies on, None when there is none."""
         self._unfolded.look()
-        if not self._queue.table.was_made():
+        if not self._queue.table.ever_existed():
             return None
         while True:
             dataset = self._queue.open()

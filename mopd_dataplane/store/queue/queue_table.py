@@ -169,7 +169,7 @@ class QueueTable:
             if unneeded:
                 operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
                 with writing(self.uri):
-                    if not self.table.commit_at(dataset, operation):
+                    if not self.table.commit_on(dataset, operation):
                         return 0
             clean_up(self.location, self.table.name, self.table.open(), self.table.acknowledged())
             return len(unneeded)
