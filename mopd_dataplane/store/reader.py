@@ -25,7 +25,7 @@ from mopd_dataplane.store.linked.sources import Sources
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletions
 from mopd_dataplane.store.read import row_reader
-from mopd_dataplane.store.read.fragment_bounds import Within, rows_within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange, rows_within
 from mopd_dataplane.store.read.hidden import HiddenReader
 from mopd_dataplane.store.remote.range_cache import RangeCache
 from mopd_dataplane.store.remote.sidecars import ObjectSidecars
@@ -169,7 +169,7 @@ class StoreReader:
 
     def scan_samples(
         self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None,
-        within: Within | None = None,
+        within: ColumnRange | None = None,
     ) -> Iterator[tuple[Rows, pa.RecordBatch]]:  # fmt: skip
         """Yield (row ids, metadata) of some samples at a time, by id: id `first` and the `limit` ids after it.
 
@@ -179,7 +179,7 @@ class StoreReader:
         return row_reader.scan_rows(self.dataset("samples", snapshot), columns, first, limit, within)
 
     def rows_within(
-        self, name: str, columns: Sequence[str], within: Within, snapshot: Snapshot | None = None
+        self, name: str, columns: Sequence[str], within: ColumnRange, snapshot: Snapshot | None = None
     ) -> pa.Table:
         """Read the rows of a table with a column within bounds, in no order; files without such rows are not read."""
         return rows_within(self.dataset(name, snapshot), list(columns), within)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.store.format.lance_errors import reading
-from mopd_dataplane.store.rollouts.arrays import LEFT_OUT
+from mopd_dataplane.store.rollouts.arrays import UNUSED_COLUMNS
 from mopd_dataplane.store.rollouts.columns import READ, definition, described, optional_sources
 from mopd_dataplane.tables import SAMPLES
 
@@ -44,7 +44,7 @@ class Glance:
         self.definition = definition(self.teachers, has=self.has)
         self._with_rows = definition(self.teachers, has=self.has, with_rows=True)
         samples = store.dataset("samples", snapshot).schema.names
-        self._names = [name for name in SAMPLES.schema.names if name in samples and name not in LEFT_OUT]
+        self._names = [name for name in SAMPLES.schema.names if name in samples and name not in UNUSED_COLUMNS]
         self.empty = self._read(np.empty(0, np.int64))
         """The table of rollouts without a row."""
         self.columns = described(self.empty.schema)

@@ -19,7 +19,7 @@ from mopd_dataplane.base.sql_text import literal
 if TYPE_CHECKING:
     import duckdb
 
-    from mopd_dataplane.store.rollouts.arrays import Rollouts
+    from mopd_dataplane.store.rollouts.arrays import RolloutColumns
     from mopd_dataplane.store.rollouts.columns import Column
 
 BINS = 32
@@ -56,7 +56,7 @@ class Bars:
 class Answers(Protocol):
     """Answers questions about the table of rollouts."""
 
-    rollouts: Rollouts
+    rollouts: RolloutColumns
 
     def ask(self, sql: str) -> duckdb.DuckDBPyConnection: ...
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest, require_known
-from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.arrays import RolloutColumns
 from mopd_dataplane.store.rollouts.columns import LABELLED
 from mopd_dataplane.store.rollouts.conditions import TABLE, job_questions
 from mopd_dataplane.store.rollouts.expressions import expand
@@ -53,7 +53,7 @@ MEMORY = "192MB"
 
 
 class Index:
-    """Rollouts of one snapshot of a store. Threads may ask at the same time."""
+    """RolloutColumns of one snapshot of a store. Threads may ask at the same time."""
 
     def __init__(
         self, store: Store, snapshot: Snapshot, labelled: Labelled, going: Callable[[], None] = lambda: None
@@ -67,7 +67,7 @@ class Index:
         self._questions = job_questions(store)
         self._glance = glance = Glance(store, snapshot)
         self.teachers, self.definition, self.columns = glance.teachers, glance.definition, glance.columns
-        self.rollouts = Rollouts(store, snapshot, glance.vocabularies, glance.has, going)
+        self.rollouts = RolloutColumns(store, snapshot, glance.vocabularies, glance.has, going)
         self.total = len(self.rollouts.sample_rows)
         self._labelled = labelled
         self._resources = ExitStack()
@@ -141,7 +141,7 @@ class Index:
 
     def take(self, sample_rows: NDArray[np.int64], names: Sequence[str]) -> pa.Table:
         """Columns of samples that are in the table, in the asked order."""
-        return self.rollouts.table(names).select(list(names)).take(self.rollouts.places(sample_rows))
+        return self.rollouts.table(names).select(list(names)).take(self.rollouts.positions(sample_rows))
 
     def condition(self, where: str, among: NDArray[np.int64] | None = None) -> str:
         """The filter as a clause, for all samples or those of some row ids.
@@ -198,7 +198,7 @@ class Index:
         """Rows of samples in this order."""
         if whole:
             self.rollouts.read(OF_MANY)
-        if self.rollouts.whole:
+        if self.rollouts.is_complete:
             whole_rows: list[dict[str, Any]] = self.take(ids, sorted(self.rollouts.names)).to_pylist()
             return whole_rows
         rows = self._glance.rows(ids)

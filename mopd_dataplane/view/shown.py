@@ -119,9 +119,9 @@ class Shown:
                 self._going()
                 snapshot = self._pinned or self.store.snapshot()
                 if index is None or snapshot.versions != index.snapshot.versions:
-                    self._next_look = time.monotonic() + PAUSE * (index.rollouts.spent if index is not None else 0.0)
+                    self._next_look = time.monotonic() + PAUSE * (index.rollouts.read_s if index is not None else 0.0)
                     if index is not None:
-                        index.rollouts.rest()
+                        index.rollouts.stop_fill()
                     self.labelled.changed()
                     index, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
                     self._index = index
@@ -179,7 +179,7 @@ class Shown:
         """Give the index up; who asks next makes it again."""
         with self._lock:
             if self._index is not None:
-                self._index.rollouts.rest()
+                self._index.rollouts.stop_fill()
             self._index, self._answers = None, {}
 
     def remembered(self, key: str, make: Callable[[Index], Any]) -> Any:

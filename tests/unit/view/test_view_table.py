@@ -12,8 +12,8 @@ from viewing import BEARER, client_of, get, rows_of, some_uid
 from mopd_dataplane import Store
 from mopd_dataplane.bench.crowd import process_tree
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.rollouts.arrays import Rollouts
-from mopd_dataplane.store.rollouts.derived import Part
+from mopd_dataplane.store.rollouts.arrays import RolloutColumns
+from mopd_dataplane.store.rollouts.derived import Derivation
 from mopd_dataplane.view.glance import OF_MANY
 from mopd_dataplane.view.shown import Shown
 
@@ -45,18 +45,18 @@ def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> Non
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Columns of the table of rollouts that were read or computed, one after the other."""
     names: list[str] = []
-    scan, compute = Rollouts._scan, Rollouts._compute
+    scan, compute = RolloutColumns._scan, RolloutColumns._compute
 
-    def scanned(self: Rollouts, wanted: list[str]) -> None:
+    def scanned(self: RolloutColumns, wanted: list[str]) -> None:
         names.extend(wanted)
         scan(self, wanted)
 
-    def computed(self: Rollouts, part: Part) -> None:
-        names.extend(part.gives)
+    def computed(self: RolloutColumns, part: Derivation) -> None:
+        names.extend(part.outputs)
         compute(self, part)
 
-    monkeypatch.setattr(Rollouts, "_scan", scanned)
-    monkeypatch.setattr(Rollouts, "_compute", computed)
+    monkeypatch.setattr(RolloutColumns, "_scan", scanned)
+    monkeypatch.setattr(RolloutColumns, "_compute", computed)
     return names
 
 
