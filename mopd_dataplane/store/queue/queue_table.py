@@ -75,7 +75,7 @@ class QueueTable:
         ]  # fmt: skip
         return pa.Table.from_pylist(records, schema=self.table.schema)
 
-    def folded(self, dataset: lance.LanceDataset) -> dict[str, int]:
+    def last_folded(self, dataset: lance.LanceDataset) -> dict[str, int]:
         """The last batch of each log that a version contains."""
         if self._folded is None or self._folded[0] is not dataset:
             self._folded = dataset, self._read_folded(dataset)
