@@ -58,7 +58,7 @@ class Answers(Protocol):
 
     rollouts: RolloutColumns
 
-    def ask(self, sql: str) -> duckdb.DuckDBPyConnection: ...
+    def execute(self, sql: str) -> duckdb.DuckDBPyConnection: ...
 
     def rows(self, sql: str) -> list[dict[str, Any]]: ...
 
@@ -95,7 +95,7 @@ class Histograms:
         counts: list[dict[int, int]] = [{} for _ in names]
         # the bit of grouping() is 0 for the one column that a row is grouped by
         groups = {(1 << len(names)) - 1 - (1 << (len(names) - 1 - number)): number for number in range(len(names))}
-        answer = self._index.ask(
+        answer = self._index.execute(
             f"select grouping({', '.join(names)}), {', '.join(names)}, count(*) "
             f"from (select {bins} from {self._table}{clause}) group by grouping sets ({sets})"
         )

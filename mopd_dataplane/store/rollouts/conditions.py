@@ -19,7 +19,7 @@ from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.rollouts.arrays import RolloutColumns
 from mopd_dataplane.store.rollouts.columns import HIDDEN, READ, REPETITION, SPREAD, STATS, definition, optional_sources
 from mopd_dataplane.store.rollouts.expressions import STEP, expand
-from mopd_dataplane.store.rollouts.referenced import looks_around, referenced
+from mopd_dataplane.store.rollouts.referenced import looks_around, referenced_columns
 from mopd_dataplane.tables import TABLES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Conditions:
         """Yield the answer for a stretch of samples at a time."""
         with _connect() as connection:
             statement = _select(texts)
-            named = referenced(connection, statement, self._rollouts.names)
+            named = referenced_columns(connection, statement, self._rollouts.names)
             if looks_around(connection, statement):
                 connection.register(TABLE, self._rollouts.table(named))
                 yield self._evaluate(connection, texts, subject)[among]
