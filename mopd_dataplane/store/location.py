@@ -142,9 +142,10 @@ class StoreLocation:
         return self._session
 
     def count_commit(self) -> None:
-        """Count a commit, and start new caches after COMMITS_CACHED: each commit leaves a manifest in them for good.
+        """Count a commit, and start new caches after every COMMITS_CACHED commits.
 
-        The old caches lie between blocks in use, so the heap is trimmed.
+        Each commit leaves a manifest in the caches that is not read again. The old caches lie between blocks in use, so
+        the heap is trimmed.
         """
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
