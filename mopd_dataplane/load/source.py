@@ -42,7 +42,7 @@ class WindowSource:
         self._store = store
         self._spec = spec
         rows = plan.sample_rows
-        store.deletions.refuse_rows(rows)
+        store.deletions.raise_if_rows_deleted(rows)
         columns = ["total_len", "loss_tokens", "policy_version_first"]
         if store.has_column("samples", "version_spans", plan.snapshot):
             columns.append("version_spans")

@@ -16,7 +16,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import order_by_due, plan_mixture, thin_and_order
 from mopd_dataplane.plan.packing import Packs, gather_groups, pack
-from mopd_dataplane.plan.shuffle import Floats, Ints, permutation, philox_key, stable_order
+from mopd_dataplane.plan.shuffle import Floats, Ints, permutation, philox_key, stable_argsort
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Units:
         if group_size == 1:
             return cls(chosen.domains)
         _, codes = np.unique(chosen.groups, return_inverse=True)
-        members = stable_order(codes)
+        members = stable_argsort(codes)
         starts = np.concatenate(([0], np.cumsum(np.bincount(codes))))
         return cls(chosen.domains[members[starts[:-1]]], members, starts)
 

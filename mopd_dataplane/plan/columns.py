@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import BLOCK, Ints, Mask, ascends, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, Ints, Mask, ascends, stable_argsort
 
 SAMPLE_COLUMNS = (
     "iteration",
@@ -311,7 +311,7 @@ class _Numbers:
         rows = self._columns.pop("row")
         if ascends(admission):
             return rows.numbers()
-        order = stable_order(admission, spent=True)
+        order = stable_argsort(admission, spent=True)
         del admission
         spare: dict[np.dtype[Any], NDArray[Any]] = {}  # reusing memory costs less than touching new memory
         for name in self._arrays:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.schedules import Weight, weight_at
-from mopd_dataplane.plan.shuffle import Floats, Ints, stable_order, uniforms
+from mopd_dataplane.plan.shuffle import Floats, Ints, stable_argsort, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def take_mixed(
     counts = np.bincount(domains, minlength=len(share))
     is_drawn = share > 0
     horizon = float(((counts + offsets)[is_drawn] / share[is_drawn]).min())
-    by_domain = stable_order(domains)
+    by_domain = stable_argsort(domains)
     codes = domains[by_domain]
     ordinal = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
     with np.errstate(divide="ignore", invalid="ignore"):

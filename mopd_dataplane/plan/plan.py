@@ -21,7 +21,7 @@ from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.draw import Drawn, draw, importance_of
 from mopd_dataplane.plan.replay import fresh_limit, join_older
 from mopd_dataplane.plan.select import first_groups, select
-from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, philox_key, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, Floats, Ints, philox_key, stable_argsort
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 CHOICES = ("where", "groups", "limit", "weight", "order", "replay")
@@ -257,7 +257,7 @@ def _order_by_teacher(layout: Layout, costs: Floats, steps_before: int) -> Ints:
     heaviest = float(costs.max())
     code <<= WEIGHT_BITS
     code += ((heaviest - costs[packs]) * (((1 << WEIGHT_BITS) - 1) / heaviest)).astype(np.int64)
-    return packs[stable_order(code)]
+    return packs[stable_argsort(code)]
 
 
 def _join_starts(parts: list[Ints]) -> Ints:

@@ -62,7 +62,7 @@ def sort_codes(codes: Ints, key: int | None = None) -> tuple[Ints, Ints, Ints]:
     return (words[firsts] >> shift).view(np.int64), firsts, _positions(words)
 
 
-def stable_order(codes: NDArray[np.integer], *, spent: bool = False) -> Ints:
+def stable_argsort(codes: NDArray[np.integer], *, spent: bool = False) -> Ints:
     """Return positions sorted by non-negative code, equal codes in order: a stable argsort by sorting values. [n]
     int64.
 

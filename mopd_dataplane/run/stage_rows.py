@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.read.fragment_bounds import Within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange
 from mopd_dataplane.tables import LINKS
 
 Rows = NDArray[np.int64]
@@ -21,7 +21,7 @@ CHUNK = 512
 
 def linked_uids(store: Store, stage: str, snapshot: Snapshot | None = None) -> pa.Array:
     """Uids of the samples of other stores that a stage trains on."""
-    if not store.table_handle(LINKS.name).was_made() or (snapshot and LINKS.name not in snapshot.versions):
+    if not store.table_handle(LINKS.name).ever_existed() or (snapshot and LINKS.name not in snapshot.versions):
         return pa.array([], pa.string())
     return store.table(LINKS.name, ["uid"], f"stage = '{stage}'", snapshot)["uid"].combine_chunks()
 
@@ -46,7 +46,7 @@ def scan_stage(
     within = None
     if iteration is not None and not first and limit is None:
         span = iteration if isinstance(iteration, range) else range(iteration, iteration + 1)
-        within = Within("iteration", span.start, span.stop - 1)
+        within = ColumnRange("iteration", span.start, span.stop - 1)
     for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit, within=within):
         mask = pc.equal(batch["stage"], stage.name) if linked is None else pc.is_in(batch["uid"], value_set=linked)
         if isinstance(iteration, range):

@@ -1,4 +1,4 @@
-"""Store: the interface to the datasets of one run; what it reads is in reader.py."""
+"""Store: the interface to the datasets of one run. Its writing methods are here, its reading methods in reader.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store.commit import signals
-from mopd_dataplane.store.commit.samples import CommitReceipt, commit_others
+from mopd_dataplane.store.commit.samples import CommitReceipt, commit_undeleted
 from mopd_dataplane.store.format.arrow_rows import plan_record, reward_rows, step_record, to_rows
 from mopd_dataplane.store.format.dataset_format import check_teacher, write_mark
 from mopd_dataplane.store.linked.references import is_own
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
-from mopd_dataplane.store.maintain.delete_samples import remove_since, watch
-from mopd_dataplane.store.maintain.free_hidden import Freed, free_hidden
+from mopd_dataplane.store.maintain.delete_samples import apply_deletions_since, start_deletion_check
+from mopd_dataplane.store.maintain.free_hidden import FreedSpace, free_hidden
 from mopd_dataplane.store.maintain.verify_report import VerifyReport
 from mopd_dataplane.store.read import row_reader
 from mopd_dataplane.store.read import snapshot as snapshots
@@ -47,63 +47,68 @@ class Store(StoreReader):
     def create(
         cls, uri: str | Path, storage_options: dict[str, str] | None = None, *, single_writer: bool = False
     ) -> Store:
-        """Open the store at `uri`, or create it. store.json is written last: an incomplete store does not open.
+        """Open the store at `uri`, or create it.
 
-        single_writer: a promise that one process writes, which the store remembers; required on an object store that
-        ignores preconditions (ResourceError without it), and of no use elsewhere. Also raises the errors of `find`.
+        store.json is written last, so a store whose creation was interrupted cannot be opened.
+        single_writer: a promise that only one process writes at a time; a new store records it in store.json. Required
+        on an object store that ignores preconditions (ResourceError without it); no effect elsewhere. Also raises the
+        errors of `find`.
         """
         if (existing := cls.find(uri, storage_options)) is not None:
-            existing.location.admit_writer()
+            existing.location.check_preconditions()
             return existing
         location = StoreLocation(uri, storage_options)
         location.make(single_writer=single_writer)
         store = cls(location)
         for name in TABLES:
             store.table_handle(name).create()
-        location.expect(write_mark(location, **({"single_writer": True} if single_writer else {})))
+        location.require_uuid(write_mark(location, **({"single_writer": True} if single_writer else {})))
         return store
 
     # -- prompts and samples -------------------------------------------------------------------------------------------
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
-        """Add prompts; those in the store are left alone. Returns how many are new.
+        """Add prompts; those that the store has already are not changed. Returns how many are new.
 
-        Raises MismatchError when the prompt_id has another text or answer in the store, or was deleted.
+        Raises MismatchError when a prompt_id is stored with another text or answer, or was deleted.
         """
         records = [asdict(prompt) for prompt in prompts]
-        return self._insert("prompts", records, compare=[field.name for field in fields(Prompt)])
+        return self._insert_records("prompts", records, compare=[field.name for field in fields(Prompt)])
 
     def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
-        """Make samples visible and durable, payload first, exactly once by uid.
+        """Commit samples durably; each uid becomes visible exactly once. The payload is written before the metadata.
 
-        Repeating the call with the same samples, here or in another process, changes nothing, even if a process that
-        was stopped in the middle wakes up after its successor.
-        Raises MismatchError (shapes, values, a sample that was deleted itself or with its prompt, a uid that names
-        other content; with `keep_first` the last two are dropped instead and reported), EngineError (impossible
-        log-probs), ResourceError (disk full).
+        Repeating the call with the same samples, here or in another process, changes nothing, even if a suspended
+        process resumes after another one has committed the same samples.
+        Raises MismatchError for wrong shapes or values, for a sample that was deleted itself or with its prompt, and
+        for a uid that is stored with other content; with `keep_first` the last two kinds are left out, and listed in
+        the receipt. Raises EngineError for impossible log-probs, ResourceError when the disk is full.
         """
         with self._committing("samples"):
             deleted = self.deletions.are_deleted(batch)
             if deleted.any() and not keep_first:
-                self.deletions.refuse_uids([sample.uid for sample in batch])
-                self.deletions.refuse_prompts([sample.prompt_id for sample in batch])
+                self.deletions.raise_if_deleted([sample.uid for sample in batch])
+                self.deletions.raise_if_prompts_deleted([sample.prompt_id for sample in batch])
             tables = self.table_handle("samples"), self.table_handle("tokens")
-            return commit_others(*tables, batch, deleted, keep_first=keep_first)
+            return commit_undeleted(*tables, batch, deleted, keep_first=keep_first)
 
     # -- teachers and signals ------------------------------------------------------------------------------------------
 
     def add_teacher(self, teacher: Teacher) -> None:
         """Record a teacher in `teachers`.
 
-        Raises MismatchError when another teacher has the name (digests are compared), InputError when the name or the
-        path of the head file would leave the store.
+        Raises MismatchError when the store has a teacher of this name with other digests, InputError when the name or
+        the path of the head file points outside the store.
         """
         check_teacher(teacher)
-        self._insert("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
+        self._insert_records(
+            "teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest")
+        )
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
-        """Make one teacher's signals visible and durable; those in the store are left alone.
+        """Commit one teacher's signals durably; those that the store has already are not changed.
 
+        kind: name of the kind of signal, such as "logprob", "topk" or "hidden"; see score/signal_kinds.py.
         Returns how many are new. No byte of `samples` or `tokens` changes.
         Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN).
         """
@@ -117,17 +122,17 @@ class Store(StoreReader):
             scores, samples = self.table_handle("scores"), self.table_handle("samples")
             return signals.commit_signals(scores, samples, payload, teachers[teacher], kind, batch)
 
-    def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
+    def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> FreedSpace:
         """Free the hidden states of these samples; afterwards they cannot be read at the newest version.
 
-        A file is freed once none of its samples is needed. Tagged snapshots, and those `in_use`, keep their files: the
-        bytes leave the disk when the snapshots are released and this is called again.
+        A file is freed once all of its samples may be. Files of tagged snapshots and of the snapshots `in_use` stay on
+        the disk: release the snapshots and call this again.
         """
         table = self._existing(signal_table(teacher, "hidden"))
         scored = row_reader.scored_rows(self.dataset("scores"), teacher, "hidden")
         payload_rows = scored["payload_row"].to_numpy()
-        served = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64)) & is_own(payload_rows)
-        return free_hidden(self.location, table, payload_rows[served], in_use)
+        is_freed = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64)) & is_own(payload_rows)
+        return free_hidden(self.location, table, payload_rows[is_freed], in_use)
 
     # -- rewards, plans, steps, evals, events --------------------------------------------------------------------------
 
@@ -137,48 +142,55 @@ class Store(StoreReader):
 
     def add_labels(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `labels`, dicts by column name. Returns how many are new."""
-        return self._insert("labels", rows)
+        return self._insert_records("labels", rows)
 
     def add_steps(self, steps: Iterable[StepMetrics]) -> int:
-        """Add optimizer steps; a step in the store is left alone."""
-        return self._insert("steps", map(step_record, steps))
+        """Add optimizer steps; a step that the store has already is not changed. Returns how many are new."""
+        return self._insert_records("steps", map(step_record, steps))
 
     def add_evals(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `evals`, dicts by column name. Returns how many are new."""
-        return self._insert("evals", rows)
+        return self._insert_records("evals", rows)
 
     def add_event(
         self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
     ) -> None:
         """Record a decision or measurement once under its id."""
-        named = {"event_id": event_id, "stage": stage, "kind": kind, "iteration": iteration, "value": value}
-        self.add_events([named | {"detail": detail}])
+        row = {"event_id": event_id, "stage": stage, "kind": kind, "iteration": iteration, "value": value}
+        self.add_events([row | {"detail": detail}])
 
     def add_events(self, rows: Iterable[dict[str, Any]]) -> int:
         """Record several events at once: dicts by column name, `detail` a dict. Returns how many are new."""
-        return self._insert("events", [{**row, "detail": json.dumps(row["detail"], sort_keys=True)} for row in rows])
+        return self._insert_records(
+            "events", [{**row, "detail": json.dumps(row["detail"], sort_keys=True)} for row in rows]
+        )
 
     def add_plan(self, plan: PlanWindow) -> None:
-        """Record a window before it is used. Raises MismatchError when another plan of the window is recorded."""
-        self._insert("plans", [plan_record(plan)], compare=("digest",))
+        """Record the plan of a window before it is used. Raises MismatchError when the window has another plan."""
+        self._insert_records("plans", [plan_record(plan)], compare=("digest",))
 
     # -- snapshots and upkeep ------------------------------------------------------------------------------------------
 
     def snapshot(self, tag: str | None = None) -> Snapshot:
-        """Return the newest version of every table; with a tag, pinned and the same at every later call."""
+        """Return the newest version of every table.
+
+        With a tag, the snapshot is pinned, and every later call with this tag returns the same one.
+        """
         tables = self._all_tables()
         if tag is not None:
-            return snapshots.pin(self.location, tables, tag, watch=partial(watch, self))
-        self._taken.append((taken := snapshots.take_snapshot(self.location, tables))[1])
-        return taken[0]
+            return snapshots.pin(self.location, tables, tag, start_check=partial(start_deletion_check, self))
+        snapshot, handles = snapshots.take_snapshot(self.location, tables)
+        self._recent_handles.append(handles)
+        return snapshot
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; does nothing when the tag exists.
 
-        Raises DamagedError when clean-up has dropped one of its versions, which it may once SNAPSHOTS_HELD others were
-        taken; MismatchError when some of its samples were deleted.
+        Raises DamagedError when clean-up has dropped one of its versions, which can happen once SNAPSHOTS_HELD newer
+        snapshots were taken; MismatchError when some of its samples were deleted.
         """
-        snapshots.pin(self.location, self._all_tables(), tag, snapshot, watch=partial(watch, self, is_taken=True))
+        start_check = partial(start_deletion_check, self, is_taken=True)
+        snapshots.pin(self.location, self._all_tables(), tag, snapshot, start_check=start_check)
 
     def release(self, tag: str) -> None:
         """Release a tagged snapshot."""
@@ -189,45 +201,48 @@ class Store(StoreReader):
         return compaction.describe(self.location, self._all_tables())
 
     def verify(self, deep: bool = True) -> VerifyReport:
-        """Audit every row and file and, when `deep`, every byte of payload and tensors; changes nothing.
+        """Audit every row and file; changes nothing. When `deep`, also check every byte of payload rows and tensors.
 
-        Damaged bytes may end the process that reads them: verify_apart.verify_apart audits in a child process.
+        Reading damaged bytes may crash the process; verify_apart.verify_apart runs the audit in a child process.
         """
         return verify.verify(self.location, self._all_tables(), self.sources, deep=deep)
 
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
-        """Merge small files and drop old versions; see compaction.compact."""
+        """Merge small files and drop old versions; see compaction.compact.
+
+        now: drop every version that no snapshot pins and no local process has open, however recent it is.
+        """
         return compaction.compact(self.location, self._all_tables(), now=now)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inserts and locks ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def _committing(self, name: str) -> Iterator[None]:
-        """Hold the commit lock of a table, and at the end remove rows of deleted samples; see delete_samples.py.
+        """Hold the commit lock of a table; afterwards remove what was deleted meanwhile (see delete_samples.py).
 
-        A deletion waits for the lock once, but not for a writer that stalls, and an object store has none.
+        The lock alone is not enough: a deletion does not wait for a stalled writer, and an object store has no lock.
         """
-        looked_at = self.deletions.names()
+        earlier_deletions = self.deletions.names()
         with self.location.committing(name):
             yield
-        remove_since(self, looked_at)
+        apply_deletions_since(self, earlier_deletions)
 
-    def _insert(self, name: str, records: Iterable[dict[str, Any]], compare: Sequence[str] = ()) -> int:
+    def _insert_records(self, name: str, records: Iterable[dict[str, Any]], compare: Sequence[str] = ()) -> int:
         return self.insert_rows(name, to_rows(TABLES[name], records), compare)
 
     def insert_rows(self, name: str, rows: pa.Table, compare: Sequence[str] = ()) -> int:
         """Insert rows of a metadata table whose keys are new. Returns their number.
 
-        Raises MismatchError for a stored key with other values in `compare`.
+        Raises MismatchError for a key that is stored with other values in the columns `compare`.
         """
         if not rows.num_rows:
             return 0
         table = self.table_handle(name)
         if compare:
-            table.refuse_other(rows, compare)
+            table.raise_if_different(rows, compare)
         with self._committing(name):
             if name == "prompts":
-                self.deletions.refuse_prompts(rows["prompt_id"].to_pylist())
-            done = table.insert(self.deletions.without_deleted(name, rows))
-            table.make_durable(done.dataset)
-        return int(done.new.sum())
+                self.deletions.raise_if_prompts_deleted(rows["prompt_id"].to_pylist())
+            inserted = table.insert(self.deletions.without_deleted(name, rows))
+            table.make_durable(inserted.dataset)
+        return int(inserted.is_new.sum())

@@ -70,18 +70,18 @@ class StoreLocation:
         """Files of an object store; None for a folder."""
         self.single_writer = False
         """True if the user has promised that only one process writes: preconditions need not be honoured."""
-        self._admitted = not remote
+        self._preconditions_checked = not remote
         self._uuid, self._mark_seen = "", _NEVER
         self._session: Any = None
         self._commits = 0
         """Number of commits since the session began."""
 
-    def expect(self, uuid: str) -> None:
-        """Make `require_same` refuse every store but the one with this id. Raises its errors."""
+    def require_uuid(self, uuid: str) -> None:
+        """Let `require_same_store` accept only the store with this id, and check it now. Raises its errors."""
         self._uuid, self._mark_seen = uuid, _NEVER
-        self.require_same()
+        self.require_same_store()
 
-    def require_same(self) -> None:
+    def require_same_store(self) -> None:
         """Check that no other store was created in this folder since: handles and caches belong to the old one.
 
         Compares the file's inode and times, and reads the file only when they changed. Raises MismatchError if not.
@@ -105,7 +105,7 @@ class StoreLocation:
     def make(self, *, single_writer: bool) -> None:
         """Create the folder of a new store, and admit the writer of its first tables.
 
-        Raises the errors of admit_writer, and InputError for the unfinished target of a copy.
+        Raises the errors of check_preconditions, and InputError for the unfinished target of a copy.
         """
         if any(self.has(name) for name in UNFINISHED):
             raise InputError(
@@ -115,14 +115,14 @@ class StoreLocation:
         if self.root is not None:
             make_durable_folder(self.root, 0o700)
         self.single_writer = single_writer
-        self.admit_writer()
+        self.check_preconditions()
 
-    def admit_writer(self) -> None:
+    def check_preconditions(self) -> None:
         """Check that an object store honours preconditions: without them, commits of two writers get lost.
 
         Raises ResourceError if it does not.
         """
-        if self._admitted or self.files is None:
+        if self._preconditions_checked or self.files is None:
             return
         if not self.single_writer and not self.files.honours_preconditions():
             raise ResourceError(
@@ -130,7 +130,7 @@ class StoreLocation:
                 "commits; use a server that honours it, or promise that only one process writes: "
                 "single_writer = true in the job file, create_store(uri, single_writer=True)"
             )
-        self._admitted = True
+        self._preconditions_checked = True
 
     @property
     def session(self) -> Any:
@@ -141,10 +141,11 @@ class StoreLocation:
             )
         return self._session
 
-    def committed(self) -> None:
-        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
+    def count_commit(self) -> None:
+        """Count a commit, and start new caches after every COMMITS_CACHED commits.
 
-        The old caches lie between blocks in use, so the heap is trimmed.
+        Each commit leaves a manifest in the caches that is not read again. The old caches lie between blocks in use, so
+        the heap is trimmed.
         """
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
@@ -160,7 +161,7 @@ class StoreLocation:
         without it. flock, not POSIX locks: it is released by SIGKILL, and not by an unrelated close() in this process.
         """
         if self.root is None:
-            self.admit_writer()
+            self.check_preconditions()
             yield False
             return
         descriptor = self.lock_file(f"{name.replace('/', '.')}{_COMMITS}")

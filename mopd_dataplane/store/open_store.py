@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.commit.table import Table
     from mopd_dataplane.store.location import StoreLocation
     from mopd_dataplane.store.maintain.deletion_records import Deletions
-    from mopd_dataplane.store.read.fragment_bounds import Within
+    from mopd_dataplane.store.read.fragment_bounds import ColumnRange
     from mopd_dataplane.store.read.hidden import HiddenReader
     from mopd_dataplane.store.remote.objects import ObjectFiles
 
@@ -55,7 +55,7 @@ class OpenStore(Protocol):
         *,
         first: int = 0,
         limit: int | None = None,
-        within: Within | None = None,
+        within: ColumnRange | None = None,
     ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]: ...
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table: ...

@@ -25,7 +25,7 @@ from mopd_dataplane.store.linked.sources import Sources
 from mopd_dataplane.store.location import MARK, StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletions
 from mopd_dataplane.store.read import row_reader
-from mopd_dataplane.store.read.fragment_bounds import Within, rows_within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange, rows_within
 from mopd_dataplane.store.read.hidden import HiddenReader
 from mopd_dataplane.store.remote.range_cache import RangeCache
 from mopd_dataplane.store.remote.sidecars import ObjectSidecars
@@ -46,7 +46,7 @@ class StoreReader:
         """Local folder; None on an object store."""
         self.files = location.files
         """Files beside the datasets on an object store; None for a folder, where `path` returns their paths."""
-        self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
+        self._recent_handles: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
         """Handles of the last snapshots without a tag, whose versions `compact(now=True)` leaves alone."""
         self.deletions = Deletions(location)
         """Samples and prompts that were deleted."""
@@ -63,7 +63,7 @@ class StoreReader:
     def _reopened(cls, uri: str, storage_options: dict[str, str], uuid: str) -> Self:
         """Open a pickled store. Raises MismatchError when another store is there now, and the errors of `open`."""
         store = cls.open(uri, storage_options)
-        store.location.expect(uuid)
+        store.location.require_uuid(uuid)
         return store
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class StoreReader:
             location.check_new()
             return None
         location.single_writer = bool(mark.get("single_writer"))
-        location.expect(str(mark.get("uuid", "")))
+        location.require_uuid(str(mark.get("uuid", "")))
         return cls(location)
 
     @property
@@ -122,7 +122,7 @@ class StoreReader:
 
     def names(self) -> list[str]:
         """Return the names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. Opens none."""
-        fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).was_made())
+        fixed = (name for name in TABLES if name not in LATER or self.table_handle(name).ever_existed())
         return [*fixed, *signal_tables(self.location)]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
@@ -169,7 +169,7 @@ class StoreReader:
 
     def scan_samples(
         self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None,
-        within: Within | None = None,
+        within: ColumnRange | None = None,
     ) -> Iterator[tuple[Rows, pa.RecordBatch]]:  # fmt: skip
         """Yield (row ids, metadata) of some samples at a time, by id: id `first` and the `limit` ids after it.
 
@@ -179,7 +179,7 @@ class StoreReader:
         return row_reader.scan_rows(self.dataset("samples", snapshot), columns, first, limit, within)
 
     def rows_within(
-        self, name: str, columns: Sequence[str], within: Within, snapshot: Snapshot | None = None
+        self, name: str, columns: Sequence[str], within: ColumnRange, snapshot: Snapshot | None = None
     ) -> pa.Table:
         """Read the rows of a table with a column within bounds, in no order; files without such rows are not read."""
         return rows_within(self.dataset(name, snapshot), list(columns), within)
@@ -191,7 +191,7 @@ class StoreReader:
         try:
             return row_reader.take_rows(self.dataset("samples", snapshot), sample_rows, columns)
         except InputError:
-            self.deletions.refuse_rows(sample_rows)
+            self.deletions.raise_if_rows_deleted(sample_rows)
             raise
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:

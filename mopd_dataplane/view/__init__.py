@@ -1,6 +1,6 @@
 """STORE → PAGE: `mopd view`, a local server and the page a researcher reads rollouts on.
 
-    glance.py         rows of some samples, for which no whole column is read
+    rollout_rows.py   rows of the table of rollouts for some samples, read by row
     index.py          pages and counts by SQL
     histograms.py     counts of columns, over all rows and over those that match
     shown.py          a store that is shown, or a snapshot of one, with its index

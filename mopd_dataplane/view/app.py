@@ -196,7 +196,7 @@ def _sample(shown: Shown, query: dict[str, str]) -> Any:
     row = index.row(query.get("uid", ""))
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
-    return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.whole}
+    return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.has_comparing_columns}
 
 
 def _text(shown: Shown, query: dict[str, str]) -> Any:

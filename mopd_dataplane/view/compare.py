@@ -33,7 +33,7 @@ def compare(one: Index, other: Index, where_a: str, where_b: str) -> dict[str, A
     moved = sorted(rewarded or shared, key=lambda p: -abs((b[p]["reward"] or 0) - (a[p]["reward"] or 0)))[:MOST_PROMPTS]
     return {
         "domains": rows, "only_a": len(a) - len(shared), "only_b": len(b) - len(shared), "shared": len(shared),
-        "sql": [one.over(_means(one, where_a)), other.over(_means(other, where_b))],
+        "sql": [one.with_definition(_means(one, where_a)), other.with_definition(_means(other, where_b))],
         "prompts": [{"prompt_id": p, "a": a[p], "b": b[p]} for p in moved],
     }  # fmt: skip
 
@@ -42,7 +42,7 @@ def _means(index: Index, where: str) -> str:
     means = ", ".join(f"avg({name}) as {name}" for name in MEASURES)
     return (
         f"select prompt_id, any_value(domain) as domain, any_value(uid) as uid, count(*) as answers, {means} "
-        f"from rollouts{index.condition(where)} group by prompt_id"
+        f"from rollouts{index.where_clause(where)} group by prompt_id"
     )
 
 

@@ -19,7 +19,7 @@ from mopd_dataplane.base.sql_text import literal
 if TYPE_CHECKING:
     import duckdb
 
-    from mopd_dataplane.store.rollouts.arrays import Rollouts
+    from mopd_dataplane.store.rollouts.arrays import RolloutColumns
     from mopd_dataplane.store.rollouts.columns import Column
 
 BINS = 32
@@ -56,9 +56,9 @@ class Bars:
 class Answers(Protocol):
     """Answers questions about the table of rollouts."""
 
-    rollouts: Rollouts
+    rollouts: RolloutColumns
 
-    def ask(self, sql: str) -> duckdb.DuckDBPyConnection: ...
+    def execute(self, sql: str) -> duckdb.DuckDBPyConnection: ...
 
     def rows(self, sql: str) -> list[dict[str, Any]]: ...
 
@@ -95,7 +95,7 @@ class Histograms:
         counts: list[dict[int, int]] = [{} for _ in names]
         # the bit of grouping() is 0 for the one column that a row is grouped by
         groups = {(1 << len(names)) - 1 - (1 << (len(names) - 1 - number)): number for number in range(len(names))}
-        answer = self._index.ask(
+        answer = self._index.execute(
             f"select grouping({', '.join(names)}), {', '.join(names)}, count(*) "
             f"from (select {bins} from {self._table}{clause}) group by grouping sets ({sets})"
         )

@@ -1,10 +1,10 @@
-"""The rollouts of a store in memory: one row a sample, with its reward and every teacher's divergence.
+"""The rollouts of a store in memory: one row per sample, with its reward and every teacher's divergence.
 
-A page, a histogram or a count is one SQL statement over this table. The statement that the page shows carries the
-definition of the table along, so it runs as it stands in `mopd query`.
+A page, a histogram or a count is one SQL statement over this table. The statement that the page shows includes the
+definition of the table, so it can be pasted into `mopd query`.
 
-The table is Arrow's, as Lance decodes it, with derived columns beside; DuckDB reads it in place. Of its columns those
-are there that some statement has named: the others are read when one does, or by `fill`.
+The table is an Arrow table: columns as Lance decodes them, and derived columns. DuckDB reads it without a copy. A
+column is loaded when a statement first names it, or by `fill`.
 """
 
 from __future__ import annotations
@@ -20,58 +20,61 @@ import pyarrow as pa
 
 from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest, require_known
-from mopd_dataplane.store.rollouts.arrays import Rollouts
-from mopd_dataplane.store.rollouts.columns import LABELLED
+from mopd_dataplane.store.rollouts.arrays import RolloutColumns
+from mopd_dataplane.store.rollouts.columns import LABELLED_SQL
 from mopd_dataplane.store.rollouts.conditions import TABLE, job_questions
 from mopd_dataplane.store.rollouts.expressions import expand
-from mopd_dataplane.store.rollouts.referenced import referenced
-from mopd_dataplane.store.sql.query import interrupted_after
-from mopd_dataplane.view.glance import OF_MANY, Glance
+from mopd_dataplane.store.rollouts.referenced import referenced_columns
+from mopd_dataplane.store.sql.query import query_timeout
 from mopd_dataplane.view.histograms import Histograms
+from mopd_dataplane.view.rollout_rows import COMPARING_COLUMNS, RolloutRows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.view.labels import Labelled
+    from mopd_dataplane.view.labels import LabelledSamples
     from mopd_dataplane.view.matches import Matches
 
-QUERY_S = 20.0
+QUERY_TIMEOUT_S = 20.0
 """A statement that takes longer is interrupted."""
-UID_START = re.compile(r"[0-9a-f]{6,31}")
-"""First digits of a uid, as tables show them."""
-FIRST = (
+UID_PREFIX = re.compile(r"[0-9a-f]{6,31}")
+"""The first digits of a uid, as tables show them."""
+INITIAL_HISTOGRAMS = (
     "domain", "stage", "iteration", "policy_version_first", "response_len", "reward", "kl", "mean_logprob",
     "finish_reason",
 )  # fmt: skip
-FIRST_TEACHERS = 4
-"""Columns that the page begins with, beside those of so many teachers."""
+"""Columns whose histograms the page shows first."""
+INITIAL_TEACHERS = 4
+"""Number of teachers whose divergence it shows beside them."""
 NO_IDS = np.empty(0, np.int64)
 MEMORY = "192MB"
-"""Memory bound of DuckDB, beside the table; what exceeds it is spilled to a scratch folder."""
+"""Memory limit of DuckDB, not counting the table; what exceeds it is spilled to a scratch folder."""
 
 
 class Index:
-    """Rollouts of one snapshot of a store. Threads may ask at the same time."""
+    """The rollouts of one snapshot of a store, for SQL. Thread-safe."""
 
     def __init__(
-        self, store: Store, snapshot: Snapshot, labelled: Labelled, going: Callable[[], None] = lambda: None
-    ) -> None:
-        """Read schemas and the names of the teachers.
+        self, store: Store, snapshot: Snapshot, labelled: LabelledSamples,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Open DuckDB; of the store, read only schemas and the names of the teachers.
 
-        labelled: what filters see as the table `labelled`; labels are newer than the snapshot.
-        going: is called every few milliseconds of reading columns; what it raises ends the reading.
+        labelled: source of the SQL table `labelled`; it also has labels that are newer than the snapshot.
+        check_cancelled: called every few milliseconds while columns are read; raise in it to cancel.
         """
         self.snapshot = snapshot
         self._questions = job_questions(store)
-        self._glance = glance = Glance(store, snapshot)
-        self.teachers, self.definition, self.columns = glance.teachers, glance.definition, glance.columns
-        self.rollouts = Rollouts(store, snapshot, glance.vocabularies, glance.has, going)
+        self._rows = rows = RolloutRows(store, snapshot)
+        self.teachers, self.definition, self.columns = rows.teachers, rows.definition, rows.columns
+        self.rollouts = RolloutColumns(store, snapshot, rows.vocabularies, rows.has, check_cancelled)
         self.total = len(self.rollouts.sample_rows)
         self._labelled = labelled
         self._resources = ExitStack()
-        scratch = self._resources.enter_context(scratch_folder())  # gone with this object, or by the next one's sweep
+        # Removed with this object; after a crash, by the next process that makes one.
+        scratch = self._resources.enter_context(scratch_folder())
         self._connection = duckdb.connect(
             config={"python_enable_replacements": "false", "memory_limit": MEMORY, "temp_directory": str(scratch)}
         )
@@ -80,81 +83,84 @@ class Index:
         self._histograms = Histograms(self, TABLE)
 
     @property
-    def whole(self) -> bool:
-        """Whether the columns are there that compare a sample with others."""
-        return self.rollouts.has(OF_MANY)
+    def has_comparing_columns(self) -> bool:
+        """True if the columns that compare a sample with others are loaded."""
+        return self.rollouts.has(COMPARING_COLUMNS)
 
-    def fill(self, aside: Callable[[], None] = lambda: None) -> None:
-        """Have all columns, those of histograms that a page begins with first.
+    def fill(self, yield_to_queries: Callable[[], None] = lambda: None) -> None:
+        """Load all columns, starting with those of the histograms that the page shows first.
 
-        aside: is called every tenth of a second or so, and waits while others are to go first.
+        yield_to_queries: called about ten times a second; blocks while queries of readers are waiting.
         """
-        own = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"][:FIRST_TEACHERS]
-        first = [*FIRST, *own]
-        self.rollouts.fill(first, aside)
-        aside()
+        by_teacher = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"]
+        first = [*INITIAL_HISTOGRAMS, *by_teacher[:INITIAL_TEACHERS]]
+        self.rollouts.fill(first, yield_to_queries)
+        yield_to_queries()
         self.histograms("", first)
-        self.rollouts.fill(self.rollouts.names, aside)
+        self.rollouts.fill(self.rollouts.names, yield_to_queries)
 
-    # -- asking ----------------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------------
 
-    def ask(self, sql: str, values: Sequence[Any] = ()) -> duckdb.DuckDBPyConnection:
-        """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_S."""
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> duckdb.DuckDBPyConnection:
+        """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_TIMEOUT_S."""
         try:
             try:
-                return self._answered(self._over_named(sql), sql, values)
+                return self._execute(self._cursor_for(sql), sql, values)
             except duckdb.BinderException:
-                # Over all columns, without rows: the refusal then says which of them a mistyped name is near to.
-                self._answered(self._over(self._glance.empty), sql, values)
-                return self._answered(self._over(self.rollouts.table(self.rollouts.names)), sql, values)
+                # On an empty table with all columns first: for a mistyped name, the error names the nearest of them.
+                self._execute(self._cursor_over(self._rows.empty), sql, values)
+                # The statement is right, and needs a column that `referenced_columns` did not see in it.
+                return self._execute(self._cursor_over(self.rollouts.table(self.rollouts.names)), sql, values)
         except duckdb.Error as error:
             raise QueryError(str(error)) from error
 
-    def _answered(
-        self, cursor: duckdb.DuckDBPyConnection, sql: str, values: Sequence[Any]
-    ) -> duckdb.DuckDBPyConnection:
-        with interrupted_after(cursor, QUERY_S):
+    def _execute(self, cursor: duckdb.DuckDBPyConnection, sql: str, values: Sequence[Any]) -> duckdb.DuckDBPyConnection:
+        with query_timeout(cursor, QUERY_TIMEOUT_S):
             try:
                 return cursor.execute(sql, list(values))
             except duckdb.InterruptException:
-                raise DeadlineError(f"the query ran for {QUERY_S:g} s; narrow the filter") from None
+                raise DeadlineError(f"the query was stopped after {QUERY_TIMEOUT_S:g} s; narrow the filter") from None
 
     def arrow(self, sql: str) -> pa.Table:
-        """The answer to a statement as an Arrow table. Raises QueryError."""
+        """Return the answer to a statement as an Arrow table. Raises QueryError."""
         try:
-            return self._over_named(sql).sql(sql).to_arrow_table()
+            return self._cursor_for(sql).sql(sql).to_arrow_table()
         except duckdb.Error as error:
             raise QueryError(str(error)) from error
 
-    def _over_named(self, sql: str) -> duckdb.DuckDBPyConnection:
-        """A cursor for a statement, over the columns that it names."""
-        return self._over(self.rollouts.table(referenced(self._connection.cursor(), sql, self.rollouts.names)))
+    def _cursor_for(self, sql: str) -> duckdb.DuckDBPyConnection:
+        """Return a cursor for a statement, over the columns that it names."""
+        names = referenced_columns(self._connection.cursor(), sql, self.rollouts.names)
+        return self._cursor_over(self.rollouts.table(names))
 
-    def _over(self, table: pa.Table) -> duckdb.DuckDBPyConnection:
+    def _cursor_over(self, table: pa.Table) -> duckdb.DuckDBPyConnection:
         return self._connection.cursor().register(TABLE, table).register("labelled", self._labelled.table())
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Rows of an answer as dicts."""
-        answer = self.ask(sql, values)
+        """Return the rows of an answer as dicts. Raises the errors of `execute`."""
+        answer = self.execute(sql, values)
         names = [column[0] for column in answer.description or ()]
         return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
 
     def take(self, sample_rows: NDArray[np.int64], names: Sequence[str]) -> pa.Table:
-        """Columns of samples that are in the table, in the asked order."""
-        return self.rollouts.table(names).select(list(names)).take(self.rollouts.places(sample_rows))
+        """Return columns of samples, in the order of `sample_rows`. All of them must be in the table."""
+        return self.rollouts.table(names).select(list(names)).take(self.rollouts.positions(sample_rows))
 
-    def condition(self, where: str, among: NDArray[np.int64] | None = None) -> str:
-        """The filter as a clause, for all samples or those of some row ids.
+    def where_clause(self, where: str, among: NDArray[np.int64] | None = None) -> str:
+        """Return a filter as an SQL clause (" where …", or "" for all samples). among: row ids to which it is limited.
 
-        Raises QueryError unless it is one expression that reads only.
+        Raises QueryError unless the filter is a single expression that only reads.
         """
         parts = [f"({expand(where, self._questions, 'the filter')}\n)"] if where.strip() else []
         if among is not None:
             parts.append(f"sample_row in ({', '.join(map(str, among.tolist()))})" if len(among) else "false")
         return f" where {' and '.join(parts)}" if parts else ""
 
-    def order(self, order: str) -> str:
-        """ "column" or "-column" as a clause, ties in order of commit; newest first for "". Raises UnknownNameError."""
+    def order_clause(self, order: str) -> str:
+        """Return an SQL clause (" order by …") for "column", ascending, or "-column", descending; ties in commit order.
+
+        An empty order is the newest sample first. Raises UnknownNameError.
+        """
         name = order.removeprefix("-")
         if not name:
             return " order by sample_row desc"
@@ -165,65 +171,69 @@ class Index:
     def page(
         self, where: str, order: str, offset: int, limit: int, *, whole: bool = False, matches: Matches | None = None
     ) -> dict[str, Any]:
-        """A page of the table: `total` that match, `columns`, `rows` as lists, and the `sql` of it for `mopd query`.
+        """Return a page of the table: `total` (matching samples), `columns`, `rows`, `sql` and `whole`.
 
-        whole: with the columns that compare a sample with others, for which all samples are read; else they may be
-        None, and `whole` of the answer is False. matches: what a search leaves of the samples.
+        A row is a list; `sql` runs in `mopd query`.
+        whole: load the columns that compare a sample with others, which reads all samples. Otherwise they are None
+        unless they are loaded already; the returned `whole` says if they are. matches: result of a search; only its
+        samples count.
         """
-        clause = self.condition(where, matches.sample_rows if matches else None)
-        sort = self.order(order)
+        clause = self.where_clause(where, matches.sample_rows if matches else None)
+        sort = self.order_clause(order)
         total = self.total
         if clause:
-            [(total,)] = self.ask(f"select count(*) from {TABLE}{clause}").fetchall()
+            [(total,)] = self.execute(f"select count(*) from {TABLE}{clause}").fetchall()
         if clause or order:
             ids = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
         else:
             ids = self.rollouts.sample_rows[::-1][offset : offset + limit]
         rows = self._rows_at(ids, whole=whole)
-        searched = matches.condition if matches else ""
-        return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit, searched),
+        search_sql = matches.condition if matches else ""
+        return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit, search_sql),
                 "rows": [[row[name] for name in self.columns] for row in rows],
-                "whole": self.whole}  # fmt: skip
+                "whole": self.has_comparing_columns}  # fmt: skip
 
-    def matches(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
-        """Whole rows of samples. condition, order: SQL of ours."""
-        rest = f" where {condition} order by {order} limit {int(limit)} offset {int(offset)}"
-        return self._rows_at(self._ids(rest), whole=True)
+    def select_rows(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
+        """Return complete rows of samples. condition, order: SQL of this package, not of a reader."""
+        clauses = f" where {condition} order by {order} limit {int(limit)} offset {int(offset)}"
+        return self._rows_at(self._ids(clauses), whole=True)
 
-    def _ids(self, rest: str, values: Sequence[Any] = ()) -> NDArray[np.int64]:
-        ids = self.ask(f"select sample_row from {TABLE}{rest}", values).fetchnumpy()["sample_row"]
+    def _ids(self, clauses: str, values: Sequence[Any] = ()) -> NDArray[np.int64]:
+        ids = self.execute(f"select sample_row from {TABLE}{clauses}", values).fetchnumpy()["sample_row"]
         return np.asarray(ids, np.int64)
 
     def _rows_at(self, ids: NDArray[np.int64], *, whole: bool) -> list[dict[str, Any]]:
-        """Rows of samples in this order."""
+        """Return the rows of samples in this order. whole: as for `page`."""
         if whole:
-            self.rollouts.read(OF_MANY)
-        if self.rollouts.whole:
+            self.rollouts.read(COMPARING_COLUMNS)
+        if self.rollouts.is_complete:
             whole_rows: list[dict[str, Any]] = self.take(ids, sorted(self.rollouts.names)).to_pylist()
             return whole_rows
-        rows = self._glance.rows(ids)
-        if not self.whole:
-            return [row | dict.fromkeys(OF_MANY) for row in rows]
-        compared = self.take(ids, sorted(OF_MANY)).to_pylist()
-        return [row | more for row, more in zip(rows, compared, strict=True)]
+        rows = self._rows.rows(ids)
+        if not self.has_comparing_columns:
+            return [row | dict.fromkeys(COMPARING_COLUMNS) for row in rows]
+        comparisons = self.take(ids, sorted(COMPARING_COLUMNS)).to_pylist()
+        return [row | compared for row, compared in zip(rows, comparisons, strict=True)]
 
-    def statement(self, where: str, order: str, limit: int, searched: str = "") -> str:
-        """The statement behind a page as anyone can run it on the store. searched: SQL of a search."""
-        sort = self.order(order or "-created_at").replace(", sample_row", "")
-        clause = self.condition(where)
-        if searched:
-            clause += f"{' and' if clause else ' where'} {searched}"
-        return self.over(f"select * from {TABLE}{clause}{sort} limit {limit}")
+    def statement(self, where: str, order: str, limit: int, search_sql: str = "") -> str:
+        """Return the SQL of a page in a form that runs on the store itself. search_sql: condition of a search."""
+        sort = self.order_clause(order or "-created_at").replace(", sample_row", "")  # which the definition lacks
+        clause = self.where_clause(where)
+        if search_sql:
+            clause += f"{' and' if clause else ' where'} {search_sql}"
+        return self.with_definition(f"select * from {TABLE}{clause}{sort} limit {limit}")
 
-    def over(self, select: str) -> str:
-        """A select over the table of rollouts as anyone can run it on the store."""
-        more = f",\nlabelled as ({LABELLED})" if "labelled" in select else ""
+    def with_definition(self, select: str) -> str:
+        """Return a SELECT over the table of rollouts in a form that runs on the store itself."""
+        more = f",\nlabelled as ({LABELLED_SQL})" if "labelled" in select else ""
         return f"with {TABLE} as ({self.definition}){more}\n{select.strip()}"
 
     def row(self, uid: str) -> dict[str, Any]:
-        """The row of a sample, `sample_row` included; its first digits do where no other uid begins with them. Raises
-        UnknownNameError."""
-        if UID_START.fullmatch(uid):
+        """Return the row of a sample, `sample_row` included. Raises UnknownNameError.
+
+        The first digits of the uid will do if no other uid begins with them.
+        """
+        if UID_PREFIX.fullmatch(uid):
             beginning = self.rows(f"select uid from {TABLE} where starts_with(uid, ?) limit 2", [uid])
             if len(beginning) > 1:
                 names = " and ".join(row["uid"] for row in beginning)
@@ -232,11 +242,11 @@ class Index:
         return self.rows_of([uid])[uid]
 
     def rows_of(self, uids: Sequence[str], *, whole: bool = False) -> dict[str, dict[str, Any]]:
-        """Rows of samples by uid; `whole` as for `page`. Raises UnknownNameError."""
+        """Return the rows of samples by uid. whole: as for `page`. Raises UnknownNameError."""
         if self.rollouts.has(["uid"]):
             ids = self._ids(f" where uid in ({', '.join('?' * len(uids))})", uids) if uids else NO_IDS
         else:
-            ids = self._glance.sample_rows(uids)
+            ids = self._rows.sample_rows(uids)
         by_uid = {row["uid"]: row for row in self._rows_at(ids, whole=whole)}
         for uid in uids:
             if uid not in by_uid:
@@ -244,7 +254,7 @@ class Index:
         return by_uid
 
     def histograms(self, where: str, names: Sequence[str], among: NDArray[np.int64] | None = None) -> dict[str, Any]:
-        """Counts of each column: over all rollouts and over those that match, of the row ids if there are any."""
+        """Count the values of each column, over all rollouts and over those that match `where` and are in `among`."""
         for name in names:
             require_known(name, self.columns, "no column")
-        return self._histograms.of([self.columns[name] for name in names], self.condition(where, among))
+        return self._histograms.of([self.columns[name] for name in names], self.where_clause(where, among))

@@ -22,7 +22,7 @@ LABEL_CHARACTERS = 64
 NOTE_CHARACTERS = 4000
 
 
-class Labelled:
+class LabelledSamples:
     """Which samples of a store bear which label, for the filters of all its snapshots. Threads may ask at once."""
 
     def __init__(self, store: Store) -> None:
@@ -46,7 +46,7 @@ class Labelled:
 
 
 def write(
-    store: Store, find_row: Callable[[str], dict[str, Any]], labelled: Labelled, body: Any
+    store: Store, find_row: Callable[[str], dict[str, Any]], labelled: LabelledSamples, body: Any
 ) -> list[dict[str, Any]]:
     """Add a label, or remove it (`removed`): a row for each, so that the history stays. Returns the sample's labels.
 

@@ -62,8 +62,8 @@ def answers(
     siblings = {"group_id": group, "stage": stage} if group else {"prompt_id": prompt_id}
     condition = " and ".join(f"{name} = {literal(value)}" for name, value in siblings.items())
     order = "stage, iteration, policy_version_first, group_index, sample_row"
-    (total,) = index.ask(f"select count(*) from rollouts where {condition}").fetchone() or (0,)
-    rows = index.matches(condition, order, offset, MOST_ANSWERS)
+    (total,) = index.execute(f"select count(*) from rollouts where {condition}").fetchone() or (0,)
+    rows = index.select_rows(condition, order, offset, MOST_ANSWERS)
     if only is not None:
         rows = [row for row in rows if row["uid"] in only]
     if not rows:

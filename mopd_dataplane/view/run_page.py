@@ -71,7 +71,7 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
         "sampler_gaps": store.sql(SAMPLER_GAPS, snapshot=index.snapshot).to_pylist(),
         "gaps_by_position": gaps_by_position(store, index.snapshot),
         "sql": [
-            index.over(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip(),
+            index.with_definition(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip(),
             SELF_CHECKS.strip(), SAMPLER_GAPS.strip(), *([GAPS_BY_POSITION.strip()] if has_stats else []),
         ],
         "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},

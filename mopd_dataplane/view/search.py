@@ -77,7 +77,7 @@ class Search:
                 pc.match_substring_regex(pa.array([""]), pattern)
             except pa.ArrowInvalid as error:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
-        clause = index.condition(where, among)
+        clause = index.where_clause(where, among)
         columns = "sample_row, payload_row, prompt_len, total_len"
         # in one piece, because taking rows of a table in many copies all of it every time
         self._rows = index.arrow(f"select {columns} from rollouts{clause} order by payload_row").combine_chunks()

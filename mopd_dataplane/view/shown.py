@@ -18,7 +18,7 @@ from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.store.rollouts.columns import FLAGS
 from mopd_dataplane.tables import TABLES
 from mopd_dataplane.view.index import Index
-from mopd_dataplane.view.labels import Labelled
+from mopd_dataplane.view.labels import LabelledSamples
 from mopd_dataplane.view.live import live_samples
 from mopd_dataplane.view.student import Student
 
@@ -54,7 +54,7 @@ class OpenQueries:
                 self._now -= 1
                 self._last = time.monotonic()
 
-    def aside(self) -> None:
+    def yield_to_queries(self) -> None:
         """Wait while somebody asks and for ASIDE_S after it, as the next question is likely on its way."""
         until = time.monotonic() + LONGEST_ASIDE_S
         while (self._now or time.monotonic() < self._last + ASIDE_S) and time.monotonic() < until:
@@ -82,8 +82,8 @@ class Shown:
         self._answers: dict[tuple[str, str], Any] = {}
         self._seen: OrderedDict[str, Snapshot] = OrderedDict()
         self.queries = OpenQueries()
-        """While somebody asks, `prepare` steps aside."""
-        self.labelled = Labelled(store)
+        """While there are any, `prepare` waits."""
+        self.labelled = LabelledSamples(store)
         self.student = Student(store)
 
     @property
@@ -116,14 +116,14 @@ class Shown:
         with self._lock:
             index = self._index
             if index is None or (self.follow and time.monotonic() >= self._next_look):
-                self._going()
+                self._check_ending()
                 snapshot = self._pinned or self.store.snapshot()
                 if index is None or snapshot.versions != index.snapshot.versions:
-                    self._next_look = time.monotonic() + PAUSE * (index.rollouts.spent if index is not None else 0.0)
+                    self._next_look = time.monotonic() + PAUSE * (index.rollouts.read_s if index is not None else 0.0)
                     if index is not None:
-                        index.rollouts.rest()
+                        index.rollouts.stop_fill()
                     self.labelled.changed()
-                    index, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
+                    index, self._answers = Index(self.store, snapshot, self.labelled, self._check_ending), {}
                     self._index = index
                     self._seen[snapshot.digest] = snapshot
                     if len(self._seen) > KEPT_DIGESTS:
@@ -131,7 +131,7 @@ class Shown:
                 self._next_look = max(self._next_look, time.monotonic() + SHORTEST_PAUSE_S)
             return index
 
-    def _going(self) -> None:
+    def _check_ending(self) -> None:
         if self._ending:
             raise ResourceError("the server is ending")
 
@@ -142,7 +142,7 @@ class Shown:
     def prepare(self) -> None:
         """Read all columns before anyone asks for them. What is wrong with a store is said to whoever asks."""
         with suppress(MopdError, OSError):
-            self.index().fill(self.queries.aside)
+            self.index().fill(self.queries.yield_to_queries)
 
     def at(self, snapshot: Snapshot) -> Shown:
         """This store as it was, with the labels of today; clean-up leaves its versions alone as long as this object
@@ -179,7 +179,7 @@ class Shown:
         """Give the index up; who asks next makes it again."""
         with self._lock:
             if self._index is not None:
-                self._index.rollouts.rest()
+                self._index.rollouts.stop_fill()
             self._index, self._answers = None, {}
 
     def remembered(self, key: str, make: Callable[[Index], Any]) -> Any:

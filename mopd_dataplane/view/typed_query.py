@@ -76,7 +76,7 @@ def _watch(process: subprocess.Popen[bytes]) -> None:
         if _private_mb(process.pid) > MEMORY_MB:
             raise QueryError(f"the query takes more than {MEMORY_MB} MB of memory: narrow it, or ask `mopd query`")
         if time.monotonic() - began > SECONDS + LATE_S:
-            raise DeadlineError(f"the query ran for {SECONDS:g} s: narrow it, or ask `mopd query`")
+            raise DeadlineError(f"the query was stopped after {SECONDS:g} s: narrow it, or ask `mopd query`")
         time.sleep(LOOK_S)
 
 

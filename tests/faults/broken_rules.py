@@ -17,7 +17,8 @@ def _rule(name: str, file: str, old: str, new: str, *focus: str) -> Mutation:
 
 BROKEN_RULES = [
     # Deletions.
-    _rule("look at the deletions once", "store/dataset.py", "        remove_since(self, looked_at)\n", ""),
+    _rule("look at the deletions once", "store/dataset.py",
+          "        apply_deletions_since(self, earlier_deletions)\n", ""),
     _rule("take back a sample that was deleted", "store/dataset.py",
           "            deleted = self.deletions.are_deleted(batch)\n",
           "            deleted = np.zeros(len(batch), np.bool_)\n"),
@@ -56,8 +57,8 @@ BROKEN_RULES = [
           "                raise\n"),
     # Commits and damage.
     _rule("ignore the key of a row", "store/commit/table.py",
-          "            new = (matches < 0) & (first == np.arange(rows.num_rows))",
-          "            new = first == np.arange(rows.num_rows)"),
+          "            is_new = (matches < 0) & (first_index == np.arange(rows.num_rows))",
+          "            is_new = first_index == np.arange(rows.num_rows)"),
     _rule("metadata before payload", "store/commit/samples.py",
           "        payload_rows[absent], with_payload = place_payload(",
           "        payload_rows[absent] = tokens.open().count_rows() + np.arange(len(absent))\n"
@@ -69,8 +70,8 @@ BROKEN_RULES = [
     _rule("open a manifest with a hole", "store/format/manifests.py",
           " or any(not any(sector) for sector in sectors)", "", "power loss"),
     _rule("record another plan for a window", "store/dataset.py",
-          '        self._insert("plans", [plan_record(plan)], compare=("digest",))',
-          '        self._insert("plans", [plan_record(plan)])', "plan"),
+          '        self._insert_records("plans", [plan_record(plan)], compare=("digest",))',
+          '        self._insert_records("plans", [plan_record(plan)])', "plan"),
     _rule("clear a key of the queue without a record", "store/queue/committed.py",
           "            self._append([(key, Value(CLEARED, b\"\"), write) for key in cleared])\n", "            pass\n"),
     _rule("release a tag and forget its versions", "store/read/snapshot.py",

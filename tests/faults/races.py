@@ -39,7 +39,7 @@ from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.commit import fragments
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.format.lance_errors import is_overtaken
+from mopd_dataplane.store.format.lance_errors import is_commit_conflict
 from mopd_dataplane.store.location import StoreLocation
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
@@ -169,7 +169,7 @@ def merge_as_a_stranger(ground: Ground, stop: Path) -> int:
             table.optimize.compact_files()
             merged += 1
         except OSError as error:
-            if not is_overtaken(error):
+            if not is_commit_conflict(error):
                 raise
     return merged
 

@@ -137,7 +137,7 @@ def test_a_broken_rule_is_found(template: Template, monkeypatch: pytest.MonkeyPa
     delete = Step(1, "delete", next(choices))
     steps = [Step(2, "label", 0), commit, Step(1, "commit", 463), Step(2, "ask", 0), delete, Step(0, "end", 0)]
     assert run_steps(steps, template).violation == ""
-    monkeypatch.setattr("mopd_dataplane.store.dataset.remove_since", lambda store, names: None)
+    monkeypatch.setattr("mopd_dataplane.store.dataset.apply_deletions_since", lambda store, names: None)
     assert run_steps(steps, template).violation.startswith("I8: samples has")
     rest = shortest(steps, lambda some: run_steps(some, template).violation.startswith("I8"))
     assert rest == [commit, Step(1, "commit", 463), delete, Step(0, "end", 0)]

@@ -29,7 +29,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, Rows, event_rows, scan_stage, stage_samples
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.delete_samples import forget_plan
-from mopd_dataplane.store.read.fragment_bounds import Within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange
 from mopd_dataplane.store.read.snapshot import tags
 
 TOKEN_BYTES = 9
@@ -254,7 +254,7 @@ def _of_samples(
     if not samples:
         return store.dataset(name, snapshot).schema.empty_table().select(columns)
     low, high = (int(ends) for ends in (min(rows[0] for rows, _ in samples), max(rows[-1] for rows, _ in samples)))
-    return store.rows_within(name, columns, Within("sample_row", low, high), snapshot)
+    return store.rows_within(name, columns, ColumnRange("sample_row", low, high), snapshot)
 
 
 def _check_sampler_logprobs(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> None:

@@ -19,7 +19,7 @@ def add_changes(store: Store, changes: Sequence[Change]) -> None:
     table = store.table_handle(CHANGES.name)
     if changes and not table.exists():
         table.create()
-    store._insert(CHANGES.name, [asdict(change) for change in changes])
+    store._insert_records(CHANGES.name, [asdict(change) for change in changes])
 
 
 def read_changes(store: Store, snapshot: Snapshot | None = None) -> list[Change]:

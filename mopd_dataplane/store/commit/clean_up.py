@@ -1,7 +1,7 @@
 """Clean-up of old versions of a table, and of files that interrupted commits left.
 
 What goes is older than the newest acknowledged version, has no tag, and, in a folder, is open in no process. There
-nothing is deleted while a commit is in flight (in_flight.py), and the newest RECENT versions stay for readers on other
+nothing is deleted while a commit is in flight (in_flight.py), and the newest RECENT_VERSIONS stay for readers on other
 machines, whose locks are not seen. An object store has no locks: versions of the last day stay, by the server's clock,
 and a node whose clock differs deletes nothing.
 """
@@ -26,10 +26,10 @@ from mopd_dataplane.store.read.tags import drop_versions, remove_torn_tags, tagg
 
 KEEP = timedelta(days=1)
 """Age up to which untagged versions on an object store are left alone."""
-RECENT = 8
-"""Number of newest versions in a folder that are left alone."""
-EVERY = 16
-"""Number of versions beyond them with which a commit cleans up, so that the cost is spread."""
+RECENT_VERSIONS = 8
+"""Number of newest versions in a folder that clean-up does not remove."""
+VERSIONS_PER_CLEAN_UP = 16
+"""Number of versions beyond them at which a commit starts a clean-up, so that the cost is spread."""
 STAGED_S = 600.0
 """How long a file that Lance began to write must be untouched before it is taken for that of a killed process."""
 COMMITS_S = 10.0
@@ -111,7 +111,7 @@ def _old_versions(
     now: bool,
 ) -> list[int]:
     if location.root is not None:
-        versions = names_of_versions(location.root / table)[0 if now else RECENT :]
+        versions = names_of_versions(location.root / table)[0 if now else RECENT_VERSIONS :]
     else:
         until = datetime.max if now else datetime.now() - KEEP
         entries: list[dict[str, Any]] = dataset.versions()  # type: ignore[assignment]

@@ -19,7 +19,7 @@ PAGE = MIB
 """Average size in bytes below which merged files are written anew instead of copied page by page."""
 
 
-def is_crowded(dataset: lance.LanceDataset) -> int:
+def merge_limit(dataset: lance.LanceDataset) -> int:
     """Return the size limit in bytes up to which files should be merged; 0 when no tier has too many."""
     fragments = dataset.get_fragments()
     if len(fragments) <= min(count for _, count in TIERS):

@@ -22,7 +22,7 @@ POLL_INTERVAL_S = 0.002
 
 
 @contextmanager
-def writing_files(location: StoreLocation, table: str) -> Iterator[None]:
+def commit_in_flight(location: StoreLocation, table: str) -> Iterator[None]:
     """Register a commit to a table: until the block ends, clean-up deletes no file of the table.
 
     If a clean-up takes longer than CLEANING_S, the commit continues without the lock and checks its files

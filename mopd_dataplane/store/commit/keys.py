@@ -55,7 +55,7 @@ class KeyDirectory:
             self._confirm(dataset, keys, candidates, rows)
         return rows
 
-    def learn(self, dataset: lance.LanceDataset, rows: Rows, keys: pa.Table) -> None:
+    def add(self, dataset: lance.LanceDataset, rows: Rows, keys: pa.Table) -> None:
         """Add keys that this process has just inserted into a version, so that they need not be read back."""
         if len(rows) and self._end == rows[0] and row_ids(dataset).end == rows[-1] + 1:
             self._extend(rows, hash_rows(keys, self._key))

@@ -85,18 +85,18 @@ def commit_samples(
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
-    overtaken = ((matches < 0) & ~done.new).tolist()  # another writer was first, since the look-up
+    overtaken = ((matches < 0) & ~done.is_new).tolist()  # another writer was first, since the look-up
     dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
-    return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
+    return CommitReceipt(rows=done.rows, inserted=int(done.is_new.sum()), versions=versions, dropped=tuple(dropped))
 
 
-def commit_others(
+def commit_undeleted(
     samples: Table, tokens: Table, batch: Sequence[Sample], deleted: NDArray[np.bool_], *, keep_first: bool
 ) -> CommitReceipt:
     """Commit the samples that were not deleted. The receipt has row -1 for the others. deleted: [n] bool."""
-    others = [sample for sample, is_deleted in zip(batch, deleted, strict=True) if not is_deleted]
-    receipt = commit_samples(samples, tokens, others, keep_first=keep_first)
-    if len(others) == len(batch):
+    undeleted = [sample for sample, is_deleted in zip(batch, deleted, strict=True) if not is_deleted]
+    receipt = commit_samples(samples, tokens, undeleted, keep_first=keep_first)
+    if len(undeleted) == len(batch):
         return receipt
     rows = np.full(len(batch), -1, np.int64)
     rows[~deleted] = receipt.rows

@@ -146,7 +146,7 @@ def commit_signals(
     done = scores.insert(to_rows(SCORES, rows))
     scores.make_durable(done.dataset)
     fault_point("signals.metadata.durable")
-    return int(done.new.sum())
+    return int(done.is_new.sum())
 
 
 def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:

@@ -1,10 +1,10 @@
-"""One dataset of a store: reads it at a version, appends payload, inserts rows exactly once.
+"""One dataset of a store: opens a version, appends payload rows, inserts rows with a key exactly once.
 
-An insert is a compare-and-swap on the dataset's version. Lance's Merge operation is the one commit that no data commit
-may overtake: it is refused when an append, a merge, a compaction or another insert came in between (tested by
-tests/unit/store/test_lance_promises.py). So: look the keys up in version v, write the new rows, commit on v; if that is
-refused, look again. Two committers, a retried commit, a lost reply or a process that wakes up after an hour can never
-make a key visible twice.
+An insert is a compare-and-swap on the dataset's version. Lance's Merge is the only operation that fails if any other
+data commit (an append, a merge, a compaction, another insert) came after the version it builds on; it is tested by
+tests/unit/store/test_lance_promises.py. So an insert looks up the keys in version v, writes the missing rows and
+commits on v; if that conflicts, it starts again with the newest version. Two committers, a retried commit, a lost reply
+or a process that resumes after an hour can never make a key visible twice.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.store.commit.acknowledged import Acknowledged
-from mopd_dataplane.store.commit.clean_up import EVERY, RECENT, clean_up
+from mopd_dataplane.store.commit.clean_up import RECENT_VERSIONS, VERSIONS_PER_CLEAN_UP, clean_up
 from mopd_dataplane.store.commit.durability import Barrier, LostFileError
-from mopd_dataplane.store.commit.fragments import is_crowded, merge_small
-from mopd_dataplane.store.commit.in_flight import writing_files
+from mopd_dataplane.store.commit.fragments import merge_limit, merge_small
+from mopd_dataplane.store.commit.in_flight import commit_in_flight
 from mopd_dataplane.store.commit.keys import KeyDirectory
 from mopd_dataplane.store.format.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
-from mopd_dataplane.store.format.lance_errors import environment_failure, is_overtaken, is_panic, writing
+from mopd_dataplane.store.format.lance_errors import environment_failure, is_commit_conflict, is_panic, writing
 from mopd_dataplane.store.format.manifests import (
     crc_of_manifest,
     manifest,
@@ -43,25 +43,30 @@ from mopd_dataplane.store.format.manifests import (
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
 from mopd_dataplane.store.format.row_ids import ids_of_files
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.read.open_versions import Gone, hold
+from mopd_dataplane.store.read.open_versions import VersionRemoved, hold_version
 from mopd_dataplane.store.read.row_reader import take_rows
 from mopd_dataplane.store.remote.network import answering
 
-ATTEMPTS = 64
+COMMIT_ATTEMPTS = 64
+"""Number of conflicting commits after which a writer gives up."""
 BACKOFF_S = 0.005
+"""Longest pause after the first conflict, in seconds; it grows with each."""
 CLEAN_UP_S = 3600.0
 """Interval in seconds at which a committing process drops old versions on an object store."""
 FIRST_COMMIT = 2
-"""Version of the first rows of a dataset; 1 is the empty one."""
+"""Version of the first commit with rows; version 1 is the empty dataset."""
 
 
 @dataclass(frozen=True)
-class Inserted:
-    """rows [n] int64: row id of every key; new [n] bool: true if this call made it visible."""
+class InsertResult:
+    """Result of an insert."""
 
     rows: NDArray[np.int64]
-    new: NDArray[np.bool_]
+    """[n] row id of every key."""
+    is_new: NDArray[np.bool_]
+    """[n] true if this call made the row visible."""
     dataset: lance.LanceDataset
+    """A version that has all rows."""
 
 
 class Table:
@@ -72,7 +77,7 @@ class Table:
         self.spec = spec_of(name)
         self.uri = location.of(name)
         self._location = location
-        self._checked = False
+        self._format_checked = False
         self._keys = KeyDirectory(self.spec.key)
         self._keys_lock = threading.Lock()
         self._folder = location.root / name if location.root is not None else None
@@ -80,13 +85,14 @@ class Table:
         if self._folder is not None and location.root is not None:
             self.barrier = Barrier(self._folder, location.root)
         self._acknowledged = Acknowledged(location, name)
-        self._clean_up_at = 0.0
-        self._most_versions = RECENT + EVERY
-        """Number of versions in the folder that begins the next clean-up."""
+        self._next_clean_up = 0.0
+        self._clean_up_threshold = RECENT_VERSIONS + VERSIONS_PER_CLEAN_UP
+        """The next commit after which the folder has this many versions starts a clean-up."""
         self._newest = 0
         """Newest version that this process has seen, in a folder."""
         self._torn: dict[int, Path] = {}
-        """Manifests by version, from the first that a power cut tore on: never acknowledged; readers pass them over."""
+        """{version: path} of the first manifest that a power cut tore and all later ones: none was acknowledged, and
+        readers ignore them."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -113,35 +119,35 @@ class Table:
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
         """Open the dataset at a version (default: the newest). Changes nothing.
 
-        Clean-up leaves the version alone as long as the handle lives (in a folder; see open_versions.py). Raises
-        UnknownNameError when there is none, MismatchError for another format version or other columns, DamagedError
-        when an acknowledged version is gone.
+        In a folder, clean-up does not remove the version as long as the handle lives (see open_versions.py). Raises
+        UnknownNameError when the dataset does not exist, MismatchError for another format version or other columns,
+        DamagedError when an acknowledged version is gone.
         """
         acknowledged = 0
-        if not self._checked:
+        if not self._format_checked:
             acknowledged = self._acknowledged.newest()
-        if self._folder is not None and version is None and (not self._checked or self._torn):
+        if self._folder is not None and version is None and (not self._format_checked or self._torn):
             self._torn, self._newest = torn_manifests(self._folder, acknowledged or self._acknowledged.newest())
-            version = self._newest if self._torn else None
-        dataset = self._held(version)
-        if not self._checked:
+            version = self._newest if self._torn else None  # Lance would take a torn one for the newest
+        dataset = self._open_and_hold(version)
+        if not self._format_checked:
             check_dataset(dataset, self.spec)
             if dataset.version < acknowledged and version is None:
                 raise DamagedError(
-                    f"{self.uri}: version {acknowledged} was acknowledged, the newest there is {dataset.version}; "
-                    "files were deleted or an older copy was put back: restore them from a copy"
+                    f"{self.uri}: version {acknowledged} was acknowledged, but the newest one is {dataset.version}; "
+                    "files were deleted or an older copy was put back: restore the missing files from a copy"
                 )
-            self._checked = True
+            self._format_checked = True
         return dataset
 
     def acknowledged(self) -> int:
-        """Return the newest acknowledged version; 0 when there is none. Clean-up drops no newer version."""
+        """Return the newest acknowledged version; 0 when there is none. Clean-up removes no newer version."""
         return self._acknowledged.newest()
 
     def manifest_damage(self) -> str:
-        """Describe damage of the last acknowledged manifest, or of the record of it; empty when both are sound."""
+        """Describe damage to the last acknowledged manifest or to the record of it; empty when both are intact."""
         if not (version := self._acknowledged.newest()):
-            # A process that creates a table may be killed before it records the first versions.
+            # No record is normal if the creating process was killed before it recorded the first versions.
             return "" if self.open().version <= FIRST_COMMIT else f"{self._acknowledged.uri} names no version"
         if self._folder is None:
             return ""
@@ -151,19 +157,20 @@ class Table:
         except OSError as error:
             if failure := environment_failure(self.uri, error):
                 raise failure from None
-            return "" if isinstance(error, FileNotFoundError) else f"manifest of version {version}: {error.strerror}"
+            if isinstance(error, FileNotFoundError):  # removed by clean-up meanwhile; `open` reports a lost version
+                return ""
+            return f"manifest of version {version}: {error.strerror}"
         if recorded_crc is None or crc == recorded_crc:
             return ""
-        return f"manifest of version {version} has crc32c {crc:08x}, acknowledged was {recorded_crc:08x}"
+        return f"manifest of version {version} has crc32c {crc:08x}, not {recorded_crc:08x} as when acknowledged"
 
     def open_to_write(self) -> lance.LanceDataset:
-        """Open the newest version for writing. A torn version above the newest acknowledged one is set aside, with a
-        warning."""
+        """Open the newest version for writing, after renaming torn manifests out of the way, with a warning."""
         dataset = self.open()
         if not self._torn:
             return dataset
         for version, path in self._torn.items():
-            with contextlib.suppress(FileNotFoundError):  # another writer was first
+            with contextlib.suppress(FileNotFoundError):  # another writer has renamed it already
                 set_aside(path)
             warnings.warn(
                 f"{self.uri}: version {version} was being committed when the machine stopped, and was never "
@@ -173,30 +180,32 @@ class Table:
         self._torn = {}
         return self.open()
 
-    def _held(self, version: int | str | None) -> lance.LanceDataset:
-        """Open a version (None: the newest), held against clean-up if possible."""
+    def _open_and_hold(self, version: int | str | None) -> lance.LanceDataset:
+        """Open a version (None: the newest) and, in a folder, prevent clean-up from removing it."""
         if self._folder is None:
             return self._open(version)
-        for _ in range(ATTEMPTS):
+        for _ in range(COMMIT_ATTEMPTS):
             target = version
             if version is None:
                 self._newest = newest_version(self._folder, max(self._newest, self._acknowledged.newest()))
                 target = self._newest or None
             try:
                 dataset = self._open(target)
-                hold(dataset, self._folder)
+                hold_version(dataset, self._folder)
                 return dataset
-            except Gone:
+            except VersionRemoved:
                 if version is not None:
                     break
-            except DamagedError:  # or it was dropped since it was looked up
+            except DamagedError:  # or clean-up removed the version after its number was looked up: look again
                 if version is not None or target is None or manifest(self._folder, self._newest).exists():
                     raise
-        raise DamagedError(f"{self.uri}: version {version} was cleaned up; pin the snapshots that are read later")
+        raise DamagedError(
+            f"{self.uri}: version {target or 'newest'} was removed by clean-up; pin a snapshot to read it later"
+        )
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
         options = self._location.storage_options or None
-        self._location.require_same()
+        self._location.require_same_store()
         try:
             return lance.dataset(self.uri, version=version, session=self._location.session, storage_options=options)
         except BaseException as error:
@@ -216,78 +225,79 @@ class Table:
             return False
         return True
 
-    def was_made(self) -> bool:
+    def ever_existed(self) -> bool:
         """Check if the dataset exists or existed, without opening it: it may be damaged."""
         return self._acknowledged.newest() > 0 or bool(self._location.children(f"{self.name}/_versions"))
 
     def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-        """Look up keys in the newest version. Returns the row id of each, [n] with -1 for missing keys, and the
-        version."""
+        """Look up keys in the newest version. Returns their row ids, [n] with -1 for missing keys, and the version
+        that has them."""
         with self._keys_lock, answering(self.uri):
             dataset = self.open()
             return self._keys.find(dataset, keys), dataset
 
     def append(self, rows: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-        """Append payload rows. Returns their row ids, [n], and the dataset that has them."""
-        with writing_files(self._location, self.name), writing(self.uri):
-            dataset = self.open_evolved()
+        """Append payload rows. Returns their row ids, [n], and a version that has them."""
+        with commit_in_flight(self._location, self.name), writing(self.uri):
+            dataset = self.open_with_new_columns()
             fragments = self._write(dataset, rows)
             fault_point(f"{self.name}.append.written")
             self.check_files(fragments)
             operation = lance.LanceOperation.Append(fragments)
             dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
         fault_point(f"{self.name}.append.committed")
-        return ids_of_files(dataset, _paths(fragments)), self.tidied(dataset)
+        return ids_of_files(dataset, _paths(fragments)), self.compact_if_needed(dataset)
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
-        """Append rows on exactly this version. Returns None, with nothing changed, when another commit came first."""
-        with writing_files(self._location, self.name), writing(self.uri):
-            return self._swap(dataset, self._write(dataset, rows))
+        """Append rows to exactly this version. Returns None, with nothing changed, when another commit came first."""
+        with commit_in_flight(self._location, self.name), writing(self.uri):
+            return self._commit_files_on(dataset, self._write(dataset, rows))
 
-    def insert(self, rows: pa.Table) -> Inserted:
+    def insert(self, rows: pa.Table) -> InsertResult:
         """Insert the rows whose key is not in the table; only keys are compared."""
-        with writing_files(self._location, self.name):
+        with commit_in_flight(self._location, self.name):
             inserted = self._insert(rows)
-        return replace(inserted, dataset=self.tidied(inserted.dataset)) if inserted.new.any() else inserted
+        return (
+            replace(inserted, dataset=self.compact_if_needed(inserted.dataset)) if inserted.is_new.any() else inserted
+        )
 
-    def _insert(self, rows: pa.Table) -> Inserted:
-        written = np.zeros(rows.num_rows, bool)
-        fragments: list[FragmentMetadata] = []  # new rows, which no version names yet
-        first = _first_of_each(rows.select(self.spec.key))
-        self.open_evolved()
-        for attempt in range(ATTEMPTS):
+    def _insert(self, rows: pa.Table) -> InsertResult:
+        is_written = np.zeros(rows.num_rows, bool)
+        fragments: list[FragmentMetadata] = []  # files of the new rows, which no version references yet
+        first_index = _first_index_of_key(rows.select(self.spec.key))
+        self.open_with_new_columns()
+        for attempt in range(COMMIT_ATTEMPTS):
             matches, dataset = self.find(rows)
-            if fragments and _holds(dataset, fragments):
-                return Inserted(matches, written, dataset)
-            new = (matches < 0) & (first == np.arange(rows.num_rows))
-            if not new.any():
-                return Inserted(matches, new, dataset)
+            if fragments and _holds(dataset, fragments):  # an earlier attempt did commit: only its reply was lost
+                return InsertResult(matches, is_written, dataset)
+            is_new = (matches < 0) & (first_index == np.arange(rows.num_rows))
+            if not is_new.any():
+                return InsertResult(matches, is_new, dataset)
             with writing(self.uri):
-                if (new != written).any():
-                    written, fragments = new, self._write(dataset, rows.filter(pa.array(new)))
+                if (is_new != is_written).any():  # the first attempt, or another writer committed some of the keys
+                    is_written, fragments = is_new, self._write(dataset, rows.filter(pa.array(is_new)))
                 fault_point(f"{self.name}.insert.written")
-                committed = self._swap(dataset, fragments)
+                committed = self._commit_files_on(dataset, fragments)
             if committed is not None:
                 fault_point(f"{self.name}.insert.committed")
-                matches[new] = ids_of_files(committed, _paths(fragments))
+                matches[is_new] = ids_of_files(committed, _paths(fragments))
                 with self._keys_lock:
-                    self._keys.learn(committed, matches[new], rows.filter(pa.array(new)))
-                return Inserted(matches[first], new, committed)
+                    self._keys.add(committed, matches[is_new], rows.filter(pa.array(is_new)))
+                return InsertResult(matches[first_index], is_new, committed)
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
-        raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
+        raise ResourceError(
+            f"{self.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other writers; stop some or retry"
+        )
 
-    def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
-        """Check that no row has a key with another value in one of these columns, in the table or an earlier row.
-
-        Raises MismatchError if one does.
-        """
+    def raise_if_different(self, rows: pa.Table, columns: Sequence[str]) -> None:
+        """Raise MismatchError if the table, or an earlier row, has a row's key with another value in these columns."""
         matches, dataset = self.find(rows)
-        read = [*dict.fromkeys((*self.spec.key, *columns))]
-        stored = take_rows(dataset, matches[matches >= 0], read).to_pylist()
+        compared_columns = [*dict.fromkeys((*self.spec.key, *columns))]
+        stored = take_rows(dataset, matches[matches >= 0], compared_columns).to_pylist()
         rows_by_key = {tuple(row[part] for part in self.spec.key): (row, "in the store") for row in stored}
-        for new in rows.select(read).to_pylist():
+        for new in rows.select(compared_columns).to_pylist():
             key = {part: new[part] for part in self.spec.key}
-            old, where = rows_by_key.setdefault(tuple(key.values()), (new, "before"))
+            old, where = rows_by_key.setdefault(tuple(key.values()), (new, "in an earlier row"))
             for column in columns:
                 if old[column] != new[column]:
                     raise MismatchError(
@@ -296,11 +306,10 @@ class Table:
                     )
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
-        """Sync a version to the disk (a write to an object store is always durable), then acknowledge it for good.
+        """Sync a version to the disk, then record it as acknowledged. A write to an object store is always durable.
 
-        A version that was acknowledged later builds on this one and is on the disk, with everything in this one.
-        Clean-up may then have dropped this one, so nothing is left to do. Otherwise raises LostFileError for a missing
-        file.
+        A newer acknowledged version contains everything in this one: then nothing is left to do, and missing files of
+        this one were removed by clean-up. Otherwise raises LostFileError for a missing file.
         """
         acknowledged = self._acknowledged.newest()
         if self.barrier is None or acknowledged < dataset.version:
@@ -311,44 +320,44 @@ class Table:
             except LostFileError:
                 if self._acknowledged.newest() < dataset.version:
                     raise
-        self._location.committed()
+        self._location.count_commit()
 
     def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
-        """Sync files that no version names yet; a write to an object store is always durable."""
+        """Sync files that no version references yet; a write to an object store is always durable."""
         if self.barrier is not None:
             self.barrier.sync_data(fragments)
 
     def check_files(self, fragments: Iterable[FragmentMetadata]) -> None:
-        """Check that no file of a coming commit is missing. Raises LostFileError."""
+        """Check that all files of a commit that is about to be made exist. Raises LostFileError if one does not."""
         for path in _paths(fragments):
             if not self._location.has(f"{self.name}/data/{path}"):
                 raise LostFileError(
-                    f"{self.uri}/data/{path} was deleted before its commit, by another program or by a clean-up that "
-                    "locks do not reach; nothing became visible: run the same command again"
+                    f"{self.uri}/data/{path} was deleted before its commit, by another program or by a clean-up on a "
+                    "machine that does not see file locks; nothing was committed: run the same command again"
                 )
 
-    def commit_at(
+    def commit_on(
         self,
         dataset: lance.LanceDataset,
         operation: lance.LanceOperation.BaseOperation,
-        fresh: Iterable[FragmentMetadata] = (),
+        new_files: Iterable[FragmentMetadata] = (),
     ) -> bool:
         """Commit on exactly this version, durable on return. Returns False when another commit came first.
 
-        fresh: files that were written for it. Raises LostFileError when one of them is gone.
+        new_files: files that were written for it. Raises LostFileError when one of them is gone.
         """
-        self.check_files(fresh)
+        self.check_files(new_files)
         try:
             done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
-            if not is_overtaken(error):
+            if not is_commit_conflict(error):
                 raise
             return False
         self.make_durable(done)
         return True
 
-    def open_evolved(self) -> lance.LanceDataset:
-        """The newest version, given the nullable columns that came into being after the dataset."""
+    def open_with_new_columns(self) -> lance.LanceDataset:
+        """Open the newest version for writing, after adding the nullable columns that the schema has gained since."""
         dataset = self.open_to_write()
         names = set(dataset.schema.names)
         missing = [field for field in self.schema if field.name not in names]
@@ -358,7 +367,7 @@ class Table:
         return dataset
 
     def _write(self, dataset: lance.LanceDataset, rows: pa.Table) -> list[FragmentMetadata]:
-        """Write rows to new files and sync them; no version names them yet."""
+        """Write rows to new files and sync them; no version references them yet."""
         if not self.spec.heavy:
             rows = with_row_crcs(rows)
         names = set(rows.column_names)
@@ -367,49 +376,52 @@ class Table:
         self.sync_data(fragments)
         return fragments
 
-    def tidied(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
-        """The version with its small files merged when there are too many, else the same; old versions are dropped."""
-        limit = 0 if blob_columns(self.spec) else is_crowded(dataset)
+    def compact_if_needed(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
+        """Merge small files if there are too many, and drop old versions now and then. Returns the newest version after
+        a merge, else `dataset`."""
+        limit = 0 if blob_columns(self.spec) else merge_limit(dataset)
         try:
             if limit:
-                with writing_files(self._location, self.name):
+                with commit_in_flight(self._location, self.name):
                     merge_small(dataset, limit, self.barrier)
             self._drop_old_versions(dataset, is_merged=bool(limit))
-        except DamagedError as error:  # the commit stands; damaged files stay unmerged
+        except DamagedError as error:  # the commit itself succeeded; damaged files are just not merged
             warnings.warn(str(error), stacklevel=2)
         except OSError as error:
-            if not is_overtaken(error):
+            if not is_commit_conflict(error):
                 raise
         return self.open() if limit else dataset
 
     def _drop_old_versions(self, dataset: lance.LanceDataset, *, is_merged: bool) -> None:
-        """Drop old versions now and then: Lance reads every manifest for it."""
+        """Drop old versions, but not after every commit, because Lance reads every manifest to do so."""
         if self._folder is None:
-            if is_merged and time.monotonic() >= self._clean_up_at:
+            if is_merged and time.monotonic() >= self._next_clean_up:
                 clean_up(self._location, self.name, dataset, self.acknowledged())
-                self._clean_up_at = time.monotonic() + CLEAN_UP_S
-        elif len(names_of_versions(self._folder)) >= self._most_versions:
+                self._next_clean_up = time.monotonic() + CLEAN_UP_S
+        elif len(names_of_versions(self._folder)) >= self._clean_up_threshold:
             clean_up(self._location, self.name, dataset, self.acknowledged())
-            self._most_versions = len(names_of_versions(self._folder)) + EVERY
+            self._clean_up_threshold = len(names_of_versions(self._folder)) + VERSIONS_PER_CLEAN_UP
 
-    def _swap(self, dataset: lance.LanceDataset, fresh: list[FragmentMetadata]) -> lance.LanceDataset | None:
-        """Commit `fresh` on exactly this version. Returns None when another commit came first or the reply was lost."""
+    def _commit_files_on(
+        self, dataset: lance.LanceDataset, new_files: list[FragmentMetadata]
+    ) -> lance.LanceDataset | None:
+        """Add files to exactly this version. Returns None when another commit came first or the reply was lost."""
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
         next_id = max((fragment.id for fragment in fragments), default=-1) + 1
-        for index, fragment in enumerate(fresh):
+        for index, fragment in enumerate(new_files):
             fragment.id = next_id + index
-        operation = lance.LanceOperation.Merge(fragments + fresh, dataset.lance_schema)
-        self.check_files(fresh)
+        operation = lance.LanceOperation.Merge(fragments + new_files, dataset.lance_schema)
+        self.check_files(new_files)
         try:
             return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
-            if is_overtaken(error) or _holds(self.open(), fresh):
+            if is_commit_conflict(error) or _holds(self.open(), new_files):
                 return None
             raise
 
 
-def _first_of_each(keys: pa.Table) -> NDArray[np.int64]:
-    """Return the index of the first row with the same key: [n]."""
+def _first_index_of_key(keys: pa.Table) -> NDArray[np.int64]:
+    """Return, for each row, the index of the first row with the same key: [n]."""
     seen: dict[tuple[object, ...], int] = {}
     pairs = enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True))
     return np.array([seen.setdefault(key, index) for index, key in pairs], np.int64)
@@ -420,6 +432,6 @@ def _paths(fragments: Iterable[FragmentMetadata]) -> set[str]:
 
 
 def _holds(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> bool:
-    """Check if a version contains these very files: then the commit happened, whatever the reply."""
+    """Check if a version contains these very files: if so, they were committed, even if the reply was an error."""
     paths = {data_file.path for fragment in dataset.get_fragments() for data_file in fragment.data_files()}
     return _paths(fragments) <= paths

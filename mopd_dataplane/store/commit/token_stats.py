@@ -20,7 +20,7 @@ from mopd_dataplane.errors import MismatchError, require_known
 from mopd_dataplane.records import PER_TOKEN_STATS
 from mopd_dataplane.store.format.arrow_rows import list_column, list_views
 from mopd_dataplane.store.format.row_checksums import with_row_crcs
-from mopd_dataplane.store.maintain.free_hidden import Freed, free_files
+from mopd_dataplane.store.maintain.free_hidden import FreedSpace, free_files
 from mopd_dataplane.tables import TOKEN_STATS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
                 continue
             done = table.insert(_rows(store, part))
             table.make_durable(done.dataset)
-        added += int(done.new.sum())
+        added += int(done.is_new.sum())
     return added
 
 
@@ -84,14 +84,14 @@ def read_token_stats(store: Store, uid: str, snapshot: Snapshot | None = None) -
     return sorted(plain, key=lambda row: (row["step"], row["stage"], row["teacher"]))
 
 
-def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[Snapshot] = ()) -> Freed:
+def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[Snapshot] = ()) -> FreedSpace:
     """Free the lists of these rows of `samples`, file by file: a file is freed once none of its rows is needed.
 
     The rows stay, with their means. in_use: snapshots that readers will still open; tagged ones always stay.
     """
     table = store.table_handle(TOKEN_STATS.name)
     if not table.exists():
-        return Freed(0, 0)
+        return FreedSpace(0, 0)
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         rows = dataset.to_table(columns=["sample_row", "bytes"])

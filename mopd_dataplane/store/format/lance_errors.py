@@ -56,7 +56,7 @@ def reading(where: str) -> Iterator[None]:
         of_lance = isinstance(error, OSError) or (isinstance(error, pa.ArrowInvalid) and "External error" in str(error))
         if isinstance(error, MopdError) or not (of_lance or is_panic(error)):
             raise
-        if isinstance(error, OSError) and (is_overtaken(error) or _no_room(error)):
+        if isinstance(error, OSError) and (is_commit_conflict(error) or _no_room(error)):
             raise
         if failure := environment_failure(where, error):
             raise failure from None
@@ -74,6 +74,6 @@ def is_missing(error: BaseException, folder: str) -> bool:
     return f"{folder}/" in str(error) and "Not found" in str(error)
 
 
-def is_overtaken(error: OSError) -> bool:
-    """Check if a commit was refused because another one came first; Lance has two messages for that."""
+def is_commit_conflict(error: OSError) -> bool:
+    """Check if a commit failed because another one came first; Lance has two messages for that."""
     return isinstance(error, CommitConflictError) or "commit conflict" in str(error)

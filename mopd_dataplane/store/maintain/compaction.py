@@ -9,10 +9,10 @@ import lance
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.commit.clean_up import CleanedUp, clean_up
 from mopd_dataplane.store.commit.fragments import merge_small
-from mopd_dataplane.store.commit.in_flight import writing_files
-from mopd_dataplane.store.commit.table import ATTEMPTS, Table
+from mopd_dataplane.store.commit.in_flight import commit_in_flight
+from mopd_dataplane.store.commit.table import COMMIT_ATTEMPTS, Table
 from mopd_dataplane.store.format.dataset_format import blob_columns
-from mopd_dataplane.store.format.lance_errors import is_missing, is_overtaken, writing
+from mopd_dataplane.store.format.lance_errors import is_commit_conflict, is_missing, writing
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.whole import file_sizes, require_whole
 from mopd_dataplane.store.read.snapshot import tags_of
@@ -138,17 +138,19 @@ def _merge(location: StoreLocation, table: Table) -> tuple[int, lance.LanceDatas
 
     Returns the number of files merged, and the version with the result.
     """
-    for _ in range(ATTEMPTS):
+    for _ in range(COMMIT_ATTEMPTS):
         dataset = table.open_to_write()
         if blob_columns(table.spec):
             return 0, dataset
         try:
-            with writing_files(location, table.name):
+            with commit_in_flight(location, table.name):
                 merged = merge_small(dataset, LARGE_FILE, table.barrier)
         except OSError as error:
-            if not is_overtaken(error):
+            if not is_commit_conflict(error):
                 raise
             continue
         table.make_durable(dataset)
         return merged, table.open()
-    raise ResourceError(f"{table.uri}: {ATTEMPTS} merges in a row were overtaken; stop the writers or retry")
+    raise ResourceError(
+        f"{table.uri}: {COMMIT_ATTEMPTS} merges in a row conflicted with other writers; stop some or retry"
+    )

@@ -88,7 +88,7 @@ def begin_copy(source: Store, location: StoreLocation, where: str, state: str) -
     if begun is None:
         if location.has(MARK) or (location.root is not None and any(location.root.iterdir())):
             raise InputError(f"{location.uri} is not empty; give a place where nothing is")
-        location.admit_writer()
+        location.check_preconditions()
     elif {name: begun[name] for name in record} != record:
         raise MismatchError(
             f"{location.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "

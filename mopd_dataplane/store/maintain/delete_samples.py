@@ -9,9 +9,9 @@ removed; after a kill the same call continues.
 
 A row that is committed while its sample is deleted is removed too. Each writer reads the deletions before it commits
 and leaves out deleted samples. If a deletion was recorded after that, either the deletion finds the committed row, or
-the writer, which reads them again after the commit, finds the deletion and removes the row (`remove_since`). Rows of a
-writer that is killed between commit and second reading are found by `verify`, and removed when `remove` is called
-again.
+the writer, which reads the deletions again after the commit, finds it and removes the row (`apply_deletions_since`).
+Rows of a writer that is killed between commit and second reading are found by `verify`, and removed when `remove` is
+called again.
 """
 
 from __future__ import annotations
@@ -231,20 +231,20 @@ def remove(store: OpenStore, deletion: Deletion, *, again: bool = False) -> Iter
         store.deletions.close(record)
 
 
-def remove_since(store: OpenStore, names: Collection[str]) -> None:
-    """Remove everything named by deletions that are not in `names`; a writer's second reading of the deletions."""
+def apply_deletions_since(store: OpenStore, earlier: Collection[str]) -> None:
+    """Apply the deletions whose names are not in `earlier`. A writer calls this after its commit."""
     for name in store.deletions.names():
-        if name not in names:
+        if name not in earlier:
             for _ in remove(store, store.deletions.read(name)):
                 pass
 
 
-def watch(store: OpenStore, *, is_taken: bool = False) -> Callable[[Snapshot], bool]:
+def start_deletion_check(store: OpenStore, *, is_taken: bool = False) -> Callable[[Snapshot], bool]:
     """Read the deletions before a snapshot is taken. Returns a function that checks, once it is pinned, whether it has
     rows that a deletion has removed since.
 
     Either a deletion finds the tags of such a snapshot when it has removed the rows, or this finds the rows gone.
-    is_taken: whether the snapshot was taken already, so that any deletion may be later.
+    is_taken: True if the snapshot was taken before this call, so that any deletion may be later than it.
     """
     earlier = {deletion.name for deletion in store.deletions.all() if deletion.finished and not is_taken}
 

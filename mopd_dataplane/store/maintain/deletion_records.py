@@ -100,7 +100,7 @@ class Deletions:
 
         prompts: names. where: the predicate whose command continues it after a kill.
         """
-        self._location.admit_writer()
+        self._location.check_preconditions()
         value: dict[str, Any] = {
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "finished": False,
@@ -146,7 +146,7 @@ class Deletions:
         """Return the number of deleted prompts without a recorded domain, which an earlier version deleted."""
         return sum(len(deletion.prompts) for deletion in self.all() if not deletion.slots)
 
-    def refuse_uids(self, uids: Collection[str]) -> None:
+    def raise_if_deleted(self, uids: Collection[str]) -> None:
         """Check that none of the samples was deleted. Raises MismatchError if one was."""
         for deletion in self.all():
             if gone := set(uids).intersection(deletion.uids):
@@ -155,7 +155,7 @@ class Deletions:
                     f"cannot come back under its uid ({len(gone)} such); leave it out, or write it to another store"
                 )
 
-    def refuse_prompts(self, names: Collection[str]) -> None:
+    def raise_if_prompts_deleted(self, names: Collection[str]) -> None:
         """Check that none of the prompts was deleted. Raises MismatchError if one was."""
         for deletion in self.all():
             gone = set(deletion.prompts)
@@ -166,7 +166,7 @@ class Deletions:
                         "delete`); take it out of what is read, or write to another store"
                     )
 
-    def refuse_rows(self, sample_rows: ArrayLike) -> None:
+    def raise_if_rows_deleted(self, sample_rows: ArrayLike) -> None:
         """Check that none of these rows of `samples` was deleted. Raises UnknownNameError if one was."""
         rows = np.asarray(sample_rows, np.int64)
         for deletion in self.all():

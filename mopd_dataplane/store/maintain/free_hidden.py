@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.commit.clean_up import clean_up
-from mopd_dataplane.store.commit.in_flight import writing_files
+from mopd_dataplane.store.commit.in_flight import commit_in_flight
 from mopd_dataplane.store.commit.signals import blob_column
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import FREED
@@ -28,8 +28,8 @@ from mopd_dataplane.store.location import StoreLocation
 
 
 @dataclass(frozen=True)
-class Freed:
-    """Result of a call that frees, for example two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000)."""
+class FreedSpace:
+    """What a call freed. Example: two commits of 512 samples: FreedSpace(rows=1024, bytes=8_800_000_000)."""
 
     rows: int
     """Number of rows whose states this call freed."""
@@ -46,7 +46,7 @@ Emptied = Callable[[lance.LanceFragment], pa.Table]
 
 def free_hidden(
     location: StoreLocation, table: Table, payload_rows: NDArray[np.int64], in_use: Iterable[Snapshot]
-) -> Freed:
+) -> FreedSpace:
     """See Store.free_hidden. in_use: snapshots that readers still have open or will open."""
 
     def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -68,7 +68,7 @@ def free_hidden(
 
 def free_files(
     location: StoreLocation, table: Table, served: Served, emptied: Emptied, in_use: Iterable[Snapshot]
-) -> Freed:
+) -> FreedSpace:
     """Free the rows of a table that are no longer needed; see free_hidden."""
     with location.committing(table.name), writing(table.uri):
         rows = _replace(location, table, served, emptied)
@@ -84,13 +84,13 @@ def free_files(
             readers_keep=False,
             wait=True,
         )
-        return Freed(rows, done.bytes)
+        return FreedSpace(rows, done.bytes)
 
 
 def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emptied) -> int:
     """Commit empty files in place of those that are no longer needed. Returns how many rows were in them."""
     while True:
-        with writing_files(location, table.name):
+        with commit_in_flight(location, table.name):
             dataset = table.open_to_write()
             files = dataset.get_fragments()
             fresh = {index: _written(table, dataset, files[index], emptied) for index in _served(dataset, served)}
@@ -100,7 +100,7 @@ def _replace(location: StoreLocation, table: Table, served: Served, emptied: Emp
             fault_point("retire.written")
             fragments = [fresh.get(index, fragment.metadata) for index, fragment in enumerate(files)]
             operation = lance.LanceOperation.Merge(fragments, dataset.lance_schema)
-            if table.commit_at(dataset, operation, fresh.values()):
+            if table.commit_on(dataset, operation, fresh.values()):
                 return sum(fragment.physical_rows for fragment in fresh.values())
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.store.commit.in_flight import writing_files
+from mopd_dataplane.store.commit.in_flight import commit_in_flight
 from mopd_dataplane.store.commit.merge_check import check_kept, rows_at_once
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.lance_errors import writing
@@ -34,7 +34,7 @@ def remove_rows(location: StoreLocation, table: Table, gone: NDArray[np.int64], 
     read, or was not copied right; nothing has changed then.
     """
     while True:
-        with location.committing(table.name), writing_files(location, table.name), writing(table.uri):
+        with location.committing(table.name), commit_in_flight(location, table.name), writing(table.uri):
             dataset = table.open_to_write()
             touched = [(fragment, ids) for fragment in dataset.get_fragments()
                        if np.isin(ids := fragment_ids(fragment), gone).any()]  # fmt: skip
@@ -47,7 +47,7 @@ def remove_rows(location: StoreLocation, table: Table, gone: NDArray[np.int64], 
             operation = lance.LanceOperation.Update(
                 removed_fragment_ids=[fragment.fragment_id for fragment, _ in touched], new_fragments=left
             )
-            if not table.commit_at(dataset, operation, left):
+            if not table.commit_on(dataset, operation, left):
                 continue
         fault_point("delete.removed")
         return int(sum(np.isin(ids, gone).sum() for _, ids in touched))

@@ -35,13 +35,13 @@ def _fold_while_held(store: str, name: str, logs: Path, lease: Lease) -> None:
     from mopd_dataplane.store.queue.clock import Clock
     from mopd_dataplane.store.queue.fold import fold
     from mopd_dataplane.store.queue.queue_table import QueueTable
-    from mopd_dataplane.store.queue.unfolded import Unfolded
+    from mopd_dataplane.store.queue.unfolded import UnfoldedLogs
 
-    queue, unfolded, clock = QueueTable(StoreLocation(store), name), Unfolded(logs), Clock(logs)
+    queue, unfolded, clock = QueueTable(StoreLocation(store), name), UnfoldedLogs(logs), Clock(logs)
     folds, folded_at = 0, 0.0
     while lease.is_held:
-        unfolded.look()
-        batches = unfolded.pending()
+        unfolded.read_new()
+        batches = unfolded.pending_batches()
         is_due = time.monotonic() - folded_at >= FOLD_S
         if batches and (is_due or sum(batch.size for batch in batches) >= FOLD_BYTES):
             fold(queue, unfolded, clock)

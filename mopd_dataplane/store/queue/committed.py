@@ -10,8 +10,8 @@ import lance
 import pyarrow as pa
 
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.commit.table import ATTEMPTS, BACKOFF_S
-from mopd_dataplane.store.format.lance_errors import is_overtaken
+from mopd_dataplane.store.commit.table import BACKOFF_S, COMMIT_ATTEMPTS
+from mopd_dataplane.store.format.lance_errors import is_commit_conflict
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.queue.queue_table import QueueTable, chosen
 from mopd_dataplane.store.queue.values import CLEARED, Key, Value, Write
@@ -88,11 +88,13 @@ class CommittedQueue:
             self._queue.table.make_durable(self._appended(self._queue.rows(items)))
 
     def _appended(self, rows: pa.Table) -> lance.LanceDataset:
-        for attempt in range(ATTEMPTS):
+        for attempt in range(COMMIT_ATTEMPTS):
             try:
                 return self._queue.table.append(rows)[1]
             except OSError as error:
-                if not is_overtaken(error):
+                if not is_commit_conflict(error):
                     raise
             time.sleep(BACKOFF_S * (attempt + 1))
-        raise ResourceError(f"{self._queue.uri}: {ATTEMPTS} puts in a row were overtaken; stop other writers or retry")
+        raise ResourceError(
+            f"{self._queue.uri}: {COMMIT_ATTEMPTS} puts in a row conflicted with other writers; stop some or retry"
+        )

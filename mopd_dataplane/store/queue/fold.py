@@ -1,10 +1,10 @@
-"""Moves records of the logs of a queue into its dataset, exactly once.
+"""Folds the logs of a queue: commits the batches of the writers' logs to the queue's dataset, exactly once.
 
 One commit appends the values of some batches and a row that names the last folded batch of each log. It is a
-compare-and-swap on the dataset's version: of two processes that fold the same batches one is refused, whatever either
-believed, and a process that was stopped in the middle is refused when it wakes up. Segments are removed only after the
-commit is durable. So nothing depends on the lease (lease.py), which only saves work. What a recorder (recording.py)
-makes of the values is durable before that commit, and is made again, to no effect, when the fold is repeated.
+compare-and-swap on the dataset's version: if two processes fold the same batches, one commit fails, whichever of them
+has the lease, and so does the commit of a process that was suspended meanwhile. Segments are removed only after the
+commit is durable. So nothing depends on the lease (lease.py), which only saves work. A recorder (recording.py) writes
+its rows durably before that commit; if the fold is repeated, it writes the same rows again, which changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lance
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.commit.table import ATTEMPTS
+from mopd_dataplane.store.commit.table import COMMIT_ATTEMPTS
 from mopd_dataplane.store.format.lance_errors import writing
 from mopd_dataplane.store.queue.clock import Clock
 from mopd_dataplane.store.queue.queue_log import lock_dead_log
@@ -29,51 +29,54 @@ from mopd_dataplane.store.queue.unfolded import (
     Batch,
     Entry,
     LogReader,
-    MovedError,
-    Unfolded,
+    SegmentGoneError,
+    UnfoldedLogs,
     last_entry,
     needs_stored_write,
 )
 from mopd_dataplane.store.queue.values import CLEARED, Key, Value, Write
 
 FOLD_BYTES = 64 << 20
-"""Bytes of values of one commit; a single batch may be larger."""
+"""Largest size of the values of one commit, in bytes; a batch that is larger is committed alone."""
 _REMOVED = ".removed"
+"""Suffix of the folder of a log that is being removed."""
 
 
-def fold(queue: QueueTable, unfolded: Unfolded, clock: Clock) -> int:
+def fold(queue: QueueTable, unfolded: UnfoldedLogs, clock: Clock) -> int:
     """Fold every batch that was acknowledged before the call; returns their number. Durable on return.
 
-    Raises ResourceError when other processes fold all the time, DamagedError for a log or dataset that is damaged.
+    Raises ResourceError when COMMIT_ATTEMPTS commits in a row conflict with those of other processes, DamagedError for
+    a damaged log or dataset.
     """
     queue.create()
-    unfolded.look()  # most of the reading, while others go on
-    with clock.paused():
-        unfolded.look()
-    batches = unfolded.pending()
-    last = batches[-1].stamp if batches else 0
+    unfolded.read_new()  # most of the reading, so that the pause is short
+    with clock.paused():  # no batch gets a stamp, so every batch that was acknowledged before the call is read
+        unfolded.read_new()
+    batches = unfolded.pending_batches()
+    last_stamp = batches[-1].stamp if batches else 0
     folded = 0
-    for _ in range(ATTEMPTS):
+    for _ in range(COMMIT_ATTEMPTS):
         with queue.location.committing(queue.table.name):
-            dataset = queue.table.open_evolved()
-            state = queue.folded(dataset)
-            unfolded.settle(state)
-            batches = [batch for batch in unfolded.pending() if batch.stamp <= last]
+            dataset = queue.table.open_with_new_columns()
+            last_folded = queue.last_folded(dataset)
+            unfolded.forget_folded(last_folded)
+            batches = [batch for batch in unfolded.pending_batches() if batch.stamp <= last_stamp]
             if not batches:
-                _remove_folded(unfolded, state)
+                _remove_folded(unfolded, last_folded)
                 return folded
-            part = _first(batches)
-            committed = _commit(queue, unfolded, dataset, state, part)
+            batches = _first_that_fit(batches)
+            committed = _commit(queue, unfolded, dataset, last_folded, batches)
         if committed is not None:
-            folded += len(part)
-            queue.table.tidied(committed)
+            folded += len(batches)
+            queue.table.compact_if_needed(committed)
     raise ResourceError(
-        f"{queue.uri}: {ATTEMPTS} folds in a row were overtaken; nothing is lost, the next fold goes on"
+        f"{queue.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other processes; nothing is lost, the next "
+        "fold goes on"
     )
 
 
-def _first(batches: list[Batch]) -> list[Batch]:
-    """As many of the first batches as one commit takes."""
+def _first_that_fit(batches: list[Batch]) -> list[Batch]:
+    """Return the first batches that fit into one commit, at least one."""
     size = 0
     for count, batch in enumerate(batches):
         size += batch.size
@@ -83,21 +86,29 @@ def _first(batches: list[Batch]) -> list[Batch]:
 
 
 def _commit(
-    queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, state: dict[str, int], batches: list[Batch]
+    queue: QueueTable,
+    unfolded: UnfoldedLogs,
+    dataset: lance.LanceDataset,
+    last_folded: dict[str, int],
+    batches: list[Batch],
 ) -> lance.LanceDataset | None:
-    """Commit batches on exactly this version; None when another commit came first."""
+    """Commit batches on exactly this version. Returns None when another commit came first.
+
+    last_folded: number of the last folded batch of each log in this version.
+    """
     recorder = find_recorder(unfolded.folder)
     try:
         if recorder is not None:
             recorder.record(Part(batches, queue, unfolded, dataset))
             fault_point("queue.fold.recorded")
-        items = _decided(queue, unfolded, dataset, batches)
-    except MovedError:
+        items = _final_items(queue, unfolded, dataset, batches)
+    except SegmentGoneError:  # another process has folded and removed it: there is a newer version
         return None
-    state = {log: seq for log, seq in state.items() if _has_folder(unfolded.folder, log)}
+    # Logs that were removed are named no more.
+    last_folded = {log: seq for log, seq in last_folded.items() if _has_folder(unfolded.folder, log)}
     for batch in batches:
-        state[batch.log] = batch.seq
-    items.append((FOLDED, Value("folded", json.dumps(state).encode()), None))
+        last_folded[batch.log] = batch.seq
+    items.append((FOLDED, Value("folded", json.dumps(last_folded).encode()), None))
     fault_point("queue.fold.read")
     with writing(queue.uri):
         committed = queue.table.append_on(dataset, queue.rows(items))
@@ -106,29 +117,32 @@ def _commit(
     fault_point("queue.fold.committed")
     queue.table.make_durable(committed)
     fault_point("queue.fold.durable")
-    unfolded.settle(state)
-    _remove_folded(unfolded, state)
+    unfolded.forget_folded(last_folded)
+    _remove_folded(unfolded, last_folded)
     return committed
 
 
-def _decided(
-    queue: QueueTable, unfolded: Unfolded, dataset: lance.LanceDataset, batches: list[Batch]
+def _final_items(
+    queue: QueueTable, unfolded: UnfoldedLogs, dataset: lance.LanceDataset, batches: list[Batch]
 ) -> list[tuple[Key, Value, Write | None]]:
-    """What some batches make of their keys: values that nothing later in them replaces or clears, and clearings of what
-    the dataset has."""
-    last = batches[-1].stamp
+    """Return the items to append for the keys of some batches, each with its write.
+
+    The last value of a key; CLEARED if the batches clear it and the dataset has a value of it.
+    """
+    last_stamp = batches[-1].stamp
     entries: dict[Key, list[Entry]] = {}
     for batch in batches:
         for entry in batch.entries:
             key = entry.item.key
-            entries[key] = [other for other in unfolded.entries[key] if other.stamp <= last]
-    unsure = [key for key, some in entries.items() if needs_stored_write(some)]
+            entries[key] = [other for other in unfolded.entries[key] if other.stamp <= last_stamp]
+    # Keys whose final entry depends on the write that the dataset has of them.
+    unsure = [key for key, key_entries in entries.items() if needs_stored_write(key_entries)]
     stored = queue.writes(dataset, unsure)
-    decisive = {key: last_entry(some, stored.get(key)) for key, some in entries.items()}
-    clearings = [key for key, entry in decisive.items() if entry is not None and entry.is_clearing]
+    final_entries = {key: last_entry(key_entries, stored.get(key)) for key, key_entries in entries.items()}
+    clearings = [key for key, entry in final_entries.items() if entry is not None and entry.is_clearing]
     stored |= queue.writes(dataset, [key for key in clearings if key not in stored])
     items: list[tuple[Key, Value, Write | None]] = []
-    for entry in sorted((entry for entry in decisive.values() if entry is not None), key=Entry.order):
+    for entry in sorted((entry for entry in final_entries.values() if entry is not None), key=Entry.order):
         if not entry.is_clearing:
             items.append((entry.item.key, entry.read(), entry.write))
         elif entry.item.key in stored:
@@ -136,26 +150,26 @@ def _decided(
     return items
 
 
-def _remove_folded(unfolded: Unfolded, state: dict[str, int]) -> None:
-    """Remove segments all of whose batches are in the dataset, and logs of dead processes that have no others."""
+def _remove_folded(unfolded: UnfoldedLogs, last_folded: dict[str, int]) -> None:
+    """Remove segments whose batches are all in the dataset, and logs of dead processes without other batches."""
     for log, reader in unfolded.readers.items():
-        for segment, last in [*reader.finished.items()]:
-            # The newest segment stays until the whole log goes.
-            if last <= state.get(log, 0) and reader.is_followed(segment):
+        for segment, last_seq in [*reader.finished.items()]:
+            # The newest segment stays until the log itself is removed.
+            if last_seq <= last_folded.get(log, 0) and reader.has_later_segment(segment):
                 segment.unlink(missing_ok=True)
                 del reader.finished[segment]
                 fault_point("queue.segment.removed")
         if not unfolded.batches[log]:
-            _remove_dead(reader.folder, state.get(log, 0))
-    for removed in unfolded.folder.glob(f"*{_REMOVED}"):  # its remover was killed
-        _remove_dead(removed, state.get(removed.name.removesuffix(_REMOVED), 0))
+            _remove_dead(reader.folder, last_folded.get(log, 0))
+    for removed in unfolded.folder.glob(f"*{_REMOVED}"):  # renamed by a process that was killed before it deleted it
+        _remove_dead(removed, last_folded.get(removed.name.removesuffix(_REMOVED), 0))
 
 
-def _remove_dead(folder: Path, last: int) -> None:
-    """Remove the log of a dead process, all of whose batches up to `last` are in the dataset, unless it has others.
+def _remove_dead(folder: Path, last_seq: int) -> None:
+    """Remove the log of a dead process whose batches up to `last_seq` are in the dataset; not if it has later ones.
 
-    A writer whose lock was lost finds its folder renamed and acknowledges nothing more; what it had acknowledged before
-    that is seen here, and the log then gets its name back.
+    If the writer is alive after all, and only lost its lock, it finds its folder renamed and acknowledges nothing more.
+    Batches that it acknowledged before are found by the second check here, which gives the log its name back.
     """
     try:
         lock = lock_dead_log(folder)
@@ -166,12 +180,12 @@ def _remove_dead(folder: Path, last: int) -> None:
     try:
         name = folder.name.removesuffix(_REMOVED)
         removed = folder.with_name(name + _REMOVED)
-        # Readers see nothing of a renamed log, so one whose writer put more and died since the last look stays.
-        if folder != removed and _has_batch_after(folder, last):
+        # Readers skip a renamed log, so it is not renamed if its writer wrote more since the last read, then died.
+        if folder != removed and _has_batch_after(folder, last_seq):
             return
         folder.rename(removed)
         fault_point("queue.log.renamed")
-        if _has_batch_after(removed, last):
+        if _has_batch_after(removed, last_seq):
             removed.rename(folder.with_name(name))
             return
         shutil.rmtree(removed, ignore_errors=True)
@@ -180,10 +194,10 @@ def _remove_dead(folder: Path, last: int) -> None:
         os.close(lock)
 
 
-def _has_batch_after(folder: Path, last: int) -> bool:
-    return any(batch.seq > last for batch in LogReader(folder).advance())
+def _has_batch_after(folder: Path, last_seq: int) -> bool:
+    return any(batch.seq > last_seq for batch in LogReader(folder).advance())
 
 
 def _has_folder(logs: Path, log: str) -> bool:
-    """Whether a log may still be looked at: while its folder, under either name, is there, its state is needed."""
+    """Check if the folder of a log exists, under either name: as long as it does, its last folded batch is needed."""
     return (logs / log).exists() or (logs / (log + _REMOVED)).exists()

@@ -18,7 +18,7 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.queue.clock import Clock
 from mopd_dataplane.store.queue.lease import Watch
 from mopd_dataplane.store.queue.queue_log import LogRemovedError, QueueLog, make_logs_folder
-from mopd_dataplane.store.queue.unfolded import Entry, MovedError, Unfolded, last_entry, needs_stored_write
+from mopd_dataplane.store.queue.unfolded import Entry, SegmentGoneError, UnfoldedLogs, last_entry, needs_stored_write
 from mopd_dataplane.store.queue.values import CLEARED, Item, Key, Value, Write, encode_batch
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LoggedQueue:
         self._store, self._name = Path(store).absolute(), name
         self._logs = make_logs_folder(self._store, name)
         self._clock = Clock(self._logs)
-        self._unfolded = Unfolded(self._logs)
+        self._unfolded = UnfoldedLogs(self._logs)
         self._reading = threading.RLock()
         self._opening = threading.Lock()
         self._log: QueueLog | None = None
@@ -71,7 +71,7 @@ class LoggedQueue:
             for _ in range(ATTEMPTS):
                 try:
                     values = self._values(self._look(), keys)
-                except MovedError:
+                except SegmentGoneError:
                     continue
                 return chosen(self._queue.uri, keys, writes or [None] * len(keys), values)
         raise ResourceError(f"{self._queue.uri}: values were folded during each of {ATTEMPTS} reads; read again")
@@ -177,17 +177,17 @@ class LoggedQueue:
 
     def _newest_stamp(self) -> int:
         with self._reading:
-            self._unfolded.look()
+            self._unfolded.read_new()
             return self._unfolded.newest_stamp()
 
     def _look(self) -> lance.LanceDataset | None:
         """Bring what is unfolded up to date; the version of the dataset that it lies on, None when there is none."""
-        self._unfolded.look()
-        if not self._queue.table.was_made():
+        self._unfolded.read_new()
+        if not self._queue.table.ever_existed():
             return None
         while True:
             dataset = self._queue.open()
-            if not self._unfolded.settle(self._queue.folded(dataset)) or self._queue.open() is dataset:
+            if not self._unfolded.forget_folded(self._queue.last_folded(dataset)) or self._queue.open() is dataset:
                 return dataset
 
     def _decisive(self, dataset: lance.LanceDataset | None, keys: Sequence[Key]) -> dict[Key, Entry | None]:
@@ -198,7 +198,7 @@ class LoggedQueue:
         return {key: last_entry(entries, stored.get(key)) for key, entries in some.items()}
 
     def _values(self, dataset: lance.LanceDataset | None, keys: Sequence[Key]) -> dict[Key, tuple[Value, Write | None]]:
-        """Values with their writes; keys without one are left out. Raises MovedError."""
+        """Values with their writes; keys without one are left out. Raises SegmentGoneError."""
         decisive = self._decisive(dataset, keys)
         folded = [key for key in keys if decisive.get(key) is None]
         values = self._queue.values(dataset, folded) if dataset is not None else {}

@@ -75,7 +75,7 @@ class QueueTable:
         ]  # fmt: skip
         return pa.Table.from_pylist(records, schema=self.table.schema)
 
-    def folded(self, dataset: lance.LanceDataset) -> dict[str, int]:
+    def last_folded(self, dataset: lance.LanceDataset) -> dict[str, int]:
         """The last batch of each log that a version contains."""
         if self._folded is None or self._folded[0] is not dataset:
             self._folded = dataset, self._read_folded(dataset)
@@ -169,7 +169,7 @@ class QueueTable:
             if unneeded:
                 operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
                 with writing(self.uri):
-                    if not self.table.commit_at(dataset, operation):
+                    if not self.table.commit_on(dataset, operation):
                         return 0
             clean_up(self.location, self.table.name, self.table.open(), self.table.acknowledged())
             return len(unneeded)

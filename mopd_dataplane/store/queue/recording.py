@@ -15,7 +15,7 @@ from typing import Protocol
 import lance
 
 from mopd_dataplane.store.queue.queue_table import QueueTable
-from mopd_dataplane.store.queue.unfolded import Batch, Entry, Unfolded
+from mopd_dataplane.store.queue.unfolded import Batch, Entry, UnfoldedLogs
 from mopd_dataplane.store.queue.values import Key, Value, Write
 
 SETTINGS = "rollouts.json"
@@ -30,7 +30,7 @@ class Part:
 
     batches: list[Batch]
     _queue: QueueTable
-    _unfolded: Unfolded
+    _unfolded: UnfoldedLogs
     _dataset: lance.LanceDataset
 
     def entries(self, key: Key) -> list[Entry]:
@@ -50,7 +50,7 @@ class Recorder(Protocol):
     """Makes rows of other tables from the values of a queue."""
 
     def record(self, part: Part) -> None:
-        """Record what is in a part, durably. Raises MovedError when another process has folded it meanwhile."""
+        """Record what is in a part, durably. Raises SegmentGoneError when another process has folded it meanwhile."""
 
 
 _open: dict[Path, tuple[int, Recorder]] = {}

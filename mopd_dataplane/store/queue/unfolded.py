@@ -46,8 +46,8 @@ _LOG = re.compile(r"[0-9a-f]{32}")
 _SEGMENT = re.compile(r"[0-9a-f]{16}\.wal")
 
 
-class MovedError(Exception):
-    """A value's segment is gone: the value is in the dataset now, or nobody needs it any more."""
+class SegmentGoneError(Exception):
+    """The segment of a value was removed: the value is in the dataset now, or nobody needs it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class Entry:
         return self.stamp, self.log, self.index
 
     def read(self) -> Value:
-        """The value, its checksum verified. Raises MovedError, DamagedError."""
+        """The value, its checksum verified. Raises SegmentGoneError, DamagedError."""
         data = b""
         for path, offset, length in self.pieces:
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                raise MovedError from None
+                raise SegmentGoneError from None
             try:
                 data += os.pread(descriptor, length, offset)
             finally:
@@ -164,8 +164,8 @@ class LogReader:
     def _read_segment(self, batches: list[Batch]) -> bool:
         """Read what is new in the segment; whether it is finished, or gone because it is folded."""
         try:
-            is_followed = self.is_followed(self._path)
-            if os.stat(self._path).st_size <= self._offset and not is_followed:
+            has_later_segment = self.has_later_segment(self._path)
+            if os.stat(self._path).st_size <= self._offset and not has_later_segment:
                 return False
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -174,7 +174,7 @@ class LogReader:
             is_finished = self._read_records(descriptor, batches)
         finally:
             os.close(descriptor)
-        if is_followed and not is_finished:
+        if has_later_segment and not is_finished:
             raise DamagedError(
                 f"{self._path}: record {self._lsn} at byte {self._offset} is missing although another segment follows; "
                 "nothing was changed, restore the file from a copy"
@@ -210,8 +210,8 @@ class LogReader:
             self._offset += position
         return False
 
-    def is_followed(self, segment: Path) -> bool:
-        """Whether the log has the segment after this one."""
+    def has_later_segment(self, segment: Path) -> bool:
+        """Check if the log has the segment after this one."""
         return segment.with_name(f"{int(segment.stem, 16) + 1:016x}.wal").exists() or segment.stem < self._path.stem
 
     def _take(self, record: Record, batches: list[Batch]) -> None:
@@ -254,7 +254,7 @@ def _pieces(parts: list[tuple[Path, int, bytes]], begin: int, end: int) -> Itera
 
 
 @dataclass
-class Unfolded:
+class UnfoldedLogs:
     """Batches of all logs of a queue that are not known to be folded, and their entries by key."""
 
     folder: Path
@@ -264,8 +264,8 @@ class Unfolded:
     """Batches of each log in the order they were written."""
     readers: dict[str, LogReader] = field(default_factory=dict)
 
-    def look(self) -> None:
-        """Read what was written to the logs since the last look. Raises DamagedError."""
+    def read_new(self) -> None:
+        """Read what was written to the logs since the last call. Raises DamagedError."""
         for log in self.logs():
             reader = self.readers.setdefault(log, LogReader(self.folder / log))
             for batch in reader.advance():
@@ -273,11 +273,11 @@ class Unfolded:
                 for entry in batch.entries:
                     insort(self.entries.setdefault(entry.item.key, []), entry, key=Entry.order)
 
-    def settle(self, folded: Mapping[str, int]) -> bool:
-        """Forget what is folded. folded: the last batch of each log in a version that was opened after the look.
+    def forget_folded(self, folded: Mapping[str, int]) -> bool:
+        """Forget what is folded. folded: the last batch of each log in a version that was opened after `read_new`.
 
         Returns whether a log was forgotten because its folder is gone and the version does not name it. If the version
-        is still the newest then, it has the log's batches, and no longer names the log; else look at a newer one.
+        is still the newest then, it has the log's batches, and no longer names the log; else try a newer one.
         """
         is_any_gone = False
         for log in [*self.readers]:
@@ -290,7 +290,7 @@ class Unfolded:
                 is_any_gone = True
         return is_any_gone
 
-    def pending(self) -> list[Batch]:
+    def pending_batches(self) -> list[Batch]:
         """Batches that are not folded, in the order in which they count."""
         return sorted((batch for batches in self.batches.values() for batch in batches), key=_order)
 

@@ -24,15 +24,15 @@ _bounds: OrderedDict[tuple[str, ...], _Bounds] = OrderedDict()
 _lock = threading.Lock()
 
 
-class Within(NamedTuple):
-    """Rows with low <= column <= high. Example: Within("iteration", 7, 7)."""
+class ColumnRange(NamedTuple):
+    """Rows with low <= column <= high. Example: ColumnRange("iteration", 7, 7)."""
 
     column: str
     low: int
     high: int
 
 
-def fragments_within(dataset: lance.LanceDataset, within: Within) -> list[lance.LanceFragment]:
+def fragments_within(dataset: lance.LanceDataset, within: ColumnRange) -> list[lance.LanceFragment]:
     """Return the files of a version that may have such rows, in the order of the scan."""
     chosen = []
     with lance_errors.reading(dataset.uri):
@@ -43,7 +43,7 @@ def fragments_within(dataset: lance.LanceDataset, within: Within) -> list[lance.
     return chosen
 
 
-def rows_within(dataset: lance.LanceDataset, columns: list[str], within: Within) -> pa.Table:
+def rows_within(dataset: lance.LanceDataset, columns: list[str], within: ColumnRange) -> pa.Table:
     """Read columns of the rows with low <= within.column <= high, from the files that may have such rows."""
     fragments = fragments_within(dataset, within)
     read = [*dict.fromkeys([*columns, within.column])]

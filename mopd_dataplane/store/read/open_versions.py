@@ -23,24 +23,24 @@ LOOK_S = 0.005
 """Pause between two checks, in seconds."""
 
 
-class Gone(Exception):
+class VersionRemoved(Exception):
     """A version was removed by clean-up while it was being opened."""
 
 
-def hold(dataset: lance.LanceDataset, root: Path) -> None:
-    """Hold the version of a handle for as long as the handle lives. Raises Gone.
+def hold_version(dataset: lance.LanceDataset, root: Path) -> None:
+    """Prevent clean-up from removing the version of a handle while the handle lives. Raises VersionRemoved.
 
     A clean-up that has it locked decides only then: it keeps a version that was tagged meanwhile.
     """
     try:
         fd = os.open(manifest(root, dataset.version), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise Gone from None
+        raise VersionRemoved from None
     except OSError:  # out of descriptors: the read itself will report it
         return
     if not _shared(fd):
         os.close(fd)
-        raise Gone
+        raise VersionRemoved
     weakref.finalize(dataset, os.close, fd).atexit = False
 
 

@@ -18,7 +18,7 @@ from mopd_dataplane.store.format import lance_errors
 from mopd_dataplane.store.format.arrow_rows import list_views, tokens_crc
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.store.format.row_ids import fragment_ids, row_ids
-from mopd_dataplane.store.read.fragment_bounds import Within, fragments_within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange, fragments_within
 from mopd_dataplane.store.read.hidden import HiddenReader
 from mopd_dataplane.store.read.list_files import Checksum, ListFiles
 from mopd_dataplane.store.read.lists import HeldLists, Lists
@@ -40,7 +40,11 @@ SCAN_ROWS = 65_536
 
 
 def scan_rows(
-    dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None, within: Within | None = None
+    dataset: lance.LanceDataset,
+    columns: Sequence[str],
+    first: int,
+    limit: int | None,
+    within: ColumnRange | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
     """Yield (row ids, columns of them), batch by batch in the order of the ids; see Store.scan_samples."""
     ids = row_ids(dataset)

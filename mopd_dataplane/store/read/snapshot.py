@@ -42,7 +42,7 @@ def newest(store: OpenStore) -> Iterator[Snapshot]:
     del handles
 
 
-Watch = Callable[[], Callable[[Snapshot], bool]]
+StartCheck = Callable[[], Callable[[Snapshot], bool]]
 """Called before a snapshot is taken; what it returns says, once the snapshot has its tags, whether a deletion has since
 removed rows that it holds."""
 
@@ -53,7 +53,7 @@ def pin(
     tag: str,
     target: Snapshot | None = None,
     *,
-    watch: Watch = lambda: lambda snapshot: False,
+    start_check: StartCheck = lambda: lambda snapshot: False,
 ) -> Snapshot:
     """Return the snapshot under this tag; without one, `target` gets it, or a snapshot taken now.
 
@@ -65,7 +65,7 @@ def pin(
     if (pinned_snapshot := _held(location, tag)) is not None:
         return pinned_snapshot
     while True:
-        is_overtaken = watch()
+        is_overtaken = start_check()
         snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
         _set_tags(tables, tag, snapshot)
         del handles  # held until the tags were set

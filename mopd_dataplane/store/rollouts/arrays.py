@@ -1,4 +1,4 @@
-"""The columns of the table of rollouts as Arrow arrays, each read or computed when it is first used.
+"""The columns of the table of rollouts as Arrow arrays; each is read or computed at its first use.
 
 Lance reads a column of a million samples in some ten milliseconds, all of them in seconds.
 """
@@ -16,9 +16,9 @@ import pyarrow as pa
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.store.format.lance_errors import reading
 from mopd_dataplane.store.format.row_ids import row_ids
-from mopd_dataplane.store.read.fragment_bounds import Within
-from mopd_dataplane.store.rollouts.derived import Part, Rows, parts
-from mopd_dataplane.store.rollouts.other_rows import ROW, OtherRows
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange
+from mopd_dataplane.store.rollouts.derived import Derivation, Rows, derived_columns
+from mopd_dataplane.store.rollouts.other_rows import ROW, TableRows
 from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
@@ -29,86 +29,98 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.open_store import OpenStore
 
-MANY_VALUES = frozenset({"uid", "prompt_id", "group_id"})
-"""Columns of words of which most rows have a value of their own; in the others equal words are stored once."""
-LEFT_OUT = frozenset({"payload_crc", "schema_version", "writer_seq"})
+HIGH_CARDINALITY = frozenset({"uid", "prompt_id", "group_id"})
+"""String columns whose values are mostly distinct; all other string columns are dictionary-encoded."""
+UNUSED_COLUMNS = frozenset({"payload_crc", "schema_version", "writer_seq"})
 """Columns of `samples` that no page needs."""
-FEW = 4
-"""Number of columns of `samples` read at once when nobody waits for them."""
-STRETCH = 1 << 18
-"""Samples of a stretch: enough that a statement over them takes longer than asking it."""
-_CODED = pa.dictionary(pa.int32(), pa.string())
-_NONE = pa.table({})
+COLUMNS_PER_READ = 4
+"""Number of columns of `samples` that `fill` reads at once."""
+STRETCH_SAMPLES = 1 << 18
+"""Samples per stretch: so many that the fixed cost of a statement does not matter."""
+_DICTIONARY = pa.dictionary(pa.int32(), pa.string())
+_EMPTY_TABLE = pa.table({})
 
 
-class Rollouts:
-    """Columns of the rollouts of one snapshot. Thread-safe."""
+class RolloutColumns:
+    """The columns of the rollouts of one snapshot. Thread-safe."""
 
     def __init__(
-        self, store: OpenStore, snapshot: Snapshot, vocabularies: Mapping[str, int], has: Collection[str],
-        going: Callable[[], None],
+        self, store: OpenStore, snapshot: Snapshot, vocabularies: Mapping[str, int], sources: Collection[str],
+        check_cancelled: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Prepare the columns; reads none. vocabularies, has: as for derived.parts.
+        """Prepare the columns; reads none.
 
-        going: called every few milliseconds of reading; an exception from it ends the reading.
+        vocabularies: vocabulary size by teacher. sources: the optional sources in the store (columns.optional_sources).
+        check_cancelled: called every few milliseconds of reading; raise in it to cancel.
         """
-        self._store, self._snapshot, self._going = store, snapshot, going
+        self._store, self._snapshot, self._check_cancelled = store, snapshot, check_cancelled
         samples = store.dataset("samples", snapshot)
         ids = row_ids(samples)
         self.sample_rows: NDArray[np.int64] = ids.between(0, ids.end)
         """[n] ascending."""
         self._schema = samples.schema
-        self._own = [n for n in SAMPLES.schema.names if n in samples.schema.names and n not in LEFT_OUT]
-        self._parts = {name: part for part in parts(vocabularies, has) for name in part.gives}
-        self.names = (*self._own, *self._parts, "sample_row")
-        self._held: dict[str, pa.Array] = {"sample_row": pa.array(self.sample_rows)}
+        self._sample_columns = [
+            n for n in SAMPLES.schema.names if n in samples.schema.names and n not in UNUSED_COLUMNS
+        ]
+        self._derived = {
+            name: derivation for derivation in derived_columns(vocabularies, sources) for name in derivation.outputs
+        }
+        self.names = (*self._sample_columns, *self._derived, "sample_row")
+        self._loaded: dict[str, pa.Array] = {"sample_row": pa.array(self.sample_rows)}
         self._lock = threading.Lock()
-        self._resting = False
-        self.spent = 0.0
-        """Seconds spent on reading and computing."""
+        self._fill_stopped = False
+        self.read_s = 0.0
+        """Seconds read_s on reading and computing."""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all columns were read."""
-        return len(self._held) == len(self.names)
+        return len(self._loaded) == len(self.names)
 
     def has(self, names: Iterable[str]) -> bool:
         """Check if these columns were read."""
-        return all(name in self._held for name in names)
+        return all(name in self._loaded for name in names)
 
     def table(self, names: Iterable[str]) -> pa.Table:
-        """Return these columns and `sample_row`, which ascends; each in one piece."""
+        """Return these columns and `sample_row` (ascending), each as one contiguous array."""
         columns = dict.fromkeys((*names, "sample_row"))
         self.read(columns)
-        return pa.table({name: self._held[name] for name in columns})
+        return pa.table({name: self._loaded[name] for name in columns})
 
     def stretches(self, names: Iterable[str], among: slice) -> Iterator[pa.Table]:
-        """Yield these columns and `sample_row` of about STRETCH samples at a time, in the order of `table`.
+        """Yield these columns and `sample_row` of about STRETCH_SAMPLES samples at a time, in the order of `table`.
 
-        among: positions of the samples. Files without any of them are not read, but for columns that compare samples,
-        which are read whole and retained, as no other column is. Without samples there is one table without a row.
+        among: positions of the samples. Only files with these samples are read, and their columns are not cached. The
+        exception are columns that compare samples: they are read for all samples, and cached. If there are no samples,
+        yields one empty table.
         """
         columns = dict.fromkeys((*names, "sample_row"))
-        self.read(name for name in self._missing(columns) if name in self._parts and self._parts[name].compares)
+        self.read(
+            name for name in self._missing(columns) if name in self._derived and self._derived[name].compares_samples
+        )
         missing = self._missing(columns)
-        computed = list(dict.fromkeys(self._parts[name] for name in missing if name in self._parts))
-        reads: dict[str, set[str]] = {}
-        for part in computed:
-            if part.table:
-                reads.setdefault(part.table, set()).update(part.reads)
-        within = self._within(among)
-        others = {name: OtherRows(self._store, name, of, self._snapshot, within) for name, of in reads.items()}
+        computed = list(dict.fromkeys(self._derived[name] for name in missing if name in self._derived))
+        columns_by_table: dict[str, set[str]] = {}
+        for derivation in computed:
+            if derivation.table:
+                columns_by_table.setdefault(derivation.table, set()).update(derivation.table_columns)
+        row_range = self._row_range(among)
+        other_tables = {
+            table: TableRows(self._store, table, table_columns, self._snapshot, row_range)
+            for table, table_columns in columns_by_table.items()
+        }
         begin = among.start
-        for count, read in self._read_stretches([name for name in missing if name not in self._parts], among):
-            here, begin = slice(begin, begin + count), begin + count
-            ids = self.sample_rows[here]
-            stretch = {name: column[here] for name, column in self._held.items()} | read
-            rows_of = {table: rows.of(ids) for table, rows in others.items()}
-            for part in computed:
-                self._going()
-                own = pa.table({name: stretch[name] for name in part.needs})
-                needed = {name: own[name] for name in part.needs}
-                stretch |= part.make(Rows(ids), needed, rows_of.get(part.table, _NONE))
+        own = [name for name in missing if name not in self._derived]
+        for count, sample_columns in self._read_stretches(own, among):
+            positions = slice(begin, begin + count)
+            begin += count
+            ids = self.sample_rows[positions]
+            stretch = {name: column[positions] for name, column in self._loaded.items()} | sample_columns
+            rows_by_table = {table: rows.of(ids) for table, rows in other_tables.items()}
+            for derivation in computed:
+                self._check_cancelled()
+                inputs = _chunked({name: stretch[name] for name in derivation.inputs})
+                stretch |= derivation.compute(Rows(ids), inputs, rows_by_table.get(derivation.table, _EMPTY_TABLE))
             yield pa.table({name: stretch[name] for name in columns})
 
     def read(self, names: Iterable[str]) -> None:
@@ -119,111 +131,132 @@ class Rollouts:
         with self._lock:
             began = time.monotonic()
             missing = self._missing(columns)
-            if own := [name for name in missing if name not in self._parts]:
+            if own := [name for name in missing if name not in self._derived]:
                 self._scan(own)
             for name in missing:
-                if name not in self._held:
-                    self._going()
-                    self._compute(self._parts[name])
-            self.spent += time.monotonic() - began
+                if name not in self._loaded:
+                    self._check_cancelled()
+                    self._compute(self._derived[name])
+            self.read_s += time.monotonic() - began
 
-    def fill(self, names: Iterable[str], aside: Callable[[], None]) -> None:
-        """Read or compute these columns, a few at a time. aside: called before each few; waits while others go
-        first."""
+    def fill(self, names: Iterable[str], yield_to_others: Callable[[], None]) -> None:
+        """Read or compute these columns in the background, a few at a time.
+
+        yield_to_others: called before each few; blocks while other reads are waiting.
+        """
         missing = self._missing(names)
-        own = [name for name in missing if name not in self._parts]
-        gives = dict.fromkeys(self._parts[name].gives for name in missing if name in self._parts)
-        for few in (*(own[at : at + FEW] for at in range(0, len(own), FEW)), *gives):
-            aside()
-            if self._resting:
+        own = [name for name in missing if name not in self._derived]
+        derived = dict.fromkeys(self._derived[name].outputs for name in missing if name in self._derived)
+        for few in (*(own[at : at + COLUMNS_PER_READ] for at in range(0, len(own), COLUMNS_PER_READ)), *derived):
+            yield_to_others()
+            if self._fill_stopped:
                 return
             self.read(few)
 
-    def rest(self) -> None:
+    def stop_fill(self) -> None:
         """End `fill` early."""
-        self._resting = True
+        self._fill_stopped = True
 
-    def places(self, sample_rows: NDArray[np.int64]) -> pa.Array:
+    def positions(self, sample_rows: NDArray[np.int64]) -> pa.Array:
         """Return the indices of samples in the columns: [m]."""
         return pa.array(np.searchsorted(self.sample_rows, sample_rows))
 
     def _missing(self, names: Iterable[str]) -> list[str]:
-        """Return the missing ones of some columns and of their inputs, inputs first."""
+        """Return those of some columns and their inputs that were not read or computed yet, inputs first."""
         missing: dict[str, None] = {}
         for name in names:
-            if name not in self._held:
-                missing |= dict.fromkeys((*self._missing(self._parts[name].needs if name in self._parts else ()), name))
+            if name not in self._loaded:
+                missing |= dict.fromkeys(
+                    (*self._missing(self._derived[name].inputs if name in self._derived else ()), name)
+                )
         return list(missing)
 
     def _scan(self, names: Sequence[str]) -> None:
         """Read columns of `samples`."""
-        coded = [pa.types.is_string(self._schema.field(name).type) and name not in MANY_VALUES for name in names]
+        types = [self._schema.field(name).type for name in names]
+        encode = [
+            pa.types.is_string(kind) and name not in HIGH_CARDINALITY for name, kind in zip(names, types, strict=True)
+        ]
         chunks: list[list[pa.Array]] = [[] for _ in names]
         for _, batch in self._store.scan_samples(names, self._snapshot):
-            self._going()
-            for part, column, code in zip(chunks, batch.columns, coded, strict=True):
-                part.append(column.dictionary_encode() if code else column)
-        for name, code in zip(names, coded, strict=True):
-            self._held[name] = _joined(chunks.pop(0), _CODED if code else self._schema.field(name).type)
+            self._check_cancelled()
+            for column_chunks, column, is_encoded in zip(chunks, batch.columns, encode, strict=True):
+                column_chunks.append(column.dictionary_encode() if is_encoded else column)
+        for name, kind, is_encoded in zip(names, types, encode, strict=True):
+            self._loaded[name] = _concat_chunks(chunks.pop(0), _DICTIONARY if is_encoded else kind)
 
-    def _within(self, among: slice) -> Within | None:
-        """Return the row ids of some samples; None for all."""
+    def _row_range(self, among: slice) -> ColumnRange | None:
+        """Return the range of the row ids of some samples; None if they are all samples."""
         ids = self.sample_rows[among]
         if len(ids) == len(self.sample_rows):
             return None
-        return Within(ROW, int(ids[0]), int(ids[-1])) if len(ids) else Within(ROW, 0, -1)
+        return ColumnRange(ROW, int(ids[0]), int(ids[-1])) if len(ids) else ColumnRange(ROW, 0, -1)  # an empty range
 
     def _read_stretches(self, names: Sequence[str], among: slice) -> Iterator[tuple[int, dict[str, pa.ChunkedArray]]]:
         """Yield for each stretch the number of its samples, and these columns of `samples`."""
         ids = self.sample_rows[among]
-        if not names or not len(ids):
+        if not names or not len(ids):  # nothing to read: only the bounds of the stretches are needed
             empty = self._schema.empty_table()
-            for begin in range(0, max(len(ids), 1), STRETCH):
-                yield min(STRETCH, len(ids) - begin), {name: empty[name] for name in names}
+            for begin in range(0, max(len(ids), 1), STRETCH_SAMPLES):
+                yield min(STRETCH_SAMPLES, len(ids) - begin), {name: empty[name] for name in names}
             return
         batches: list[pa.RecordBatch] = []
         span = int(ids[-1]) + 1 - int(ids[0])
         for _, batch in self._store.scan_samples(names, self._snapshot, first=int(ids[0]), limit=span):
-            self._going()
+            self._check_cancelled()
             batches.append(batch)
-            if sum(part.num_rows for part in batches) >= STRETCH:
-                yield _together(batches)
+            if sum(batch.num_rows for batch in batches) >= STRETCH_SAMPLES:
+                yield _concat_batches(batches)
                 batches = []
         if batches:
-            yield _together(batches)
+            yield _concat_batches(batches)
 
-    def _compute(self, part: Part) -> None:
+    def _compute(self, derivation: Derivation) -> None:
         """Compute derived columns."""
-        needed = pa.table({name: self._held[name] for name in part.needs})
-        other = _whole(self._store, part.table, part.reads, self._snapshot) if part.table else _NONE
-        with freed_memory_kept():  # else a quarter of its time goes into clearing pages again
-            columns = dict(part.make(Rows(self.sample_rows), {name: needed[name] for name in part.needs}, other))
-        while columns:  # copied, since blocks between freed arrays keep them
+        inputs = _chunked({name: self._loaded[name] for name in derivation.inputs})
+        other = (
+            _read_table(self._store, derivation.table, derivation.table_columns, self._snapshot)
+            if derivation.table
+            else _EMPTY_TABLE
+        )
+        with freed_memory_kept():  # otherwise the kernel clears freed pages again, a quarter of the time
+            columns = dict(derivation.compute(Rows(self.sample_rows), inputs, other))
+        while columns:  # copied: the originals lie between freed blocks, which the heap could not return
             name = next(iter(columns))
-            self._held[name] = _copied(columns.pop(name))
+            self._loaded[name] = _copy(columns.pop(name))
 
 
-def _joined(pieces: list[pa.Array], kind: pa.DataType) -> pa.Array:
-    """Join the parts of a column, which frees Lance's memory; words take a byte per row if there are few."""
+def _concat_chunks(pieces: list[pa.Array], kind: pa.DataType) -> pa.Array:
+    """Concatenate the chunks of a column; the copy lets Lance's buffers be freed.
+
+    A dictionary of fewer than 128 values gets int8 codes.
+    """
     whole = pa.chunked_array(pieces, kind).unify_dictionaries().combine_chunks()
-    if kind != _CODED:
+    if kind != _DICTIONARY:
         return whole
     codes = pa.int8() if len(whole.dictionary) < 128 else pa.int32()
     return pa.DictionaryArray.from_arrays(whole.indices.cast(codes), whole.dictionary)
 
 
-def _together(batches: list[pa.RecordBatch]) -> tuple[int, dict[str, pa.ChunkedArray]]:
+def _concat_batches(batches: list[pa.RecordBatch]) -> tuple[int, dict[str, pa.ChunkedArray]]:
     table = pa.Table.from_batches(batches)
     return table.num_rows, dict(zip(table.column_names, table.columns, strict=True))
 
 
-def _copied(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def _chunked(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> dict[str, pa.ChunkedArray]:
+    """Return the columns as chunked arrays, which those of a table are."""
+    table = pa.table(dict(columns))
+    return {name: table[name] for name in columns}
+
+
+def _copy(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     pieces = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    # The empty slice forces a copy: concatenating a single array would return it as it is.
     return pa.concat_arrays([*pieces, pieces[0].slice(0, 0)]) if pieces else column.combine_chunks()
 
 
-def _whole(store: OpenStore, name: str, columns: Sequence[str], snapshot: Snapshot) -> pa.Table:
-    """Read those of some columns that a table has."""
+def _read_table(store: OpenStore, name: str, columns: Sequence[str], snapshot: Snapshot) -> pa.Table:
+    """Read columns of a table; those that the table lacks are left out."""
     dataset = store.dataset(name, snapshot)
     with reading(dataset.uri):
         return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])

@@ -76,7 +76,7 @@ _ODD_TEACHERS = """
          coalesce(len(list_filter(alike, lambda t: abs(mean_logprob - t.kl + ln(t.size)) < 1e-2)) > 0, false)
              as uniform_teacher,
          alike is not null as constant_teacher,"""
-LABELLED = """
+LABELLED_SQL = """
   select uid, label from labels
   qualify row_number() over (partition by uid, label order by created_at desc) = 1 and not removed"""
 """Current labels of samples."""
@@ -182,7 +182,7 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
            (reward - group_mean)::float as advantage, teachers = 0 and any_teacher as unscored,
            coalesce(kl >= high and kl > 0, false) as surprising
     from joined join grouped using (stage, group_id) join batched using (stage, iteration) join likely using (domain)),
-  labelled_once as (select uid, string_agg(label, ', ' order by label) as labels from ({LABELLED}) group by uid),
+  labelled_once as (select uid, string_agg(label, ', ' order by label) as labels from ({LABELLED_SQL}) group by uid),
   answered as (
     select prompt_id, count(*)::int as eval_answers, avg(reward)::float as eval_reward,
            avg(correct::int)::float as eval_accuracy

@@ -16,10 +16,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import QueryError, nearest
-from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.arrays import RolloutColumns
 from mopd_dataplane.store.rollouts.columns import HIDDEN, READ, REPETITION, SPREAD, STATS, definition, optional_sources
 from mopd_dataplane.store.rollouts.expressions import STEP, expand
-from mopd_dataplane.store.rollouts.referenced import looks_around, referenced
+from mopd_dataplane.store.rollouts.referenced import looks_around, referenced_columns
 from mopd_dataplane.tables import TABLES
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class Conditions:
         """Open the table. names: conditions that a job has named."""
         teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
         vocabularies = dict(zip(*(teachers[name].to_pylist() for name in ("name", "vocab_size")), strict=True))
-        has = frozenset(optional_sources(store, snapshot))
-        self._rollouts = Rollouts(store, snapshot, vocabularies, has, going=lambda: None)
+        sources = frozenset(optional_sources(store, snapshot))
+        self._rollouts = RolloutColumns(store, snapshot, vocabularies, sources, check_cancelled=lambda: None)
         self._names = dict(names or {})
 
     @property
@@ -100,7 +100,7 @@ class Conditions:
         """Yield the answer for a stretch of samples at a time."""
         with _connect() as connection:
             statement = _select(texts)
-            named = referenced(connection, statement, self._rollouts.names)
+            named = referenced_columns(connection, statement, self._rollouts.names)
             if looks_around(connection, statement):
                 connection.register(TABLE, self._rollouts.table(named))
                 yield self._evaluate(connection, texts, subject)[among]

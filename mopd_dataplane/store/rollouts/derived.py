@@ -29,54 +29,64 @@ SURPRISING = 0.99
 
 
 @dataclass(frozen=True)
-class Part:
+class Derivation:
     """Derived columns that are computed together."""
 
-    gives: tuple[str, ...]
-    needs: tuple[str, ...]
-    """Columns of the table of rollouts."""
-    make: Callable[[Rows, Columns, pa.Table], Mapping[str, pa.Array]]
-    """Computes arrays for all samples, by name, from the samples, the needed columns, and the rows of the other table
-    (none if no table is read)."""
+    outputs: tuple[str, ...]
+    """Names of the derived columns."""
+    inputs: tuple[str, ...]
+    """Columns of the table of rollouts that they are computed from."""
+    compute: Callable[[Rows, Columns, pa.Table], Mapping[str, pa.Array]]
+    """Computes arrays for all samples, by name, from the samples, the inputs, and the rows of `table` (none if no table
+    is read)."""
     table: str = ""
-    reads: tuple[str, ...] = ()
+    """Another table that is read; empty for none."""
+    table_columns: tuple[str, ...] = ()
     """Columns of that table; rows of samples outside the table of rollouts are left out."""
-    compares: bool = False
+    compares_samples: bool = False
     """True if the values of a sample depend on other samples, so that they cannot be computed for a stretch of them."""
 
 
-def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
-    """Return all derived columns. vocabularies: size of the vocabulary of each teacher. has: as for `definition`."""
+def derived_columns(vocabularies: Mapping[str, int], sources: Collection[str]) -> list[Derivation]:
+    """Return all derived columns.
+
+    vocabularies: vocabulary size by teacher. sources: those of SPREAD, STATS and REPETITION in the store.
+    """
     own = sorted(vocabularies)[:MOST_TEACHERS]
-    spread = SPREAD in has
+    spread = SPREAD in sources
     names = vocabularies if spread else None
     divergences = ("sample_row", "teacher", "mean_reverse_kl")
-    parts = [
-        Part(("reward",), (), _reward, "rewards", READ["rewards"]),
-        Part(("kl", "teachers", "kl_spread"), (), lambda rows, _, scores: _said(rows, scores, names), "scores",
-             divergences),
-        *(Part((f"kl_{name}",), (), partial(_said_by, name, names), "scores", divergences) for name in own),
-        Part(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, names), "scores",
-             ("sample_row", "teacher", "bytes")),
-        Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped,
-             compares=True),
-        Part(("unscored",), ("stage", "iteration", "teachers"), _unscored, compares=True),
-        Part(("surprising",), ("domain", "kl"), _surprising, compares=True),
-        Part(("labels",), ("uid",), _labels, "labels", READ["labels"]),
-        Part(("eval_answers", "eval_reward", "eval_accuracy"), ("prompt_id",), _evaluated, "evals", READ["evals"]),
-        *(Part((name,), needs, partial(_flag, name, of)) for name, (needs, of) in _FLAGS.items()),
+    derivations = [
+        Derivation(("reward",), (), _reward, "rewards", READ["rewards"]),
+        Derivation(("kl", "teachers", "kl_spread"), (), lambda rows, _, scores: _said(rows, scores, names), "scores",
+                   divergences),
+        *(Derivation((f"kl_{name}",), (), partial(_said_by, name, names), "scores", divergences) for name in own),
+        Derivation(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, names), "scores",
+                   ("sample_row", "teacher", "bytes")),
+        Derivation(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped,
+                   compares_samples=True),
+        Derivation(("unscored",), ("stage", "iteration", "teachers"), _unscored, compares_samples=True),
+        Derivation(("surprising",), ("domain", "kl"), _surprising, compares_samples=True),
+        Derivation(("labels",), ("uid",), _labels, "labels", READ["labels"]),
+        Derivation(("eval_answers", "eval_reward", "eval_accuracy"), ("prompt_id",), _evaluated, "evals",
+                   READ["evals"]),
+        *(Derivation((name,), inputs, partial(_flag, name, of)) for name, (inputs, of) in _FLAGS.items()),
     ]  # fmt: skip
     if spread:
-        parts.append(Part(ALIKE, ("mean_logprob",), lambda rows, own, scores: _alike(rows, own, scores, vocabularies),
-                          "scores", (*divergences, SPREAD, "rows")))  # fmt: skip
-    if REPETITION in has:
-        parts.append(
-            Part(("repetitive",), (REPETITION,), lambda _, own, __: {"repetitive": _above(own[REPETITION], 0.5)})
+        derivations.append(
+            Derivation(ALIKE, ("mean_logprob",), lambda rows, own, scores: _alike(rows, own, scores, vocabularies),
+                       "scores", (*divergences, SPREAD, "rows"))
+        )  # fmt: skip
+    if REPETITION in sources:
+        derivations.append(
+            Derivation(("repetitive",), (REPETITION,), lambda _, own, __: {"repetitive": _above(own[REPETITION], 0.5)})
         )
-    if STATS in has:
-        parts.append(Part(("gap", "student_entropy", "teacher_entropy"), (), _trained, STATS, READ[STATS]))
-        parts.append(Part(("far_trainer",), ("gap",), lambda _, own, __: {"far_trainer": _above(own["gap"], 0.1)}))
-    return parts
+    if STATS in sources:
+        derivations.append(Derivation(("gap", "student_entropy", "teacher_entropy"), (), _trained, STATS, READ[STATS]))
+        derivations.append(
+            Derivation(("far_trainer",), ("gap",), lambda _, own, __: {"far_trainer": _above(own["gap"], 0.1)})
+        )
+    return derivations
 
 
 _FLAGS: dict[str, tuple[tuple[str, ...], Callable[[Columns], pa.ChunkedArray]]] = {

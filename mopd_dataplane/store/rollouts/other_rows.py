@@ -1,4 +1,4 @@
-"""Rows of a table that says something about samples, such as rewards, for one stretch of samples at a time."""
+"""Rows of a table with data about samples, such as rewards, for one stretch of samples at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.store.format.lance_errors import reading
-from mopd_dataplane.store.read.fragment_bounds import Within, fragments_within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange, fragments_within
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -21,11 +21,16 @@ BATCH_ROWS = 1 << 18
 ROW = "sample_row"
 
 
-class OtherRows:
-    """Columns of one table, in memory; words are stored once a batch."""
+class TableRows:
+    """Columns of one table, in memory; strings are dictionary-encoded per batch."""
 
     def __init__(
-        self, store: OpenStore, name: str, columns: Collection[str], snapshot: Snapshot, within: Within | None = None
+        self,
+        store: OpenStore,
+        name: str,
+        columns: Collection[str],
+        snapshot: Snapshot,
+        within: ColumnRange | None = None,
     ) -> None:
         """Read those of the columns that the table has. within: row ids of samples, whose rows are in the files that
         are read; of a table with row ids only."""

@@ -43,7 +43,7 @@ def called(cursor: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
     return {name.lower() for name in _CALL.findall(text) if re.search(r"\w", name)}
 
 
-def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collection[str]) -> set[str]:
+def referenced_columns(cursor: duckdb.DuckDBPyConnection, sql: str, all_columns: Collection[str]) -> set[str]:
     """Return the columns that a SELECT names.
 
     All columns are returned if it may need all: `*`, a row as one value, no SELECT, or one that is nested too deep to

@@ -81,7 +81,9 @@ def run_sql(store: OpenStore, query: str, snapshot: Snapshot | None = None, limi
                 answer = _heeding_signals(connection, lambda: _answer(connection, statement.query, limits))
         except duckdb.Error as error:
             if limits is not None and isinstance(error, duckdb.InterruptException):
-                raise DeadlineError(f"the query ran for {limits.seconds:g} s: narrow it, or ask `mopd query`") from None
+                raise DeadlineError(
+                    f"the query was stopped after {limits.seconds:g} s: narrow it, or ask `mopd query`"
+                ) from None
             if limits is not None and isinstance(error, duckdb.OutOfMemoryException):
                 raise QueryError(
                     f"the query needs more than {limits.memory} of memory: narrow it, or ask `mopd query`"
@@ -124,7 +126,7 @@ def _end(connection: duckdb.DuckDBPyConnection, future: Future[pa.Table]) -> Non
 def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | None) -> pa.Table:
     if limits is None:
         return connection.sql(query).to_arrow_table()
-    with interrupted_after(connection, limits.seconds):
+    with query_timeout(connection, limits.seconds):
         reader = connection.sql(query).to_arrow_reader(ROWS_AT_ONCE)
         batches, nbytes = [], 0
         for batch in reader:
@@ -168,7 +170,7 @@ def values_of(table: pa.Table) -> list[list[Any]]:
 
 
 @contextmanager
-def interrupted_after(connection: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
+def query_timeout(connection: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
     """Interrupt the connection's queries in this block after `seconds`: duckdb.InterruptException."""
     timer = threading.Timer(seconds, connection.interrupt)
     timer.daemon = True

@@ -141,7 +141,7 @@ def test_a_commit_whose_file_was_deleted(store: Store) -> None:
 
     observe(lose)
     try:
-        with advises("locks do not reach; nothing became visible: run the same command again"):
+        with advises("machine that does not see file locks; nothing was committed: run the same command again"):
             store.commit_samples([build.sample(1)])
     finally:
         observe(None)

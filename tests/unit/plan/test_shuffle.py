@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.plan.shuffle import permutation, philox_key, sort_codes, stable_order
+from mopd_dataplane.plan.shuffle import permutation, philox_key, sort_codes, stable_argsort
 
 
 def test_the_permutation_of_a_seed_is_fixed_for_ever():
@@ -33,12 +33,12 @@ def test_each_element_is_equally_likely_in_each_place():
 @given(codes=st.lists(st.integers(0, 1 << 40), max_size=60))
 def test_stable_order_is_a_stable_argsort(codes):
     array = np.array(codes, dtype=np.int64)
-    assert np.array_equal(stable_order(array), np.argsort(array, kind="stable"))
+    assert np.array_equal(stable_argsort(array), np.argsort(array, kind="stable"))
 
 
 def test_stable_order_of_codes_too_large_to_carry_an_index():
     array = np.array([1 << 62, 0, 1 << 62, 5], dtype=np.int64)
-    assert stable_order(array).tolist() == [1, 3, 0, 2]
+    assert stable_argsort(array).tolist() == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("top", [1, 1 << 20, 1 << 62])

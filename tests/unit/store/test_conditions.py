@@ -17,7 +17,7 @@ from mopd_dataplane.records import Signal
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.read import row_reader
 from mopd_dataplane.store.rollouts import arrays, other_rows
-from mopd_dataplane.store.rollouts.arrays import Rollouts
+from mopd_dataplane.store.rollouts.arrays import RolloutColumns
 from mopd_dataplane.store.rollouts.columns import optional_sources
 from mopd_dataplane.store.rollouts.conditions import Conditions, check_kind, empty_rollouts
 from mopd_dataplane.store.rollouts.expressions import check_timeless, conjuncts, expand, used_names
@@ -190,16 +190,18 @@ def test_a_plan_may_not_depend_on_the_time_of_day() -> None:
 @pytest.fixture
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches of some samples, of files that hold more."""
-    monkeypatch.setattr(arrays, "STRETCH", 7)
+    monkeypatch.setattr(arrays, "STRETCH_SAMPLES", 7)
     monkeypatch.setattr(row_reader, "SCAN_ROWS", 3)
     monkeypatch.setattr(other_rows, "BATCH_ROWS", 5)
 
 
 @pytest.mark.usefixtures("short_stretches")
 def test_columns_of_a_stretch_are_those_of_the_whole_table(scored: Store) -> None:
-    def rollouts() -> Rollouts:
+    def rollouts() -> RolloutColumns:
         snapshot = scored.snapshot()
-        return Rollouts(scored, snapshot, {"adder": 8, "speller": 8}, set(optional_sources(scored, snapshot)), list)
+        return RolloutColumns(
+            scored, snapshot, {"adder": 8, "speller": 8}, set(optional_sources(scored, snapshot)), list
+        )
 
     names = rollouts().names
     whole = rollouts().table(names).to_pylist()

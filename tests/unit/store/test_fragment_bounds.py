@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.delete_samples import choose, remove
-from mopd_dataplane.store.read.fragment_bounds import Within, fragments_within
+from mopd_dataplane.store.read.fragment_bounds import ColumnRange, fragments_within
 
 ITERATIONS, EACH = 30, 4
 
@@ -45,12 +45,14 @@ def test_rows_are_those_of_a_whole_scan(store: Store, low: int, count: int) -> N
     every = [(int(row), at) for rows, batch in store.scan_samples(["iteration"])
              for row, at in zip(rows, batch["iteration"].to_pylist(), strict=True)]  # fmt: skip
     expected = [row for row, iteration in every if low <= iteration <= high]
-    within = Within("iteration", low, high)
+    within = ColumnRange("iteration", low, high)
     scanned = [(int(row), at) for rows, batch in store.scan_samples(["iteration"], within=within)
                for row, at in zip(rows, batch["iteration"].to_pylist(), strict=True)]  # fmt: skip
     assert set(scanned) <= set(every)
     assert [row for row, iteration in scanned if low <= iteration <= high] == expected
-    rewards = store.rows_within("rewards", ["sample_row"], Within("sample_row", low, high))["sample_row"].to_pylist()
+    rewards = store.rows_within("rewards", ["sample_row"], ColumnRange("sample_row", low, high))[
+        "sample_row"
+    ].to_pylist()
     whole = store.table("rewards", ["sample_row"])["sample_row"].to_pylist()
     assert sorted(rewards) == sorted(row for row in whole if low <= row <= high)
 
@@ -61,8 +63,8 @@ def test_other_files_are_not_read(tmp_path: Path) -> None:
         store.commit_samples([build.sample(iteration * EACH + n, iteration=iteration) for n in range(EACH)])
     dataset = store.dataset("samples")
     assert len(dataset.get_fragments()) == 10
-    assert len(fragments_within(dataset, Within("iteration", 7, 7))) == 1
-    assert len(fragments_within(dataset, Within("iteration", 7, 20))) == 3
-    assert fragments_within(dataset, Within("iteration", 11, 20)) == []
-    rows = [rows for rows, _ in store.scan_samples(["uid"], within=Within("iteration", 7, 7))]
+    assert len(fragments_within(dataset, ColumnRange("iteration", 7, 7))) == 1
+    assert len(fragments_within(dataset, ColumnRange("iteration", 7, 20))) == 3
+    assert fragments_within(dataset, ColumnRange("iteration", 11, 20)) == []
+    rows = [rows for rows, _ in store.scan_samples(["uid"], within=ColumnRange("iteration", 7, 7))]
     assert np.concatenate(rows).tolist() == list(range(28, 32))

@@ -41,7 +41,7 @@ def test_every_key_is_found_at_its_row(
             lance.write_dataset(batch, uri, mode="append" if end else "create", enable_stable_row_ids=True)
             dataset = lance.dataset(uri)
             if learns:
-                directory.learn(dataset, row_ids(dataset).ids()[end:], batch)
+                directory.add(dataset, row_ids(dataset).ids()[end:], batch)
             end += size
             key_rows = rows_of(range(end + 3))
             expected = [*range(end), -1, -1, -1]

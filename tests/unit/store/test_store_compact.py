@@ -19,7 +19,7 @@ import store_builders as build
 
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.commit import fragments, merge_check
-from mopd_dataplane.store.commit.clean_up import EVERY, RECENT, STAGED_S
+from mopd_dataplane.store.commit.clean_up import RECENT_VERSIONS, STAGED_S, VERSIONS_PER_CLEAN_UP
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain import compaction
 from mopd_dataplane.store.read.open_versions import free_versions
@@ -76,10 +76,10 @@ def test_a_store_with_a_damaged_table_is_left_as_it_is(store: Store, damage: str
 WRITER = """
 import sys
 import lance, numpy as np, pyarrow as pa
-from mopd_dataplane.store.commit.in_flight import writing_files
+from mopd_dataplane.store.commit.in_flight import commit_in_flight
 from mopd_dataplane.store.location import StoreLocation
 rows = pa.table({"x": np.random.rand(1 << 21)})
-with writing_files(StoreLocation(sys.argv[1]), "events"):
+with commit_in_flight(StoreLocation(sys.argv[1]), "events"):
     print("writing", flush=True)
     while True:
         lance.write_dataset(rows, f"{sys.argv[1]}/events/data/apart", mode="overwrite")
@@ -155,7 +155,7 @@ def test_a_long_run_keeps_as_many_files_as_it_began_with(store: Store) -> None:
         counts.append(sum(1 for path in Path(store.uri).rglob("*") if path.is_file()))
         for table in ("tokens", "samples"):
             versions = len(list(Path(store.uri, table, "_versions").glob("*.manifest")))
-            assert RECENT <= versions <= RECENT + 2 * EVERY + 2
+            assert RECENT_VERSIONS <= versions <= RECENT_VERSIONS + 2 * VERSIONS_PER_CLEAN_UP + 2
     assert max(counts) < 1.3 * counts[0]
     assert reader.count_rows() == 1
     assert store.samples(["uid"], snapshot=pinned).num_rows == 1

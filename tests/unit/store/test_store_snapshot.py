@@ -10,9 +10,11 @@ import store_builders as build
 
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store.commit import clean_up, fragments
+from mopd_dataplane.store.commit import table as tables
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.read import row_reader
+from mopd_dataplane.store.read.open_versions import VersionRemoved
 
 
 def commit(store: Store, first: int, last: int) -> None:
@@ -21,7 +23,7 @@ def commit(store: Store, first: int, last: int) -> None:
 
 
 def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clean_up, "RECENT", 0)
+    monkeypatch.setattr(clean_up, "RECENT_VERSIONS", 0)
     commit(store, 0, 5)
     pinned, loose = store.snapshot(tag="plan-0"), Store.open(store.uri).snapshot()
     assert pinned == loose
@@ -108,7 +110,7 @@ def test_a_pin_that_died_halfway_is_taken_again(store: Store) -> None:
 
 
 def test_a_snapshot_can_be_pinned_after_it_was_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clean_up, "RECENT", 0)
+    monkeypatch.setattr(clean_up, "RECENT_VERSIONS", 0)
     commit(store, 0, 2)
     taken = store.snapshot()
     commit(store, 2, 3)
@@ -122,6 +124,20 @@ def test_a_snapshot_can_be_pinned_after_it_was_taken(store: Store, monkeypatch: 
     with pytest.raises(DamagedError, match="cannot be opened"):
         store.pin(passed_by, "plan-1")
     assert store.info()["snapshots"] == ["plan-0"]
+
+
+def test_an_open_that_clean_up_overtakes_each_time_names_the_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = store.dataset("samples").version
+
+    def removed(*arguments: object) -> None:
+        raise VersionRemoved
+
+    monkeypatch.setattr(tables, "hold_version", removed)
+    for version in (None, newest):
+        with pytest.raises(DamagedError, match=f"version {newest} was removed by clean-up; pin a snapshot"):
+            store.table_handle("samples").open(version)
 
 
 def test_digest_depends_on_versions_not_on_the_place(store: Store, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_commit_that_lost_a_file_fails_and_says_so(
     said = answer_of(child)
     assert said["error"] == "LostFileError"
     assert written.name in said["message"]
-    assert "nothing became visible: run the same command again" in said["message"]
+    assert "nothing was committed: run the same command again" in said["message"]
     check_sound(store, 0)
     assert store.commit_samples([build.sample(number) for number in range(16)]).inserted == 16
     check_sound(store, 16)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from mopd_dataplane.store.rollouts.columns import READ, REPETITION, SPREAD, STATS, definition
-from mopd_dataplane.store.rollouts.derived import Rows, parts
+from mopd_dataplane.store.rollouts.derived import Rows, derived_columns
 from mopd_dataplane.tables import SAMPLES
 
 TEACHERS = {"a": 50, "b": 1000, "silent": 7}
@@ -76,13 +76,15 @@ def _tables(seed: int, count: int) -> dict[str, pa.Table]:
 
 def _made(tables: dict[str, pa.Table], has: tuple[str, ...]) -> dict[str, pa.Array]:
     """All derived columns; each part is given only what it says that it needs."""
-    rows, columns, waiting = Rows(tables["samples"]["sample_row"].to_numpy()), {}, parts(TEACHERS, has)
+    rows, columns, waiting = Rows(tables["samples"]["sample_row"].to_numpy()), {}, derived_columns(TEACHERS, has)
     while waiting:
-        part = next(p for p in waiting if all(n in columns or n in tables["samples"].column_names for n in p.needs))
+        part = next(p for p in waiting if all(n in columns or n in tables["samples"].column_names for n in p.inputs))
         waiting.remove(part)
-        own = {n: pa.chunked_array([columns[n]]) if n in columns else tables["samples"][n] for n in part.needs}
-        columns |= part.make(rows, own, tables[part.table].select(list(part.reads)) if part.table else pa.table({}))
-        assert set(part.gives) <= columns.keys()
+        own = {n: pa.chunked_array([columns[n]]) if n in columns else tables["samples"][n] for n in part.inputs}
+        columns |= part.compute(
+            rows, own, tables[part.table].select(list(part.table_columns)) if part.table else pa.table({})
+        )
+        assert set(part.outputs) <= columns.keys()
     return {n: a.combine_chunks() if isinstance(a, pa.ChunkedArray) else a for n, a in columns.items()}
 
 

@@ -16,7 +16,7 @@ from mopd_dataplane.store.read.decode import Numbers
 from mopd_dataplane.store.sql.query import Limits, run_sql
 from mopd_dataplane.view.export import export_folder
 from mopd_dataplane.view.index import Index
-from mopd_dataplane.view.labels import Labelled
+from mopd_dataplane.view.labels import LabelledSamples
 from mopd_dataplane.view.prompt import answers
 from mopd_dataplane.view.sample import PROMPT_CHARACTERS, prompt_shown, score_rows
 from mopd_dataplane.view.shown import Shown
@@ -46,7 +46,7 @@ def test_a_group_is_of_one_stage(tmp_path: Path) -> None:
         {"uid": sample.uid, "sample_row": int(row), "verifier": "v", "verifier_version": "1", "reward": reward}
         for sample, row, reward in zip(samples, rows, (0.0, 0.0, 0.0, 1.0), strict=True)
     ])  # fmt: skip
-    index = Index(store, store.snapshot(), Labelled(store))
+    index = Index(store, store.snapshot(), LabelledSamples(store))
     rollouts = index.rows("select stage, group_size, group_spread, advantage from rollouts order by sample_row")
     assert [tuple(row.values()) for row in rollouts] == [
         ("warm", 2, 0.0, 0.0), ("warm", 2, 0.0, 0.0), ("cold", 2, 1.0, -0.5), ("cold", 2, 1.0, 0.5),

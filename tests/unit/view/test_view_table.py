@@ -12,9 +12,9 @@ from viewing import BEARER, client_of, get, rows_of, some_uid
 from mopd_dataplane import Store
 from mopd_dataplane.bench.crowd import process_tree
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.rollouts.arrays import Rollouts
-from mopd_dataplane.store.rollouts.derived import Part
-from mopd_dataplane.view.glance import OF_MANY
+from mopd_dataplane.store.rollouts.arrays import RolloutColumns
+from mopd_dataplane.store.rollouts.derived import Derivation
+from mopd_dataplane.view.rollout_rows import COMPARING_COLUMNS
 from mopd_dataplane.view.shown import Shown
 
 
@@ -45,18 +45,18 @@ def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> Non
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Columns of the table of rollouts that were read or computed, one after the other."""
     names: list[str] = []
-    scan, compute = Rollouts._scan, Rollouts._compute
+    scan, compute = RolloutColumns._scan, RolloutColumns._compute
 
-    def scanned(self: Rollouts, columns: list[str]) -> None:
+    def scanned(self: RolloutColumns, columns: list[str]) -> None:
         names.extend(columns)
         scan(self, columns)
 
-    def computed(self: Rollouts, part: Part) -> None:
-        names.extend(part.gives)
+    def computed(self: RolloutColumns, part: Derivation) -> None:
+        names.extend(part.outputs)
         compute(self, part)
 
-    monkeypatch.setattr(Rollouts, "_scan", scanned)
-    monkeypatch.setattr(Rollouts, "_compute", computed)
+    monkeypatch.setattr(RolloutColumns, "_scan", scanned)
+    monkeypatch.setattr(RolloutColumns, "_compute", computed)
     return names
 
 
@@ -80,15 +80,17 @@ def test_the_first_page_reads_no_whole_column(demo_store: Store, read: list[str]
     assert len(set(read)) == len(read), "each column is read once"
     waiting = {name for name in first["columns"] if all(row[name] is None for row in rows_of(first))}
     for early, late in zip(rows_of(first), rows_of(again), strict=True):
-        assert {k: v for k, v in early.items() if k not in OF_MANY} == {
-            k: v for k, v in late.items() if k not in OF_MANY
+        assert {k: v for k, v in early.items() if k not in COMPARING_COLUMNS} == {
+            k: v for k, v in late.items() if k not in COMPARING_COLUMNS
         }
-    assert waiting >= OF_MANY, "what needs all samples is not guessed from some"
+    assert waiting >= COMPARING_COLUMNS, "what needs all samples is not guessed from some"
     assert get(page, "excerpts", uids=",".join(row[0] for row in first["rows"])) == excerpts
     late = get(page, "sample", uid=uid)
     assert (sample.pop("whole"), late.pop("whole")) == (False, True)
     row, early = late.pop("row"), sample.pop("row")
-    assert {k: v for k, v in early.items() if k not in OF_MANY} == {k: v for k, v in row.items() if k not in OF_MANY}
+    assert {k: v for k, v in early.items() if k not in COMPARING_COLUMNS} == {
+        k: v for k, v in row.items() if k not in COMPARING_COLUMNS
+    }
     assert row.items() <= get(page, "row", uid=uid).items()
     assert sample == late
 
@@ -232,7 +234,7 @@ def test_a_position_is_a_whole_number(page: TestClient) -> None:
 
 
 def test_a_filter_that_runs_away_is_stopped(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mopd_dataplane.view.index.QUERY_S", 0.3)
+    monkeypatch.setattr("mopd_dataplane.view.index.QUERY_TIMEOUT_S", 0.3)
     several = ", ".join(f"rollouts r{number}" for number in range(8))
     where = f"(select count(*) from {several} where (r0.response_len + r7.response_len) % 7 = 3) > 0"
     answer = page.get("/api/samples", params={"where": where, "limit": "1"})

@@ -1,6 +1,6 @@
-"""Rows of the table of rollouts for some samples, read by row: whole columns are read for none.
+"""Rows of the table of rollouts for some samples, read by row, so that no whole column is read.
 
-What a sample is compared with others for (its group, its domain) takes all of them, and is left out.
+Columns that compare a sample with others (of its group, of its domain) need all samples, and are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.store.format.lance_errors import reading
-from mopd_dataplane.store.rollouts.arrays import LEFT_OUT
+from mopd_dataplane.store.rollouts.arrays import UNUSED_COLUMNS
 from mopd_dataplane.store.rollouts.columns import READ, definition, described, optional_sources
 from mopd_dataplane.tables import SAMPLES
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
-OF_MANY = frozenset({"group_size", "group_spread", "advantage", "unscored", "surprising"})
+COMPARING_COLUMNS = frozenset({"group_size", "group_spread", "advantage", "unscored", "surprising"})
 """Columns that compare a sample with others."""
 
 
-class Glance:
-    """Rows of one snapshot of a store. Threads may ask at the same time."""
+class RolloutRows:
+    """Reads single rows of the table of rollouts, of one snapshot of a store. Thread-safe."""
 
     def __init__(self, store: Store, snapshot: Snapshot) -> None:
         """Read the schemas and the names of the teachers."""
@@ -44,14 +44,16 @@ class Glance:
         self.definition = definition(self.teachers, has=self.has)
         self._with_rows = definition(self.teachers, has=self.has, with_rows=True)
         samples = store.dataset("samples", snapshot).schema.names
-        self._names = [name for name in SAMPLES.schema.names if name in samples and name not in LEFT_OUT]
+        self._names = [name for name in SAMPLES.schema.names if name in samples and name not in UNUSED_COLUMNS]
         self.empty = self._read(np.empty(0, np.int64))
         """The table of rollouts without a row."""
         self.columns = described(self.empty.schema)
 
     def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Rows for row ids of samples, in this order; without the columns of OF_MANY."""
-        by_row = {row["sample_row"]: row for row in self._read(rows).drop_columns(sorted(OF_MANY)).to_pylist()}
+        """Return the rows with these row ids, in this order, without COMPARING_COLUMNS."""
+        by_row = {
+            row["sample_row"]: row for row in self._read(rows).drop_columns(sorted(COMPARING_COLUMNS)).to_pylist()
+        }
         return [by_row[row] for row in rows.tolist()]
 
     def sample_rows(self, uids: Sequence[str]) -> NDArray[np.int64]:
