@@ -35,6 +35,6 @@ fork.py               a store that goes on from a point of another run
 rewind.py             takes a run back to a policy version, in place
 delete.py             samples out of a store for good
 provenance.py         commit, settings, sampler and machine of a published figure
-pace.py               the time left of a run, from its iterations so far
+remaining_time.py     the time left of a run, from its iterations so far
 progress.py           bars on a terminal, one line per finished step everywhere
 """

@@ -20,8 +20,8 @@ MOSTLY_CUT_OFF = 0.5
 RISE = 0.25
 
 
-def say_endings(run: Run, stage: Stage) -> None:
-    """Name the ends of an answer, for teachers that have another than the student's tokenizer."""
+def print_stop_tokens(run: Run, stage: Stage) -> None:
+    """Print the tokens at which the student stops, for each teacher whose answers end with another token."""
     tokenizer = run.tokenizer
     stops = [_text(tokenizer, index) for index in stop_ids(run.policies.initial(), tokenizer)]
     names = {member for teacher in run.job.teachers_of(stage) for member in run.job.members_of(teacher)}
