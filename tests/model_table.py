@@ -40,7 +40,7 @@ def row(name: str) -> str:
         except MopdError as error:
             reason = in_a_cell(str(error))
             return f"| {name} | refused | – | – | – | {beside} | {reason} |"
-        layout = "packed" if found.layout == "packed" else "a row a sequence"
+        layout = "packed" if found.layout == "packed" else "one row per sequence"
         cells = (found.sampler, found.resumed, found.teacher, found.trainer)
         figures = " | ".join(f"{cell:.0e}" for cell in cells)
         return f"| {name} | {figures} | {beside} | {layout} |"

@@ -99,7 +99,7 @@ class Run:
         name = _time_event(stage, ordinal, action) + (f"/{part}" if part > 1 else "")
         self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
 
-    def has_time(self, stage: Stage, iteration: int, action: str) -> bool:
+    def has_recorded_time(self, stage: Stage, iteration: int, action: str) -> bool:
         """Check if the time of a step of a stage was recorded."""
         return self.has_event(_time_event(stage, iteration, action))
 

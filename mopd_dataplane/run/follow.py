@@ -300,5 +300,5 @@ def _join_stage(run: Run, stage: Stage) -> None:
             stall.pause()
             continue
         with Training(run, stage, samples=samples_expected(run, stage) if stage.concurrent else 0) as training:
-            training.take_part(None if stage.concurrent else stage.iterations)
+            training.train_with_first_node(None if stage.concurrent else stage.iterations)
         stall.renew()

@@ -125,7 +125,7 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
                 if needs_training:
                     produce_samples(window_run, window_stage, window)
                     check_answer_collapse(window_run, window_stage, window)
-                    training.settle()
+                    training.wait_for_checkpoint()
                     iteration = stage.iteration_of(window)
                     score(window_run, window_stage, iteration=iteration)
                     training.train(plan_window(window_run, window_stage, window, iteration=iteration))
