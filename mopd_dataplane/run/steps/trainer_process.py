@@ -17,7 +17,7 @@ from typing import NoReturn
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
-from mopd_dataplane.job import less_memory
+from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.load.launch import start_server
@@ -128,7 +128,7 @@ class TrainerProcess:
             raise spike_error(*self._run.at(self._stage, failed.window), failed)
         error = exit_error(f"stage {self._stage.name!r}: the trainer", code)
         if code == -signal.SIGKILL:
-            advice = less_memory.for_training(self._stage)
+            advice = memory_advice.for_training(self._stage)
             raise EngineError(f"{error}; the system kills so when memory runs out, and if it did: {advice}")
         raise error
 
