@@ -185,7 +185,7 @@ class Experiment:
 
     def _last(self, run: Run, stage: str) -> Path:
         """Folder of a stage's newest policy."""
-        return run.policies.last(run.job.stage(stage))
+        return run.policies.latest_folder(run.job.stage(stage))
 
     def _points(self, run: Run, setting: float) -> list[tuple[int, Path]]:
         """(tokens learnt from until then, folder) of the versions that are measured, the arm's policy last."""

@@ -25,10 +25,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def out_of_memory_named(what: str, advice: str) -> Iterator[None]:
-    """Turn exhausted memory into a ResourceError that says what to set; every other error passes.
+def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
+    """Turn exhausted memory into a ResourceError that says what to set; other errors pass unchanged.
 
-    what: what ran out of memory. advice: a clause of job/less_memory.py.
+    what: what ran out of memory. advice: a clause from job/memory_advice.py.
     """
     try:
         yield

@@ -198,7 +198,7 @@ def live(
     )  # fmt: skip
     run_rollout(
         engine, prompts, task, commit=lambda batch: committed.update({sample.uid: sample for sample in batch}),
-        already=frozenset(committed),
+        skip_uids=frozenset(committed),
     )  # fmt: skip
 
 

@@ -23,11 +23,11 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
-from mopd_dataplane.run.conditions import with_conditions
+from mopd_dataplane.run.conditions import apply_conditions
 from mopd_dataplane.run.stage_rows import scan_stage
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.format.arrow_rows import token_rows
-from mopd_dataplane.store.rollouts.conditions import check_kind, empty_rollouts
+from mopd_dataplane.store.rollouts.conditions import check_result_type, empty_rollouts
 from mopd_dataplane.tables import TABLES
 
 CAP = 32_768
@@ -52,7 +52,7 @@ def measure(
     the store is made, and removed again. Returns FIGURES first, then the parts they are made of. Raises QueryError.
     """
     if where:
-        check_kind(where, empty_rollouts(TEACHERS), {}, "--where")
+        check_result_type(where, empty_rollouts(TEACHERS), {}, "--where")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-plan-") as scratch:
         apart(make_metadata, scratch, samples, bool(where), timeout_s=TIMEOUT_S)
         result: dict[str, Any] = apart(
@@ -132,7 +132,7 @@ def measure_here(uri: str, samples: int, window: int, strict: bool, where: str =
             columns = _columns(store, snapshot, first, window)
             read_s += time.perf_counter() - started
             started = time.perf_counter()
-            columns = with_conditions(store, settings, columns, snapshot, {})
+            columns = apply_conditions(store, settings, columns, snapshot, {})
             choose_s += time.perf_counter() - started
             started = time.perf_counter()
             plan = build_window(

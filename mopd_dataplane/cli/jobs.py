@@ -105,9 +105,9 @@ def run(
         loaded.stage(stage)
     require(packages(loaded))
     from mopd_dataplane.run import pipeline
-    from mopd_dataplane.run.changes import never
+    from mopd_dataplane.run.changes import refuse_changes
 
-    ask = confirmed if sys.stdin.isatty() and sys.stderr.isatty() else never
+    ask = confirmed if sys.stdin.isatty() and sys.stderr.isatty() else refuse_changes
     result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray, from_here=from_here, ask=ask)
     if as_json:
         print_json(result)
@@ -327,7 +327,7 @@ def choose_stage(job: Job, name: str | None, *, data: Sequence[str] = ()) -> Sta
 
 
 def _data_of(stage: Stage) -> str:
-    return "stored" if stage.is_stored else str(stage.data)
+    return "stored" if stage.has_stored_samples else str(stage.data)
 
 
 STAGES_OF = {"rollout_stage": ("rollout",), "score_stage": ANSWERS, "reward_stage": ANSWERS}

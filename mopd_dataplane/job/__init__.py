@@ -16,7 +16,7 @@ load.py         the table as a Job, or an error that names the nearest valid key
 recipes.py      jobs that come with the package, and copies of them
 sweep.py        the runs of a sweep: combinations of settings and seeds, with their names
 reference.py    every key with type, default, unit, meaning and example: docs/job.md, JSON Schema
-less_memory.py  which key to lower, and to what, when memory ran out
+memory_advice.py which key to lower, and to what, when memory ran out
 examples.py     those examples and units
 check.py        checks across sections
 check_tokenizers.py what a teacher of another tokenizer cannot give

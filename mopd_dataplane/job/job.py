@@ -62,8 +62,8 @@ class Stage(Section):
         return window if self.data == "rollout" else None
 
     @property
-    def is_stored(self) -> bool:
-        """Whether its samples exist before it begins: in this store, or in others."""
+    def has_stored_samples(self) -> bool:
+        """Check if the samples exist before the stage begins, in this store or in others."""
         return self.data == "stored" or bool(self.sources)
 
     @property

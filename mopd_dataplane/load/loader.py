@@ -23,7 +23,7 @@ from mopd_dataplane.load.ring import Lent, Ring, Slot
 from mopd_dataplane.load.slot_layout import UNCHECKED, seal
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.load.windows import PROBE_S, Beat, Windows
+from mopd_dataplane.load.windows import PLAN_POLL_S, Heartbeat, Windows
 from mopd_dataplane.plan.balance import deal
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Loader:
             self._changed.notify_all()
             return Consumer(self._joined, group)
 
-    def open(self, consumer: Consumer, window: int, step: int, beat: Beat) -> tuple[int, int]:
+    def open(self, consumer: Consumer, window: int, step: int, beat: Heartbeat) -> tuple[int, int]:
         """Move a consumer to a step of a window, once that is planned.
 
         Packs that were read ahead are kept if the consumer continues with them.
@@ -113,7 +113,7 @@ class Loader:
         self._windows.forget_before(min(used | {window}))
         return source.steps, source.first_step
 
-    def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
+    def planned(self, window: int, beat: Heartbeat) -> dict[str, int | str]:
         """Return the number of steps of a window and its digests, waiting until it is planned; 0 steps close the
         log."""
         plan = self._windows.wait_for(window, beat).plan
@@ -138,7 +138,7 @@ class Loader:
             self._changed.notify_all()
             return source, step, self._packs(consumer.group, source, step), lent
 
-    def claim(self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> Lent:
+    def claim(self, consumer: Consumer, step: int, ordinal: int, beat: Heartbeat, used: Sequence[float]) -> Lent:
         """Wait for one pack of a step that the consumer has advanced to. Returns (ordinal, slot) of it and of small
         ready packs after it. The consumer holds each slot until it releases it.
 
@@ -231,7 +231,7 @@ class Loader:
         with self._changed:
             self._ring.close()
 
-    def _wait_for_members(self, consumer: Consumer, beat: Beat) -> None:
+    def _wait_for_members(self, consumer: Consumer, beat: Heartbeat) -> None:
         """Wait until all members of a group have joined: every member gets every pack, so none is lent before."""
         while True:
             with self._changed:
@@ -292,7 +292,7 @@ class Loader:
         if source is None:
             return False
         if group.next_step >= source.steps:
-            following = self._windows.opened(source.plan.window + 1)
+            following = self._windows.get_open(source.plan.window + 1)
             if following is None or source.steps == 0:
                 return False
             group.source, group.next_step = following, 0
@@ -334,7 +334,7 @@ class Loader:
                 if self._closed:
                     return
                 if not batch:
-                    self._changed.wait(PROBE_S)
+                    self._changed.wait(PLAN_POLL_S)
             if batch:
                 self._fill(batch)
             else:
@@ -342,7 +342,7 @@ class Loader:
 
     def _probe(self) -> None:
         """Open the window after a group's last one as soon as it is planned."""
-        if time.monotonic() - self._probed < PROBE_S:
+        if time.monotonic() - self._probed < PLAN_POLL_S:
             return
         self._probed = time.monotonic()
         with self._changed:
@@ -353,7 +353,7 @@ class Loader:
             }
         for window in ends:
             with suppress(MopdError):  # the trainer that opens this window gets the error
-                self._windows.find(window)
+                self._windows.open_if_planned(window)
 
     def _choose(self) -> list[Item]:
         """Return the items to fill now, each with a slot: first those that a trainer waits for, then the nearest of

@@ -68,10 +68,10 @@ class Columns:
     scored."""
     group_unscorable: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Number of unscorable answers in the sample's group."""
-    failed: NDArray[np.int16] = field(default_factory=lambda: np.empty(0, dtype=np.int16))
+    first_unmet: NDArray[np.int16] = field(default_factory=lambda: np.empty(0, dtype=np.int16))
     """Number, from 1 on, of the first condition that the sample does not meet; 0 if it meets all. Empty: all do."""
     conditions: tuple[str, ...] = ()
-    """Reasons indexed by `failed`, such as `where reward > 0`."""
+    """Reasons indexed by `first_unmet`, such as `where reward > 0`."""
     replayed: Mask = field(default_factory=lambda: np.empty(0, dtype=bool))
     """The sample is of an iteration before the window's own. Empty: none is."""
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, dtype=np.float64))
@@ -80,7 +80,7 @@ class Columns:
     """Value by which samples are sorted; NaN comes last. Empty: all values are equal."""
 
     def __post_init__(self) -> None:
-        for name in ("unscorable", "group_unscorable", "failed", "replayed", "weights", "order_values"):
+        for name in ("unscorable", "group_unscorable", "first_unmet", "replayed", "weights", "order_values"):
             if not len(getattr(self, name)):
                 nothing = np.zeros(1, dtype=getattr(self, name).dtype)
                 object.__setattr__(self, name, np.broadcast_to(nothing, len(self.sample_rows)))

@@ -32,7 +32,7 @@ def select(
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
         steps = "".join(f"; {step}" for reason, step in _NEXT_STEPS.items() if reason in dropped)
-        if columns.failed.any():
+        if columns.first_unmet.any():
             steps += "; look at what a condition leaves with mopd query, and loosen plan.where"
         raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}{steps}")
     return columns.take(keep) if dropped else columns, dropped
@@ -89,7 +89,7 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
 
 def unmet_conditions(columns: Columns) -> dict[str, Mask]:
     """Find the samples that do not meet a condition of [plan]: a mask [n] for each reason of `columns.conditions`."""
-    return {reason: columns.failed == number for number, reason in enumerate(columns.conditions, start=1)}
+    return {reason: columns.first_unmet == number for number, reason in enumerate(columns.conditions, start=1)}
 
 
 def leave_out(reasons: Mapping[str, Mask], columns: Columns, keep: Mask) -> dict[str, Ints]:

@@ -109,10 +109,10 @@ class RolloutLoop:
             return False  # Ctrl-C also goes to the engine's own process
         return True
 
-    def _settle(self, already: Collection[str]) -> None:
+    def _settle(self, skip_uids: Collection[str]) -> None:
         """Handle recovered samples that need no engine: already in the store, finished, or at the end of a turn."""
         partials = self.ledger.partials
-        stored = tuple(handle for handle, partial in partials.items() if partial.spec.uid in already)
+        stored = tuple(handle for handle, partial in partials.items() if partial.spec.uid in skip_uids)
         if stored:
             self._say(log_records.Commit(stored))
         for handle, partial in list(partials.items()):

@@ -61,7 +61,7 @@ def run_rollout(
     task: RolloutTask,
     *,
     commit: Callable[[list[Sample]], object],
-    already: Collection[str] = frozenset(),
+    skip_uids: Collection[str] = frozenset(),
     progress: Callable[..., None] = lambda done, **facts: None,
     environment: Environment | None = None,
     sandbox: Sandbox | None = None,
@@ -71,11 +71,12 @@ def run_rollout(
     """Sample `group_size` responses per prompt and pass them to `commit`, or continue such a call that died.
 
     commit: gets batches of finished samples, in another thread; returns when they are durable in the store, exactly
-    once by uid. already: uids that the store has. progress(done, **facts): called a few times a second, and with
-    `notice=` when something is blocked. policies(version): returns the folder of a policy version, to finish samples on
-    the policy with which they began (`weight_change = "pin"`). published(): returns the newest policy version and its
-    folder, and is called repeatedly; a newer one than the engine's is loaded as `weight_change` says. environment:
-    returns the reply when the policy ends a turn; it may run commands in the sandbox (see sandbox.py).
+    once by uid. skip_uids: uids of samples that are in the store, or were deleted from it. progress(done, **facts):
+    called a few times a second, and with `notice=` when something is blocked. policies(version): returns the folder of
+    a policy version, to finish samples on the policy with which they began (`weight_change = "pin"`). published():
+    returns the newest policy version and its folder, and is called repeatedly; a newer one than the engine's is loaded
+    as `weight_change` says. environment: returns the reply when the policy ends a turn; it may run commands in the
+    sandbox (see sandbox.py).
 
     The log's segments are deleted when everything is committed. Samples of an earlier iteration that it holds are
     finished and committed too.
@@ -108,7 +109,7 @@ def run_rollout(
             progress=progress, stop=stop,
         )  # fmt: skip
         try:
-            alive = loop.sample(specs, frozenset(already))
+            alive = loop.sample(specs, frozenset(skip_uids))
             committer.drain()
             loop.collect_commits()
             if stop.is_requested and alive:

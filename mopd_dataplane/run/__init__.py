@@ -6,7 +6,7 @@ estimate.py           what a job takes: tokens, time, memory, and its prompts as
 disk_estimate.py      what a job writes to its store
 model_sizes.py        sizes of a job's models, from configs and headers
 preflight.py          checks of everything that a job names, before anything is made
-conditions.py         the conditions of [plan]: checked before a run, applied to the samples of a window
+conditions.py         the expressions of [plan]: checked before a run, evaluated for the samples of a window
 other_stores.py       stores whose samples a stage trains on: checked before a run
 prompt_lengths.py     checks of prompts in tokens: their budget, and the context of the model that answers
 teacher_contexts.py   checks of the longest sample against the context of each teacher that scores it
@@ -35,6 +35,6 @@ fork.py               a store that goes on from a point of another run
 rewind.py             takes a run back to a policy version, in place
 delete.py             samples out of a store for good
 provenance.py         commit, settings, sampler and machine of a published figure
-pace.py               the time left of a run, from its iterations so far
+remaining_time.py     the time left of a run, from its iterations so far
 progress.py           bars on a terminal, one line per finished step everywhere
 """

@@ -107,7 +107,7 @@ class UnrecordedChange(MismatchError):
     """A job differs from the one that its store remembers in keys that nobody has accepted yet."""
 
 
-def never(description: str) -> bool:
+def refuse_changes(description: str) -> bool:
     """Accept no change."""
     return False
 

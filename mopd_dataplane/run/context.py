@@ -18,7 +18,7 @@ from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer
 from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.prompts import load_prompts, render, render_answer
 from mopd_dataplane.records import Change, Prompt
-from mopd_dataplane.run.changes import Accept, job_at, never, refuse_unrecorded, remember_job
+from mopd_dataplane.run.changes import Accept, job_at, refuse_changes, refuse_unrecorded, remember_job
 from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
@@ -99,7 +99,7 @@ class Run:
         name = _time_event(stage, ordinal, action) + (f"/{part}" if part > 1 else "")
         self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
 
-    def has_time(self, stage: Stage, iteration: int, action: str) -> bool:
+    def has_recorded_time(self, stage: Stage, iteration: int, action: str) -> bool:
         """Check if the time of a step of a stage was recorded."""
         return self.has_event(_time_event(stage, iteration, action))
 
@@ -139,9 +139,9 @@ class Run:
         self.store.add_event(f"done/{stage.name}/v{version}", stage.name, STAGE_DONE, -1, float(version), {})
 
 
-def open_run(job: Job, progress: Progress, *, make: bool = True, accept: Accept = never) -> Run:
-    """Open the job's store, and write its prompts; with `make` everything that the job names is checked first, and the
-    store is made when the place is empty.
+def open_run(job: Job, progress: Progress, *, create: bool = True, accept: Accept = refuse_changes) -> Run:
+    """Open the job's store and write its prompts. With `create`, check everything that the job names first, and create
+    the store if there is none.
 
     accept: decides on changes of a stage that has begun, from a description of them. Raises JobFileError when the job
     cannot run, UnknownNameError when there is no store to go on with, MismatchError for a key that may not change, and
@@ -149,7 +149,7 @@ def open_run(job: Job, progress: Progress, *, make: bool = True, accept: Accept 
     DamagedError when a table of it, or a file of one, is not there; then nothing was written.
     """
     prompts: dict[str, list[Prompt]] = {}
-    if make:
+    if create:
         findings, prompts = preflight(job)
         refuse(job, findings)
         findings += estimate(job, prompts).findings

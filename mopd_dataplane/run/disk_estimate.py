@@ -117,7 +117,7 @@ def _volume(job: Job, stage: Stage, prompts: Sequence[Prompt], store: Store | No
         samples = most * rollout.group_size * stage.iterations
         prompt, response = samples * rollout.max_prompt_tokens, samples * rollout.max_new_tokens
         return _Volume(samples, prompt, response, _windows(stage, samples, prompt + response))
-    if stage.is_stored:
+    if stage.has_stored_samples:
         if stage.sources:
             return "its samples stay in other stores"
         stored = None if store is None else store.table("samples", ["prompt_len", "response_len"], _of(stage))

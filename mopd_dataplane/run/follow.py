@@ -27,18 +27,18 @@ from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.changes import UnrecordedChange
 from mopd_dataplane.run.context import Run, open_existing
-from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.remaining_time import RemainingTime
 from mopd_dataplane.run.stage_prompts import prompt_slots_of, prompts_of
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import (
-    lost_windows,
     planner_columns,
     recorded_windows,
     trainable_plan,
     training_of,
     warn_of_masked_domains,
     window_tag,
+    windows_to_replan,
 )
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, uids_of
@@ -100,7 +100,7 @@ def run_concurrent(run: Run, stage: Stage) -> None:
             time.sleep(POLL_S)
 
 
-def rollout_follow(run: Run, stage: Stage) -> int:
+def follow_rollout(run: Run, stage: Stage) -> int:
     """Sample every iteration of a stage, always with the newest policy. Returns the number of samples stored."""
     if stage.discriminator:
         raise InputError(
@@ -120,7 +120,7 @@ def rollout_follow(run: Run, stage: Stage) -> int:
     return len(stage_samples(run.store, stage, None, ["stage"])[0])
 
 
-def score_follow(run: Run, stage: Stage) -> dict[str, float]:
+def follow_score(run: Run, stage: Stage) -> dict[str, float]:
     """Score and verify samples as they become visible, until the rollouts have ended."""
     register_teachers(run, stage)
     counts = {"signals": 0.0, "rewards": 0.0, "unscorable": 0.0}
@@ -139,7 +139,7 @@ def score_follow(run: Run, stage: Stage) -> dict[str, float]:
             stall.pause()
 
 
-def train_follow(run: Run, stage: Stage) -> dict[str, float]:
+def follow_train(run: Run, stage: Stage) -> dict[str, float]:
     """Plan and train windows as they become possible, until everything that was scored is trained on or dropped.
 
     Returns how stale the trained samples were, in policy versions.
@@ -148,9 +148,9 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
     samples, batch = samples_expected(run, stage), stage.plan.batch_samples
     windows = -(-samples // batch) if batch else 0
-    pace = Pace(run.job, stage, windows, unit="windows")
+    time_left = RemainingTime(run.job, stage, windows, unit="windows")
     with Training(run, stage, samples=samples) as training:
-        lost = lost_windows(run, stage)
+        lost = windows_to_replan(run, stage)
         while True:
             window = lost[0] if lost else run.policies.latest(stage)
             plan = trainable_plan(run, stage, window) or _next_plan(run, stage, window)
@@ -166,8 +166,8 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
                 with run.progress.iteration(window + 1, windows):
                     training.train(plan)
                 lost = lost[1:]
-                if left := pace.lap(window + 1):
-                    run.progress.say(f"{stage.name:<16} left     {left}")
+                if remaining := time_left.after_iteration(window + 1):
+                    run.progress.say(f"{stage.name:<16} left     {remaining}")
                 stall.renew()
     columns = ["staleness_mean", "staleness_max", "loss_tokens"]
     mine = run.store.table("steps", columns, filter=f"stage = '{stage.name}'").to_pylist()
@@ -270,7 +270,7 @@ def _has_ended(run: Run, stage: Stage, what: str) -> bool:
     return run.has_event(f"{what}_end/{stage.name}")
 
 
-def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
+def join_training(job: Job, progress: Progress, only: str | None = None) -> None:
     """Take part in the training of every stage, or of one.
 
     Raises what training does, DeadlineError when the first node stands still for days, InputError for an object store.
@@ -300,5 +300,5 @@ def _join_stage(run: Run, stage: Stage) -> None:
             stall.pause()
             continue
         with Training(run, stage, samples=samples_expected(run, stage) if stage.concurrent else 0) as training:
-            training.take_part(None if stage.concurrent else stage.iterations)
+            training.train_with_first_node(None if stage.concurrent else stage.iterations)
         stall.renew()

@@ -74,8 +74,8 @@ class Sampler:
     """Teacher that is mixed into every draw; empty for none."""
 
     @property
-    def writers(self) -> str:
-        """Prefix of the names of its logs, and of its samples' writers; a number follows."""
+    def writer_prefix(self) -> str:
+        """Prefix of the names of its token logs, which are the writers of its samples; a number follows."""
         if self.mixed_teacher:
             return f"mixed-{self.mixed_teacher}-"
         return "engine-" if self.policy == "self" else f"teacher-{self.policy}-"

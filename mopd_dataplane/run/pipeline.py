@@ -1,11 +1,12 @@
-"""The whole job on one page: every stage in order, each continuing where it stopped.
+"""Runs a whole job: every stage in order. Each stage continues where an earlier call stopped.
 
     for every stage:  reference answers -> plan -> train                                  (data = "reference")
                       for every iteration: rollout -> reward -> score -> plan -> train    (data = "rollout")
                       evaluate on held-out prompts
     then the report.
 
-Each step looks at what the store already has and does the rest, so the same call continues after any kill.
+Each step reads what is already in the store and computes only what is missing, so the same call continues after any
+kill.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,19 +19,19 @@ from rich.console import Console
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
-from mopd_dataplane.run.changes import Accept, never
+from mopd_dataplane.run.changes import Accept, refuse_changes
 from mopd_dataplane.run.context import Run, open_run
-from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, score_follow, train_follow
-from mopd_dataplane.run.pace import Pace
+from mopd_dataplane.run.follow import follow_rollout, follow_score, follow_train, join_training, run_concurrent
 from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
-from mopd_dataplane.run.steps.collapse import check_collapse
+from mopd_dataplane.run.remaining_time import RemainingTime
+from mopd_dataplane.run.steps.collapse import check_answer_collapse
 from mopd_dataplane.run.steps.discriminate import discriminate
-from mopd_dataplane.run.steps.endings import say_endings
+from mopd_dataplane.run.steps.endings import print_stop_tokens
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate, keep_best
 from mopd_dataplane.run.steps.link import check_links, link_sources
-from mopd_dataplane.run.steps.plan import lost_windows, plan_window, recorded_windows, trainable_plan
+from mopd_dataplane.run.steps.plan import plan_window, recorded_windows, trainable_plan, windows_to_replan
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout, store_reference
 from mopd_dataplane.run.steps.rounds import rollout_until
@@ -49,18 +50,20 @@ def run_job(
     only: str | None = None,
     ray: str | None = None,
     from_here: bool = False,
-    ask: Accept = never,
+    ask: Accept = refuse_changes,
 ) -> Summary:
-    """Run a job to its end, or one stage of it; on a node besides the first (PET_NODE_RANK) only take part in training.
+    """Run a job to its end, or one stage of it; a node other than the first (PET_NODE_RANK > 0) only joins training.
 
-    only: name of the stage. ray: address of the Ray cluster that rolls out and scores, "" the one that a bare `--ray`
-    takes (docs/ray.md); None: this process does. from_here: accept changes of a job that has begun, for what is still
-    to come; ask: decides on them where from_here is False, from a description (docs/change.md).
-    Returns {"store", "accuracy": {stage: {domain: share}} of the newest policies, where evaluated, "report": its file}.
+    only: name of the stage. ray: address of the Ray cluster that runs rollout and scoring; "" for the default cluster,
+    as with `--ray` without an address (docs/ray.md); None to run both in this process. from_here: if the job was
+    changed after it began, apply the changes to the iterations still to come without asking. ask: otherwise called
+    with a description of the changes, returns whether to accept them (docs/change.md).
+    Returns {"store": URI, "accuracy": {stage: {domain: share}}, "report": path}. The accuracy is that of each stage's
+    newest policy, for stages where it was evaluated.
     Raises MopdError; whatever was finished stays, and the same call continues.
     """
     if node_rank() > 0:
-        join_job(job, Progress(console), only)
+        join_training(job, Progress(console), only)
         return {"store": job.store, "accuracy": {}, "report": "written by the first node"}
     if ray is not None:
         check_cluster(ray)
@@ -73,7 +76,7 @@ def run_job(
         stack.enter_context(closing(run.engines))
         stages = [job.stage(only)] if only else list(job.stages)
         for number, stage in enumerate(stages, start=1):
-            run_stage(run, stage, later=[other for other in stages[number:] if not run.is_done(other)])
+            run_stage(run, stage, later_stages=[other for other in stages[number:] if not run.is_done(other)])
     report = write_report(run.store, run.root / "report.html")
     run.work.publish_file("report.html")
     accuracies = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
@@ -81,23 +84,22 @@ def run_job(
     return {"store": run.store.uri, "accuracy": evaluated, "report": str(report)}
 
 
-def run_stage(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
-    """One stage to its end: its models are checked and the policy that it starts from is evaluated, then it is run and
-    evaluated.
+def run_stage(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()) -> None:
+    """Run one stage to its end: check its models, evaluate the policy that it starts from, run it, evaluate the result.
 
-    later: stages that follow in this call, for the time that is left.
+    later_stages: stages that run after this one in the same call; used only to estimate the remaining time.
     """
     if run.is_done(stage):
         run.progress.say(f"{stage.name:<16} done")
         return
     check_models(run, stage)
-    if stage.start != "init":  # evaluated again on domains that were added after it was trained
+    if stage.start != "init":  # its policy may lack results on domains that were added after it was trained
         start = run.job.stage(stage.start)
         evaluate(run, start, run.policies.latest(start))
     elif stage.data == "rollout":
         evaluate(run, stage, 0)
     if stage.data == "rollout":
-        say_endings(run, stage)
+        print_stop_tokens(run, stage)
     if stage.concurrent:
         run_concurrent(run, stage)
         newest = run.policies.latest(stage)
@@ -106,53 +108,62 @@ def run_stage(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
                 with run.progress.iteration(version, newest):
                     evaluate(run, stage, version)
     else:
-        run_in_turn(run, stage, later=later)
+        run_iterations(run, stage, later_stages=later_stages)
     run.mark_done(stage)
 
 
-def run_in_turn(run: Run, stage: Stage, *, later: Sequence[Stage] = ()) -> None:
-    """Every iteration of a stage: its data, signals, plan and training, then its evaluation."""
-    pace = Pace(run.job, stage, stage.iterations, later=later)
+def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()) -> None:
+    """Run the iterations of a stage one after the other: samples, signals, plan, training, evaluation."""
+    time_left = RemainingTime(run.job, stage, stage.iterations, later_stages=later_stages)
     with Training(run, stage) as training:
         for window in range(stage.iterations):
-            is_new = run.policies.latest(stage) <= window
-            with run.progress.iteration(window + 1, stage.iterations), _at(run, stage, window) as (now, settings):
-                if is_new:
-                    produce(now, settings, window)
-                    check_collapse(now, settings, window)
-                    training.settle()
+            needs_training = run.policies.latest(stage) <= window
+            with (
+                run.progress.iteration(window + 1, stage.iterations),
+                _at_window(run, stage, window) as (window_run, window_stage),
+            ):
+                if needs_training:
+                    produce_samples(window_run, window_stage, window)
+                    check_answer_collapse(window_run, window_stage, window)
+                    training.wait_for_checkpoint()
                     iteration = stage.iteration_of(window)
-                    score(now, settings, iteration=iteration)
-                    training.train(plan_window(now, settings, window, iteration=iteration))
+                    score(window_run, window_stage, iteration=iteration)
+                    training.train(plan_window(window_run, window_stage, window, iteration=iteration))
                 if _is_evaluated(run, stage, window + 1):
-                    evaluate(now, settings, window + 1)
-                    keep_best(now, settings)
-            if not is_new:
-                pace.skip()
-            elif left := pace.lap(window + 1):
-                run.progress.say(f"{stage.name:<16} left     {left}")
+                    evaluate(window_run, window_stage, window + 1)
+                    keep_best(window_run, window_stage)
+            if not needs_training:
+                time_left.skip_iteration()
+            elif remaining := time_left.after_iteration(window + 1):
+                run.progress.say(f"{stage.name:<16} left     {remaining}")
 
 
 @contextmanager
-def _at(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage]]:
-    """The run and the stage by the job that a window goes by; engines of an earlier job end with the block."""
-    now, settings = run.at(stage, window)
-    with nullcontext() if now is run else closing(now.engines):
-        yield now, settings
+def _at_window(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage]]:
+    """Yield the run and the stage with the job settings that apply to a window.
+
+    If these are older settings, the engines that were started for them are closed at the end of the block.
+    """
+    window_run, window_stage = run.at(stage, window)
+    with nullcontext() if window_run is run else closing(window_run.engines):  # the caller closes the engines of `run`
+        yield window_run, window_stage
 
 
-def produce(run: Run, stage: Stage, window: int) -> None:
-    """The samples of a window: reference answers, rollouts with their rewards, what was imported, or what other stores
-    have."""
+def produce_samples(run: Run, stage: Stage, window: int) -> None:
+    """Produce the samples of a window that the store lacks.
+
+    Depending on the stage: store reference answers; roll out and reward; link samples of other stores; or reward
+    samples that were imported or linked.
+    """
     if stage.data == "reference":
         store_reference(run, stage)
-    elif stage.is_stored:
+    elif stage.has_stored_samples:
         if stage.sources:
             link_sources(run, stage)
             check_links(run, stage)
         if run.job.objective(stage).needs_rewards:
             reward(run, stage)
-    elif stage.rollout.until:
+    elif stage.rollout.until:  # sample further prompts until enough groups have different rewards
         rollout_until(run, stage, stage.rollout.until, window)
     else:
         rollout(run, stage, window)
@@ -164,74 +175,80 @@ def produce(run: Run, stage: Stage, window: int) -> None:
 def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Produce the samples of the stage's next window, or with `follow` of all its windows.
 
-    With `rollout.until` answers are rewarded too, since their rewards say whether further prompts follow. Returns
-    {"stage", "samples": how many the store has of the stage}; without `follow` also "window" and, where
-    policies sampled, "rollouts", a RolloutReport of each. Raises MopdError; the same call then continues.
+    With `rollout.until`, answers are rewarded too, because the rewards decide whether another round of prompts is
+    sampled. Returns {"stage", "samples": number of samples of the stage in the store}. Without `follow` also "window",
+    and for sampled data "rollouts": the values of one RolloutReport for each sampling policy.
+    Raises MopdError; the same call then continues.
     """
     run = open_run(job, Progress(console))
     if follow:
         with closing(run.engines):
-            return {"stage": stage.name, "samples": rollout_follow(run, stage)}
+            return {"stage": stage.name, "samples": follow_rollout(run, stage)}
     window = run.policies.latest(stage)
     run, stage = run.at(stage, window)
     if stage.data != "rollout":
-        produce(run, stage, window)
-        return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
+        produce_samples(run, stage, window)
+        return {"stage": stage.name, "window": window, "samples": _count_samples(run, stage)}
     with closing(run.engines):
         until = stage.rollout.until
         reports = rollout_until(run, stage, until, window) if until else rollout(run, stage, window)
     rollouts = [asdict(report) for report in reports]
-    return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": rollouts}
+    return {"stage": stage.name, "window": window, "samples": _count_samples(run, stage), "rollouts": rollouts}
 
 
 def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
-    """Compute every signal that a stage's samples lack; with `follow`, as they appear, and the rewards too.
+    """Compute every signal that a stage's samples lack.
 
-    Returns {"stage", "signals": how many are new} and their "loss_tokens", or with `follow` the new "rewards".
+    With `follow`, keep running: score and reward samples as they become visible, until the rollouts have ended.
+    Returns {"stage", "signals": number of new signals, "loss_tokens": trained tokens that they cover}; with `follow`,
+    the new "rewards" and "unscorable" (answers that could not be rewarded) instead of "loss_tokens".
     Raises MopdError; the same call then continues.
     """
-    run = open_run(job, Progress(console), make=follow)
+    run = open_run(job, Progress(console), create=follow)  # with follow, rollout may not have created the store yet
     if follow:
-        return {"stage": stage.name, **score_follow(run, stage)}
+        return {"stage": stage.name, **follow_score(run, stage)}
     run, stage = run.at(stage, run.policies.latest(stage))
     return {"stage": stage.name, **score(run, stage)}
 
 
 def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
-    """Train every recorded window that has no policy version; with `follow`, plan windows as they become possible.
+    """Train every recorded window that has no policy version yet.
 
-    Returns {"stage", "policy_version", "policy": its folder}, "windows" trained, or with `follow` what train_follow
-    returns. Raises MopdError; the same call then continues.
+    With `follow`, also plan each window as soon as its samples are scored, until all are trained on or dropped.
+    Returns {"stage", "policy_version", "policy": folder of that version, "windows": number trained}; with `follow`, the
+    result of follow_train instead of "windows". Raises MopdError; the same call then continues.
     """
-    run = open_run(job, Progress(console), make=follow)
-    trained = train_follow(run, stage) if follow else train_recorded(run, stage)
-    newest = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.last(stage))}
-    return {"stage": stage.name, **trained, **newest}
+    run = open_run(job, Progress(console), create=follow)  # with follow, rollout may not have created the store yet
+    counts = follow_train(run, stage) if follow else train_recorded(run, stage)
+    newest = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.latest_folder(stage))}
+    return {"stage": stage.name, **counts, **newest}
 
 
 def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
     """Train every recorded window that has no policy version yet."""
-    trained = 0
+    windows_trained = 0
     with Training(run, stage) as training:
-        lost = lost_windows(run, stage)
+        invalid_windows = windows_to_replan(run, stage)
         for plan in recorded_windows(run, stage, run.policies.latest(stage)):
-            lost += [plan.window] if trainable_plan(run, stage, plan.window) is None else []
-            if lost:
+            if trainable_plan(run, stage, plan.window) is None:
+                invalid_windows.append(plan.window)
+            if invalid_windows:
                 raise MismatchError(
-                    f"stage {stage.name!r}: samples of window {lost[0]} were deleted, or the job was changed for "
-                    f"it, so its plan was forgotten; plan what is left: mopd plan JOB --stage {stage.name}"
+                    f"stage {stage.name!r}: the plan of window {invalid_windows[0]} is no longer valid, because "
+                    "some of its samples were deleted or the job was changed for it; plan the window again: "
+                    f"mopd plan JOB --stage {stage.name}"
                 )
-            if len(plan.sample_rows):
+            if len(plan.sample_rows):  # an empty window only closes the plan log of a concurrent stage
                 training.train(plan)
-                trained += 1
-    return {"windows": trained}
+                windows_trained += 1
+    return {"windows": windows_trained}
 
 
 def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
-    """The last version of a stage always is, others every so many iterations."""
+    """Check if a policy version is evaluated: the last one always is, others every `eval.every` iterations."""
     every, last = run.job.eval.every, run.policies.latest(stage) if stage.concurrent else stage.iterations
     return version == last or (every > 0 and version % every == 0)
 
 
-def _samples(run: Run, stage: Stage) -> int:
+def _count_samples(run: Run, stage: Stage) -> int:
     return run.store.dataset("samples").count_rows(f"stage = '{stage.name}'")

@@ -52,7 +52,7 @@ def find_point(store: Store, name: str) -> Point:
         version=version,
         step=ends[version].step,
         later=tuple(other.name for other in later),
-        imported=tuple(other.name for other in (stage, *later) if other.is_stored),
+        imported=tuple(other.name for other in (stage, *later) if other.has_stored_samples),
         teachers=tuple(_later_teachers(job, stage, later)),
     )
 

@@ -32,7 +32,7 @@ class Policies:
 
     def start(self, stage: Stage) -> Path:
         """Folder that a stage starts from: the initial student, or the last version of an earlier stage."""
-        return self.initial() if stage.start == "init" else self.last(self.job.stage(stage.start))
+        return self.initial() if stage.start == "init" else self.latest_folder(self.job.stage(stage.start))
 
     def folder(self, stage: Stage, version: int) -> Path:
         """Folder of one version of a stage's policy. Raises UnknownNameError for one that is not stored."""
@@ -95,7 +95,7 @@ class Policies:
         for version in versions_of(path.name for path in folder.glob("v*")):
             self.work.publish(f"policies/{stage.name}/v{version}")
 
-    def last(self, stage: Stage) -> Path:
+    def latest_folder(self, stage: Stage) -> Path:
         """Folder of the newest version. Raises UnknownNameError when the stage has not trained yet."""
         version = self.latest(stage)
         if version == 0:
@@ -118,7 +118,7 @@ class Policies:
         if teacher.source == "student":
             return self.start(stage)
         if teacher.stage is not None:
-            return self.last(self.job.stage(teacher.stage))
+            return self.latest_folder(self.job.stage(teacher.stage))
         return model_folder(teacher.source, teacher.revision)
 
 

@@ -172,7 +172,7 @@ def deleted_prompts(store: Store, domain: str) -> int:
 def _is_verified(job: Job, domain: str) -> bool:
     """Whether some answer of a domain is verified: held-out ones, and those of every stage that rolls out."""
     stages = [stage for stage in job.stages if domain in job.domains_of(stage)]
-    rewarded = [stage for stage in stages if stage.is_stored and job.objective(stage).needs_rewards]
+    rewarded = [stage for stage in stages if stage.has_stored_samples and job.objective(stage).needs_rewards]
     held_out = job.domains[domain].eval or job.domains[domain].tune
     return bool(held_out or rewarded or [stage for stage in stages if stage.data == "rollout"])
 

@@ -69,13 +69,14 @@ class Progress:
         if not self.quiet:
             self.console.print(escape(text), soft_wrap=True)
 
-    def waits_for(self, stage: str, what: str, folders: Iterable[Path], *, slow: bool = False) -> str:
-        """Progress text of a wait, with the size of the weights in these folders: "loading teacher sorter, 0.5 GiB".
+    def describe_wait(self, stage: str, activity: str, folders: Iterable[Path], *, slow: bool = False) -> str:
+        """Describe a wait for models, with the size of the weights in these folders: "loading teacher sorter, 0.5 GiB".
 
-        Returned to stand beside the bar; also a line of its own where it takes long, or is `slow` for another reason.
+        The text is for the progress bar. It is also printed as a line of its own if the weights are large, or if the
+        wait is `slow` for another reason.
         """
         weight = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
-        waiting = f"{what}, {size(weight)}"
+        waiting = f"{activity}, {size(weight)}"
         if slow or weight >= LONG_TO_LOAD:
             self.say(f"{stage:<16} {waiting}")
         return waiting

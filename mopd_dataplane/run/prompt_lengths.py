@@ -195,7 +195,7 @@ def _beyond_context(
 
 def _beyond_pack(job: Job, stage: Stage, uses: Sequence[_Use], measured: Mapping[str, _Measured]) -> Iterator[Problem]:
     """Prompts that fill a pack by themselves, so that no sample of theirs can be planned."""
-    if stage.plan.overlong != "error" or stage.is_stored:
+    if stage.plan.overlong != "error" or stage.has_stored_samples:
         return
     for domain in job.domains_of(stage):
         if stage.data == "reference":

@@ -73,8 +73,8 @@ class ScoredTask:
 class Fleet(Protocol):
     """Workers that roll out and score in place of this process."""
 
-    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """Sample the prompts of a part whose samples are not in `already`, uids of the store."""
+    def sample_part(self, part: Part, skip_uids: set[str], show: Callable[..., None]) -> RolloutReport:
+        """Sample the prompts of a part, except the samples in `skip_uids`."""
 
     def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
         """Score every task; `done` is called as each one ends."""

@@ -1,6 +1,6 @@
 """SAMPLES → SIGNALS: teachers' values for the student's tokens, and verifiers' rewards for its answers.
 
-scorer.py               samples and a teacher in, signals out: one forward pass per batch gives every kind
+scorer.py               scores samples with a teacher: one forward pass per batch yields every kind of signal
 signal_kinds.py         the kinds of signals, and how each follows from hidden states; the student's likeliest tokens
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
 own_tokens.py           a teacher of another tokenizer: the student's text in its tokens, and its log-probs back

@@ -76,12 +76,12 @@ def credit(
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """What one sample is to a teacher of another tokenizer."""
+    """One sample in the tokens of the student and in those of a teacher with another tokenizer."""
 
     sample: Scorable
-    """As the student wrote it."""
-    read: Scorable
-    """As the teacher reads it: every token of the response is scored."""
+    """In the student's tokens."""
+    teacher_sample: Scorable
+    """In the teacher's tokens; every token of the response is scored."""
     alignment: Alignment
 
 
@@ -96,9 +96,10 @@ class OwnTokenizer:
         self._ends = terminators(student) | {student.eos_token_id}
         self._end = _end(teacher)
 
-    def read(self, sample: Scorable, prompt_ids: Sequence[int]) -> OwnTokens:
-        """Read one sample; a last token that ends the student's answers is read as the teacher's end.
+    def retokenize(self, sample: Scorable, prompt_ids: Sequence[int]) -> OwnTokens:
+        """Convert one sample to the teacher's tokens.
 
+        A last token that ends the student's answers becomes the teacher's end.
         prompt_ids: the prompt in the teacher's tokens. Raises MismatchError naming a sample that cannot be read: with
         text that the policy did not write, with special tokens, with bytes that are not UTF-8, or with a text that the
         teacher's tokenizer changes.
@@ -121,16 +122,16 @@ class OwnTokenizer:
             lengths = [*lengths[0], 1], [*lengths[1], 1]
         nothing = np.zeros(0, np.int64)
         alignment = align(*lengths) if response else Alignment(nothing, nothing)
-        read = replace(
+        teacher_sample = replace(
             sample, prompt_len=len(prompt_ids), tokens=np.array([*prompt_ids, *ids], np.int32),
             loss_mask=np.ones(len(ids), np.uint8), logprobs=None, versions=np.zeros(0, np.int32),
         )  # fmt: skip
-        return OwnTokens(sample, read, alignment)
+        return OwnTokens(sample, teacher_sample, alignment)
 
     def problem(self, sample: Scorable) -> str:
         """Say why a sample cannot be read; empty where it can."""
         try:
-            self.read(sample, ())
+            self.retokenize(sample, ())
         except MismatchError as error:
             return str(error)
         return ""

@@ -61,8 +61,8 @@ class ModelInput:
     sample: Scorable
     tokens: NDArray[np.int64]
     """[P + R]"""
-    masked: NDArray[np.int64]
-    """[M] positions of loss-masked tokens in `tokens`."""
+    loss_positions: NDArray[np.int64]
+    """[M] positions in `tokens` of the response tokens that are trained on, where the loss mask is 1."""
 
 
 class Reader(Protocol):

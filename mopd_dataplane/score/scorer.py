@@ -1,6 +1,7 @@
-"""Samples and a teacher in, signals out: one forward pass per batch gives every requested kind.
+"""Scores samples with a teacher. One forward pass per batch yields the signals of every requested kind.
 
-signal_kinds.py computes each kind from the teacher's hidden states: no [N, V] logits exist at any time.
+signal_kinds.py computes each kind from the teacher's hidden states; the full [tokens, vocabulary] logits are never
+materialized.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,8 @@ from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, SequenceLogprobs
 
 PromptRenderer = Callable[[Scorable], Sequence[int]]
-"""Returns the token ids of the prompt that the teacher reads (privileged context); the response follows unchanged."""
+"""Returns the token ids of the teacher's prompt, which may contain privileged context. The response tokens are appended
+unchanged."""
 
 
 def score_samples(
@@ -39,48 +41,48 @@ def score_samples(
     render_prompt: PromptRenderer | None = None,
     student: StudentTopk | None = None,
 ) -> Iterator[Signal]:
-    """Yield one Signal per sample and kind, in an order that needs little padding; `uid` is the sample's.
+    """Yield one Signal per sample and kind, in an order that needs little padding; `uid` identifies the sample.
 
-    kinds: of SIGNAL_KINDS, or the names of `settings.signals` and entry points. render_prompt: returns the teacher's
-    prompt; default the student's own. student: the policy whose top-k the teacher scores, for `topk_source =
+    kinds: names in SIGNAL_KINDS, in `settings.signals` or of entry points. render_prompt: returns the teacher's
+    prompt; default: the student's own. student: the policy whose top-k the teacher scores, for `topk_source =
     "student"`.
     Raises EngineError naming teacher and sample when the teacher computes NaN or infinity; MismatchError when a sample
-    has tokens that the teacher does not know, or is longer than it can read.
+    has tokens that the teacher does not know, or exceeds the teacher's context length.
     """
-    kind_classes = [signal_kind(kind, settings.signals) for kind in kinds]
+    signal_kinds = [signal_kind(kind, settings.signals) for kind in kinds]
     if (own := pool.own_tokenizer(teacher)) is not None:
-        yield from _scored_in_own_tokens(pool, teacher, own, kind_classes, samples, settings, render_prompt)
+        yield from _score_with_own_tokenizer(pool, teacher, own, signal_kinds, samples, settings, render_prompt)
         return
     inputs = [model_input(sample, render_prompt) for sample in samples]
-    _check_known(pool, teacher, inputs)
-    yield from _scored(pool, teacher, kind_classes, inputs, settings, student)
+    _check_no_unknown_tokens(pool, teacher, inputs)
+    yield from _score_inputs(pool, teacher, signal_kinds, inputs, settings, student)
 
 
-def _scored(
+def _score_inputs(
     pool: TeacherPool,
     teacher: str,
-    kind_classes: Sequence[SignalKind],
+    signal_kinds: Sequence[SignalKind],
     inputs: list[ModelInput],
     settings: sections.Score,
     student: StudentTopk | None = None,
 ) -> Iterator[Signal]:
-    """Yield the signals of texts in the tokens that the teacher reads."""
+    """Yield the signals of inputs that are in the teacher's tokens."""
     _check_length(pool, teacher, inputs)
     if settings.reads == "prompt_logprobs":
-        yield from _said_of_text(pool.logprob_reader(teacher), teacher, kind_classes, inputs, settings)
+        yield from _score_from_prompt_logprobs(pool.logprob_reader(teacher), teacher, signal_kinds, inputs, settings)
         return
     forward = pool.teacher(teacher)
     head = forward.head
     for temperature, batch in batches(inputs, settings.batch_tokens):
         _check_vocabulary(teacher, batch, len(head.weight))
-        states = forward.states([item.tokens for item in batch], [item.masked for item in batch])
+        states = forward.states([item.tokens for item in batch], [item.loss_positions for item in batch])
         check_finite(teacher, batch, states)
         output = TeacherOutput(batch, teacher, states, head, temperature, settings, student)
-        for kind in kind_classes:
+        for kind in signal_kinds:
             yield from kind.signals(output)
 
 
-def _scored_in_own_tokens(
+def _score_with_own_tokenizer(
     pool: TeacherPool,
     teacher: str,
     own: OwnTokenizer,
@@ -89,89 +91,97 @@ def _scored_in_own_tokens(
     settings: sections.Score,
     render_prompt: PromptRenderer | None,
 ) -> Iterator[Signal]:
-    """Yield the log-probs of a teacher of another tokenizer, at the student's tokens (own_tokens.py)."""
+    """Yield the log-probs of a teacher with another tokenizer, mapped to the student's tokens (own_tokens.py)."""
     if render_prompt is None or any(not kind.follows_from_logprobs or kind.ranked for kind in kinds):
         raise MismatchError(
-            f"teacher {teacher!r} reads its own tokens, so it has log-probs of the text alone, and a prompt of its own"
+            f"teacher {teacher!r} has its own tokenizer: its only signals are the log-probs of the student's "
+            "tokens, and its prompts must be rendered by its own template"
         )
-    texts = {sample.uid: own.read(sample, render_prompt(sample)) for sample in samples}
-    inputs = [model_input(text.read, None) for text in texts.values()]
-    for signal in _scored(pool, teacher, [Logprob("logprob")], inputs, settings):
+    texts = {sample.uid: own.retokenize(sample, render_prompt(sample)) for sample in samples}
+    inputs = [model_input(text.teacher_sample, None) for text in texts.values()]
+    for signal in _score_inputs(pool, teacher, [Logprob("logprob")], inputs, settings):
         text = texts[signal.uid]
         assert signal.logprob is not None
         values = credit(text.alignment, signal.logprob, text.sample.logprobs)
-        none = np.empty((len(values), 0))
-        unranked = SequenceLogprobs(values, none.astype(np.int32), none.astype(np.float32))
+        empty_topk = np.empty((len(values), 0))
+        without_topk = SequenceLogprobs(values, empty_topk.astype(np.int32), empty_topk.astype(np.float32))
         for kind in kinds:
-            yield kind.from_logprobs(model_input(text.sample, None), unranked)
+            yield kind.from_logprobs(model_input(text.sample, None), without_topk)
 
 
 def model_input(sample: Scorable, render_prompt: PromptRenderer | None) -> ModelInput:
-    """Return a sample's response after the prompt for the teacher; default the student's own."""
+    """Return the input of the teacher: its prompt (default: the student's own) and then the sample's response."""
     prompt = sample.tokens[: sample.prompt_len] if render_prompt is None else np.asarray(render_prompt(sample))
     tokens = np.concatenate([prompt, sample.tokens[sample.prompt_len :]]).astype(np.int64)
     return ModelInput(sample, tokens, np.flatnonzero(sample.loss_mask) + len(prompt))
 
 
 def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float, list[ModelInput]]]:
-    """Yield rectangles of at most `batch_tokens` tokens (with padding; at least one sample), longest first."""
+    """Yield (temperature, batch), the longest samples of a temperature first.
+
+    A batch has one temperature and at most `batch_tokens` tokens including padding, or a single sample.
+    """
     ordered = sorted(inputs, key=lambda item: (item.sample.temperature, -len(item.tokens), item.sample.uid))
-    for temperature, group in groupby(ordered, key=lambda item: item.sample.temperature):
+    for sampled_at, group in groupby(ordered, key=lambda item: item.sample.temperature):
+        temperature = sampled_at or 1.0  # greedy samples (temperature 0) are scored at temperature 1
         batch: list[ModelInput] = []
         for item in group:
             if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
-                yield temperature or 1.0, batch
+                yield temperature, batch
                 batch = []
             batch.append(item)
-        yield temperature or 1.0, batch
+        yield temperature, batch
 
 
-def _said_of_text(
+def _score_from_prompt_logprobs(
     reader: LogprobReader, teacher: str, kinds: Sequence[SignalKind], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
-    """Yield the signals of a teacher that gives log-probs only. Raises MismatchError for kinds that need more."""
+    """Yield the signals of a teacher of which vLLM returns only log-probs.
+
+    Raises MismatchError for kinds that need more.
+    """
     for kind in kinds:
         if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
             raise MismatchError(
-                f'score.reads = "prompt_logprobs" gives no {kind.name} signals: it has log-probs of the text and the '
-                'teacher\'s own top-k only; set score.reads = "states"'
+                f'score.reads = "prompt_logprobs" cannot produce {kind.name} signals: vLLM returns the log-probs of '
+                'the text and the teacher\'s own top-k only; set score.reads = "states"'
             )
     k = min(settings.topk, reader.vocab_size) if any(kind.ranked for kind in kinds) else 0
     for temperature, batch in batches(inputs, settings.batch_tokens):
         if temperature != 1:
             raise MismatchError(
-                f"samples of temperature {temperature:g}: vLLM's prompt_logprobs are those of temperature 1, so equal "
-                'models would not agree; set score.reads = "states"'
+                f"samples of temperature {temperature:g}: vLLM computes prompt_logprobs at temperature 1, so the "
+                'divergence would not be 0 even between identical models; set score.reads = "states"'
             )
         _check_vocabulary(teacher, batch, reader.vocab_size)
-        for item, said in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
-            rows = item.masked - 1
-            trained = SequenceLogprobs(said.own[rows], said.ids[rows], said.logprobs[rows])
-            check_finite(teacher, [item], torch.from_numpy(trained.own))
+        for item, result in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
+            rows = item.loss_positions - 1  # row p - 1 has the log-probs of position p
+            at_loss_positions = SequenceLogprobs(result.token_logprobs[rows], result.ids[rows], result.logprobs[rows])
+            check_finite(teacher, [item], torch.from_numpy(at_loss_positions.token_logprobs))
             for kind in kinds:
-                yield kind.from_logprobs(item, trained)
+                yield kind.from_logprobs(item, at_loss_positions)
 
 
 def _check_length(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
-    """Check that the teacher can read the length of every sample. Raises MismatchError."""
+    """Check that every sample fits in the teacher's context. Raises MismatchError."""
     limit = pool.context_length(teacher)
     for item in inputs:
         if len(item.tokens) > limit:
             raise MismatchError(
-                f"sample {item.sample.uid} has {len(item.tokens)} tokens as teacher {teacher!r} reads it, whose "
-                f"context is {limit}; lower rollout.max_new_tokens or rollout.max_prompt_tokens, use a teacher with a "
-                f"longer context, or set teachers.{teacher}.beyond_context = true"
+                f"sample {item.sample.uid} has {len(item.tokens)} tokens for teacher {teacher!r} (with its prompt), "
+                f"more than its context length {limit}; lower rollout.max_new_tokens or rollout.max_prompt_tokens, use "
+                f"a teacher with a longer context, or set teachers.{teacher}.beyond_context = true to score it anyway"
             )
 
 
-def _check_known(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
+def _check_no_unknown_tokens(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
     """Check that the teacher knows the tokens of every sample. Raises MismatchError."""
     unknown = pool.unknown_tokens(teacher)
     for item in inputs if unknown else []:
-        if strange := sorted(unknown.keys() & set(item.tokens.tolist())):
+        if unknown_ids := sorted(unknown.keys() & set(item.tokens.tolist())):
             raise MismatchError(
-                f"sample {item.sample.uid} has token {unknown[strange[0]]!r} ({strange[0]}), which teacher {teacher!r} "
-                "does not know; use a teacher whose tokenizer has it, or leave such samples out with "
+                f"sample {item.sample.uid} has token {unknown[unknown_ids[0]]!r} ({unknown_ids[0]}), which teacher "
+                f"{teacher!r} does not know; use a teacher whose tokenizer has it, or leave such samples out with "
                 f'teachers.{teacher}.unknown_tokens = "mask"'
             )
 

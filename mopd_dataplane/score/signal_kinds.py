@@ -96,12 +96,12 @@ class TeacherOutput:
     @cached_property
     def targets(self) -> Tensor:
         """[N] the loss-masked tokens."""
-        tokens = np.concatenate([item.tokens[item.masked] for item in self.items])
+        tokens = np.concatenate([item.tokens[item.loss_positions] for item in self.items])
         return torch.from_numpy(tokens).to(self.states.device)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
         """Split values [N] or [N, width] into the rows of each sample, on the CPU."""
-        return torch.split(values.cpu(), [len(item.masked) for item in self.items])
+        return torch.split(values.cpu(), [len(item.loss_positions) for item in self.items])
 
 
 class SignalKind(ABC):
@@ -119,7 +119,7 @@ class SignalKind(ABC):
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """Yield one Signal for each sample of the batch, in order. Raises EngineError for NaN or infinity."""
 
-    def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
+    def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
         """Build a sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 if not
         ranked)."""
         raise NotImplementedError(self.name)
@@ -170,15 +170,15 @@ class Logprob(SignalKind):
     def _first_choices(self, output: TeacherOutput) -> list[NDArray[np.bool_] | None]:
         """[M] for each sample that keeps statistics: whether the teacher's likeliest token is the one written."""
         is_kept = keeps_stats(output.settings.stats, [item.sample.sample_row for item in output.items])
-        lengths = [len(item.masked) for item in output.items]
+        lengths = [len(item.loss_positions) for item in output.items]
         rows = torch.from_numpy(np.flatnonzero(np.repeat(is_kept, lengths))).to(output.states.device)
         ids, _ = topk_logprobs(output.states[rows], output.head, 1)
         parts = iter(torch.split((ids[:, 0] == output.targets[rows]).cpu(), np.array(lengths)[is_kept].tolist()))
         return [next(parts).numpy() if keep else None for keep in is_kept]
 
-    def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
-        is_first_choice = said.ids[:, 0] == item.tokens[item.masked] if said.ids.shape[1] else None
-        return _logprob_signal(item, said.own, is_first_choice=is_first_choice)
+    def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
+        is_first_choice = result.ids[:, 0] == item.tokens[item.loss_positions] if result.ids.shape[1] else None
+        return _logprob_signal(item, result.token_logprobs, is_first_choice=is_first_choice)
 
 
 class Topk(SignalKind):
@@ -195,8 +195,8 @@ class Topk(SignalKind):
                 topk_source=output.settings.topk_source,
             )  # fmt: skip
 
-    def from_logprobs(self, item: ModelInput, said: SequenceLogprobs) -> Signal:
-        return _signal(item, self.name, topk_ids=said.ids, topk_logprobs=said.logprobs, topk_source="teacher")
+    def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
+        return _signal(item, self.name, topk_ids=result.ids, topk_logprobs=result.logprobs, topk_source="teacher")
 
     def _rows(self, output: TeacherOutput) -> tuple[Tensor, Tensor]:
         """Return ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""
@@ -239,7 +239,7 @@ def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
 def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: str = "") -> None:
     """Check that values [N] or [N, D] are finite. Raises EngineError naming teacher and sample."""
     finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
-    for item, good in zip(items, torch.split(finite, [len(item.masked) for item in items]), strict=True):
+    for item, good in zip(items, torch.split(finite, [len(item.loss_positions) for item in items]), strict=True):
         if not bool(good.all()):
             position = int((~good).nonzero()[0])
             raise EngineError(

@@ -123,12 +123,14 @@ def _columns(
     student: TeacherForward, teacher: TeacherForward, part: Sequence[Answer], baseline: float, k: int
 ) -> dict[str, Tensor]:
     """Compute the values behind the figures: one per trained token of some answers, one per answer, or one for all."""
-    counts = [len(answer.student.masked) for answer in part]
-    states = student.states([a.student.tokens for a in part], [a.student.masked for a in part]).float().requires_grad_()
-    scored = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
+    counts = [len(answer.student.loss_positions) for answer in part]
+    states = student.states([a.student.tokens for a in part], [a.student.loss_positions for a in part])
+    states = states.float().requires_grad_()
+    scored = teacher.states([a.teacher.tokens for a in part], [a.teacher.loss_positions for a in part])
     rewards = torch.tensor([answer.reward for answer in part], dtype=torch.float64)
     rewards = rewards.repeat_interleave(torch.tensor(counts)).to(states.device)
-    targets = torch.from_numpy(np.concatenate([a.student.tokens[a.student.masked] for a in part])).to(states.device)
+    trained_tokens = np.concatenate([a.student.tokens[a.student.loss_positions] for a in part])
+    targets = torch.from_numpy(trained_tokens).to(states.device)
 
     loss, stats = divergence(states, student.head, scored, teacher.head, return_stats=True)
     (pull,) = torch.autograd.grad(loss.sum(), states)
@@ -196,16 +198,17 @@ def quantisation_effect(
     kl, gap, agreed = 0.0, 0.0, 0.0
     with torch.no_grad():
         for batch, stored, states in zip(parts, exact, _states(rounded, parts), strict=True):
-            targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
+            trained_tokens = np.concatenate([item.tokens[item.loss_positions] for item in batch])
+            targets = torch.from_numpy(trained_tokens).to(states.device)
             stats = divergence(stored, head, states, head, return_stats=True)[1]
             kl += float(stats.reverse_kl.double().sum())  # of the first argument relative to the second
             agreed += float(stats.top1_agreement.double().sum())
             gap += float((_logprob(stored, head, targets) - _logprob(states, head, targets)).double().abs().sum())
-    tokens = sum(len(item.masked) for item in inputs)
+    tokens = sum(len(item.loss_positions) for item in inputs)
     return QuantisationEffect(tokens=tokens, kl=kl / tokens, logprob_gap=gap / tokens, top1_agreement=agreed / tokens)
 
 
 def _states(reader: Reader, parts: Sequence[Sequence[ModelInput]]) -> Iterator[Tensor]:
     """Yield the states of each part: [sum of M, D]."""
     for batch in parts:
-        yield reader.predicting_states([item.tokens for item in batch], [item.masked for item in batch])
+        yield reader.predicting_states([item.tokens for item in batch], [item.loss_positions for item in batch])

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class SequenceLogprobs(NamedTuple):
     """A teacher's log-probs of N tokens of a sequence."""
 
-    own: NDArray[np.float32]
-    """[N] log-prob of the token"""
+    token_logprobs: NDArray[np.float32]
+    """[N] log-prob of the token itself"""
     ids: NDArray[np.int32]
     """[N, k] the likeliest tokens, likeliest first"""
     logprobs: NDArray[np.float32]

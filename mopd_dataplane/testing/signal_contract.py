@@ -30,19 +30,20 @@ def check_signal(kind: SignalKind) -> None:
     except MopdError as error:
         raise AssertionError(str(error)) from None
     items = [_item(number, mask) for number, mask in enumerate(MASKS)]
-    states = torch.randn(sum(len(item.masked) for item in items), WIDTH, generator=torch.Generator().manual_seed(3))
+    count = sum(len(item.loss_positions) for item in items)
+    states = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(3))
     head = Head(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(4)))
     for temperature in (1.0, 0.7):
         together = _signals(kind, items, states, head, temperature)
         apart = [
             signal
-            for item, own in zip(items, torch.split(states, [len(item.masked) for item in items]), strict=True)
+            for item, own in zip(items, torch.split(states, [len(item.loss_positions) for item in items]), strict=True)
             for signal in _signals(kind, [item], own, head, temperature)
         ]
         for item, signal, alone in zip(items, together, apart, strict=True):
             for field in fields:
                 array = _array(signal, field.name)
-                rows = len(item.sample.loss_mask) if field.axis == "response" else len(item.masked)
+                rows = len(item.sample.loss_mask) if field.axis == "response" else len(item.loss_positions)
                 where = f"{field.name} of sample {item.sample.uid}"
                 assert len(array) == rows, f"{where} has {len(array)} rows, expected {rows}"
                 if field.is_float:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mopd_dataplane.base.files import full_disk_named
-from mopd_dataplane.base.memory import out_of_memory_named
+from mopd_dataplane.base.memory import explain_out_of_memory
 from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.train.spec import TrainSpec, load_spec
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with full_disk_named():
             spec = load_spec(parser.parse_args(arguments).spec)
-            with out_of_memory_named(f"stage {spec.stage!r}: training", spec.less_memory):
+            with explain_out_of_memory(f"stage {spec.stage!r}: training", spec.less_memory):
                 return _train(spec, stop)
     except Interrupted:
         return EXIT_CODE

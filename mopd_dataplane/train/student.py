@@ -201,10 +201,10 @@ def packs_apart(model: PreTrainedModel) -> bool:
     then do not affect each other.
 
     Models with another attention of their own fail the test, and recurrent ones do unless their kernels start anew with
-    each sequence: they keep their attention and get one row per sequence. Small weights make a leak small, so rounding
+    each sequence: they keep their attention and get one sequence per row. Small weights make a leak small, so rounding
     must not hide it: the test compares two passes of the same shape, of which only the first sequence differs. The
     second sequence is longer than the window of layers that have a short one. Packed attention knows no chunks, so
-    models with chunks get one row per sequence.
+    models with chunks get one sequence per row.
     Returns True if sequences can be packed.
     """
     types = LayerTypes(model.config)

@@ -107,7 +107,7 @@ def roll(home: Path, engine: ToyEngine) -> dict[str, list[int]]:
             render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         ),
         commit=shelf.commit,
-        already=shelf.uids,
+        skip_uids=shelf.uids,
     )
     return {row["uid"]: row["tokens"] + row["bits"] for row in shelf.rows()}
 

@@ -83,7 +83,7 @@ def roll(store: Store, home: Path, acknowledged: list[str] | None = None) -> Non
             render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         ),
         commit=commit,
-        already=set(store.samples(["uid"])["uid"].to_pylist()),
+        skip_uids=set(store.samples(["uid"])["uid"].to_pylist()),
     )
 
 

@@ -57,7 +57,7 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
             render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
         ),
         commit=shelf.commit,
-        already=shelf.uids,
+        skip_uids=shelf.uids,
     )
     return {"samples": report.samples, "resumed": report.resumed, "exact": report.exact, "drift": report.max_drift}
 

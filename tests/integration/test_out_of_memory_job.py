@@ -15,7 +15,7 @@ from exhausting import FITTING_SLOTS, GREEDY, NARROW, exhaust
 from test_change_job import job_in
 
 from mopd_dataplane import open_store
-from mopd_dataplane.base.memory import is_out_of_memory, out_of_memory_named
+from mopd_dataplane.base.memory import explain_out_of_memory, is_out_of_memory
 from mopd_dataplane.errors import InputError, ResourceError
 
 ADVICE = re.compile(r"run the same command again with --set (\S+=\S+)")
@@ -60,12 +60,12 @@ def test_training_goes_on_with_what_the_message_proposes(tmp_path: Path) -> None
 
 def test_only_exhausted_memory_is_renamed() -> None:
     renamed = r"scoring ran out of memory \(.*allocate.*\); what is stored stays. Halve"
-    with pytest.raises(ResourceError, match=renamed), out_of_memory_named("scoring", "Halve it"):
+    with pytest.raises(ResourceError, match=renamed), explain_out_of_memory("scoring", "Halve it"):
         exhaust()
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")):
         assert is_out_of_memory(error)
     for other in (RuntimeError("shapes differ"), InputError("no such key")):
-        with pytest.raises(type(other)), out_of_memory_named("scoring", "Halve it"):
+        with pytest.raises(type(other)), explain_out_of_memory("scoring", "Halve it"):
             raise other
 
 

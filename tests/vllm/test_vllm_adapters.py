@@ -152,7 +152,7 @@ def roll(engine: Engine, shelf: Shelf, home: Path, *, change: str = "pin", **opt
         stage="student", iteration=0, seed=0, wal=sections.Wal(), wal_dir=home,
         rollout=sections.Rollout(max_new_tokens=40, weight_change=change), render=lambda prompt: encode(prompt.text),
     )  # fmt: skip
-    return run_rollout(engine, PROMPTS, task, commit=shelf.commit, already=set(shelf.samples), **options)
+    return run_rollout(engine, PROMPTS, task, commit=shelf.commit, skip_uids=set(shelf.samples), **options)
 
 
 def continued(sample: Sample, reference: HfEngine, start: int) -> list[int]:

@@ -183,7 +183,7 @@ def roll(engine: VllmEngine, shelf: Shelf, home: Path) -> RolloutReport:
             render=lambda prompt: engine.tokenizer.encode(prompt.text),
         ),
         commit=shelf.commit,
-        already=set(shelf.samples),
+        skip_uids=set(shelf.samples),
     )
 
 

@@ -147,7 +147,7 @@ def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Shelf, home:
             render=lambda prompt: render(prompt.text),
         ),
         commit=shelf.commit,
-        already=set(shelf.samples),
+        skip_uids=set(shelf.samples),
     )
 
 

@@ -29,7 +29,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.stage_prompts import prompts_of
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.rollout import open_engine, roll_out, uids_of
+from mopd_dataplane.run.steps.rollout import open_engine, sample_on_engine, uids_of
 from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
 from mopd_dataplane.run.tasks import Part, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog
@@ -117,10 +117,10 @@ class RayFleet:
 
     run: Run
 
-    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """Sample what is missing of a part as steps.rollout.roll_out does, on `scale.engines` replicas."""
+    def sample_part(self, part: Part, skip_uids: set[str], show: Callable[..., None]) -> RolloutReport:
+        """Sample what a part still lacks, as steps.rollout.sample_on_engine does, on `scale.engines` replicas."""
         run, scale = self.run, self.run.job.scale
-        shares = _shares(run, part, already)
+        shares = _shares(run, part, skip_uids)
         busy: set[str] = set()
         owners = {writer for writer, _ in shares if writer}
 
@@ -131,7 +131,7 @@ class RayFleet:
             task = group.tasks.popleft()
             writer, *rest = task.arguments
             if not writer:
-                names = (f"{part.sampler.writers}{number}" for number in count())
+                names = (f"{part.sampler.writer_prefix}{number}" for number in count())
                 writer = next(name for name in names if name not in busy | owners)
                 task.arguments = (writer, *rest)
             busy.add(writer)
@@ -146,7 +146,7 @@ class RayFleet:
 
         def tick() -> None:
             rows, _ = stage_samples(run.store, part.stage, part.iteration, ["uid"])
-            show(max(len(rows) - len(already), 0))
+            show(max(len(rows) - len(skip_uids), 0))
 
         group = Group(
             name=f"{part.stage.name} rollout",
@@ -215,8 +215,8 @@ class EngineReplica(_Worker):
             if "notice" in facts:
                 print(f"{self._stage.name} rollout {writer}: {facts['notice']}", file=sys.stderr, flush=True)
 
-        already = set(stored["uid"].to_pylist()) | self._run.store.deletions.uids()
-        return roll_out(self._run, self._engine, self._part, writer, already, show, share=set(uids))
+        skip_uids = set(stored["uid"].to_pylist()) | self._run.store.deletions.uids()
+        return sample_on_engine(self._run, self._engine, self._part, writer, skip_uids, show, uids=set(uids))
 
 
 class TeacherWorker(_Worker):
@@ -232,10 +232,10 @@ class TeacherWorker(_Worker):
         return score_task(self._run, self._stage, self._pool, self._student, task)
 
 
-def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]]]:
+def _shares(run: Run, part: Part, skip_uids: set[str]) -> list[tuple[str, set[str]]]:
     """(writer, uids): what logs hold first, then the rest in admission order, under no name yet."""
     every = (set(uids_of(run, part.stage, part.iteration, [prompt])) for prompt in part.prompts)
-    missing = [left for uids in every if (left := uids - already)]
+    missing = [left for uids in every if (left := uids - skip_uids)]
     open_uids = set().union(*missing)
     owned: list[tuple[str, set[str]]] = []
     for folder in _logs(run, part.stage):

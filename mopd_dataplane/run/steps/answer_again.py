@@ -29,7 +29,7 @@ def answer_again(
     `reward_now` and `right_now` (mean reward of the new answers, share entirely right; None without a verifier).
     Raises QueryError for a condition that cannot be answered, InputError when no sample with a prompt meets it.
     """
-    run = open_run(job, Progress(console), make=False)
+    run = open_run(job, Progress(console), create=False)
     version = run.policies.latest(stage) if version is None else version
     rewards_then = _rewards_by_prompt(run, where)
     by_name = {prompt.prompt_id: prompt for prompt in run.store.prompts(domains=job.domains)}

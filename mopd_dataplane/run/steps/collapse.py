@@ -34,7 +34,7 @@ class Answers(NamedTuple):
     """-log p of a drawn token in nat: an unbiased estimate of the entropy of the distribution it was drawn from."""
 
 
-def check_collapse(run: Run, stage: Stage, iteration: int) -> None:
+def check_answer_collapse(run: Run, stage: Stage, iteration: int) -> None:
     """Compare an iteration's answers with the medians of the iterations before it. Raises EngineError if they have
     collapsed by `train.collapse_factor`."""
     factor = stage.train.collapse_factor

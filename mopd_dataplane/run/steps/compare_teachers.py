@@ -37,7 +37,7 @@ def compare_teachers(
     stage and domain fail, with a sentence on each. Raises QueryError for a condition that cannot be answered,
     InputError when the stage has no rewarded answers that meet it.
     """
-    run = open_run(job, Progress(console), make=False)
+    run = open_run(job, Progress(console), create=False)
     every, table = stage_samples(run.store, stage, 0, ["domain"])
     if where:
         with newest(run.store) as snapshot:

@@ -20,8 +20,8 @@ MOSTLY_CUT_OFF = 0.5
 RISE = 0.25
 
 
-def say_endings(run: Run, stage: Stage) -> None:
-    """Name the ends of an answer, for teachers that have another than the student's tokenizer."""
+def print_stop_tokens(run: Run, stage: Stage) -> None:
+    """Print the tokens at which the student stops, for each teacher whose answers end with another token."""
     tokenizer = run.tokenizer
     stops = [_text(tokenizer, index) for index in stop_ids(run.policies.initial(), tokenizer)]
     names = {member for teacher in run.job.teachers_of(stage) for member in run.job.members_of(teacher)}
@@ -57,14 +57,17 @@ def stopped_share(run: Run, stage: Stage, iteration: int) -> float | None:
     return share
 
 
-def warn_of_cut_off(run: Run, stage: Stage, iteration: int, share: float) -> None:
-    """Warn once when most answers of an iteration are cut off, and clearly more than at the beginning."""
+def warn_if_mostly_cut_off(run: Run, stage: Stage, iteration: int, stopped: float) -> None:
+    """Warn once when most answers of an iteration are cut off, and clearly more than at the beginning.
+
+    stopped: the result of `stopped_share`.
+    """
     events = run.store.table("events", ["iteration", "value"], filter=f"kind = 'stopped' AND stage = '{stage.name}'")
     first = events.sort_by("iteration")["value"][0].as_py()
-    if 1 - share < MOSTLY_CUT_OFF or first - share < RISE:
+    if 1 - stopped < MOSTLY_CUT_OFF or first - stopped < RISE:
         return
     warning = (
-        f"{1 - share:.0%} of the answers of iteration {iteration} were cut off at rollout.max_new_tokens = "
+        f"{1 - stopped:.0%} of the answers of iteration {iteration} were cut off at rollout.max_new_tokens = "
         f"{stage.rollout.max_new_tokens}, {1 - first:.0%} of the first iteration's: the student forgets to stop. Often "
         'its teacher ends an answer with another token (mopd check names both; teachers.NAME.end = "map" reads one at '
         "the other), or the prompts of base and instruct models differ (student.prompt_template); else look at some "
@@ -73,7 +76,7 @@ def warn_of_cut_off(run: Run, stage: Stage, iteration: int, share: float) -> Non
     event = f"cut_off/{stage.name}"
     if not run.has_event(event):
         run.progress.say(f"{stage.name:<16} warning  {warning}")
-        run.store.add_event(event, stage.name, "warning", iteration, 1 - share, {"warning": warning})
+        run.store.add_event(event, stage.name, "warning", iteration, 1 - stopped, {"warning": warning})
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, index: int) -> str:

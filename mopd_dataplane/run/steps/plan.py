@@ -23,7 +23,7 @@ from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLU
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.changes import in_force
-from mopd_dataplane.run.conditions import explain_conditions, plan_names, questions_of, with_conditions
+from mopd_dataplane.run.conditions import apply_conditions, explain_conditions, plan_names, questions_of
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, Rows, event_rows, scan_stage, stage_samples
@@ -66,9 +66,12 @@ def trainable_plan(run: Run, stage: Stage, window: int) -> PlanWindow | None:
     return None
 
 
-def lost_windows(run: Run, stage: Stage) -> list[int]:
-    """Windows without a usable plan that a trainer has to take again: they have a policy, and a kill came before the
-    checkpoint behind them. Call it while no trainer runs. Raises what trainable_plan does."""
+def windows_to_replan(run: Run, stage: Stage) -> list[int]:
+    """Return the windows that must be planned and trained again: they were trained, a kill came before the checkpoint
+    after them, and a deletion has since made their plan unusable. Forgets those plans.
+
+    Call it while no trainer runs. Raises the errors of trainable_plan.
+    """
     if not run.store.deletions.names():
         return []
     from mopd_dataplane.run.steps.checkpoints import windows_done
@@ -112,7 +115,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
 
     iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
     """
-    for earlier in lost_windows(run, stage):
+    for earlier in windows_to_replan(run, stage):
         if earlier < window:
             _plan(run, stage, earlier, iteration=stage.iteration_of(earlier))
     return trainable_plan(run, stage, window) or _plan(run, stage, window, iteration=iteration)
@@ -125,7 +128,7 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
         training = training_of(run, stage, window)
         try:
             columns = window_columns(run, stage, iteration, snapshot)
-            columns = with_conditions(
+            columns = apply_conditions(
                 run.store, stage.plan, columns, snapshot, plan_names(run.job, training.first_step)
             )
         except InputError:
@@ -211,7 +214,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
     columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
-    if stage.is_stored and not isinstance(iteration, range):
+    if stage.has_stored_samples and not isinstance(iteration, range):
         _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)
     samples: Iterable[tuple[Rows, pa.RecordBatch]] = scan_stage(run.store, stage, iteration, columns, snapshot)
@@ -238,7 +241,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     if not len(planner) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(planner):
-        how = f"mopd import FORMAT PATH --stage {stage.name}" if stage.is_stored else "mopd rollout JOB"
+        how = f"mopd import FORMAT PATH --stage {stage.name}" if stage.has_stored_samples else "mopd rollout JOB"
         how = f"mopd run JOB --stage {stage.name}" if stage.sources else how
         raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
     return planner
@@ -288,7 +291,7 @@ def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explai
     Returns {"stage", "window", "digest"} and PlanWindow.stats; with `explain`, what it holds and will cost too. Raises
     MopdError; the same call records the same plan.
     """
-    run = open_run(job, Progress(console), make=False)
+    run = open_run(job, Progress(console), create=False)
     window = run.policies.latest(stage)
     run, stage = run.at(stage, window)
     plan = plan_window(run, stage, window, iteration=stage.iteration_of(window))

@@ -18,10 +18,10 @@ from mopd_dataplane.store.read.snapshot import tags
 from mopd_dataplane.train.newest import window_ends
 
 
-def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
-    """Free what is over of a stage under the job's [retain]: hidden states, statistics, snapshots, policies.
+def apply_retention(run: Run, stage: Stage, *, windows_done: int) -> None:
+    """Free what the job's [retain] no longer keeps of a stage: hidden states, statistics, snapshots, policies.
 
-    windows_done: windows that are never trained again, since a checkpoint lies behind them.
+    windows_done: number of windows that are never trained again, because a checkpoint follows them.
     """
     _free_stats(run, stage, windows_done)
     _free_hidden(run, stage, windows_done)

@@ -148,7 +148,7 @@ def reward_stage(job: Job, stage: Stage, *, console: Console | None = None, miss
     Returns {"stage", "rewards": how many are new, "unscorable", "mean"}, and what the stage's discriminator did; with
     `missing` also what became of held-out answers (`held_out.score_again`). Raises MopdError.
     """
-    run = open_run(job, Progress(console), make=False)
+    run = open_run(job, Progress(console), create=False)
     run, stage = run.at(stage, run.policies.latest(stage))
     summary = {"stage": stage.name, **reward(run, stage, missing=missing)}
     if missing:

@@ -1,4 +1,5 @@
-"""Rollout: the policy samples one iteration into the store, through the token log; or reference answers are stored."""
+"""Rollout: samples one iteration from the policy and commits it to the store through the token log; or stores
+reference answers."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -6,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane.base.memory import out_of_memory_named
-from mopd_dataplane.job import less_memory
+from mopd_dataplane.base.memory import explain_out_of_memory
+from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine
@@ -22,7 +23,7 @@ from mopd_dataplane.run.iteration import sampler_of
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.stage_prompts import prompts_of, training_slots
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.endings import stopped_share, warn_of_cut_off
+from mopd_dataplane.run.steps.endings import stopped_share, warn_if_mostly_cut_off
 from mopd_dataplane.run.steps.self_checks import check_sampler
 from mopd_dataplane.run.steps.server_identity import check_policy_server
 from mopd_dataplane.run.tasks import Part
@@ -30,100 +31,106 @@ from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
 
 REFERENCE_BATCH = 4096
-"""Reference samples committed together."""
+"""Number of reference samples per commit."""
 
 
 def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False, rounds: int = 1) -> list[RolloutReport]:
-    """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
+    """Sample what an iteration of a stage still lacks. Returns one report for each policy that had samples to produce.
 
-    The policy is the version the iteration starts from; with `follow` the newest, also one published in the middle.
-    rounds: of prompts that the iteration has by now.
+    The policy version is the one that the iteration starts from; with `follow`, the newest one, switching when another
+    is published during the rollout. rounds: number of rounds of prompts that the iteration has so far.
     """
     prompts = prompts_of(run, stage, iteration, rounds=rounds)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
-    already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
+    skip_uids = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
     samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
     reports = []
     for sampler in dict.fromkeys(samplers):
-        own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
+        sampler_prompts = [prompt for prompt, other in zip(prompts, samplers, strict=True) if other == sampler]
         if sampler.policy == "reference":
-            store_reference(run, stage, own, iteration=iteration)
-        elif not already.issuperset(uids_of(run, stage, iteration, own)):
+            store_reference(run, stage, sampler_prompts, iteration=iteration)
+        elif not skip_uids.issuperset(uids_of(run, stage, iteration, sampler_prompts)):
             version = run.policies.latest(stage) if follow else iteration
-            reports.append(_sample(run, Part(stage, iteration, sampler, version, own), already, follow=follow))
+            part = Part(stage, iteration, sampler, version, sampler_prompts)
+            reports.append(_sample_part(run, part, skip_uids, follow=follow))
     if not reports:
         return []
-    seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
-    run.record_time(stage, iteration, "rollout", seconds, part=rounds, log="/".join(sorted(levels)))
+    seconds = sum(report.seconds for report in reports)
+    durability_levels = sorted({report.level for report in reports})
+    run.record_time(stage, iteration, "rollout", seconds, part=rounds, log="/".join(durability_levels))
     return reports
 
 
-def _sample(run: Run, part: Part, already: set[str], *, follow: bool) -> RolloutReport:
-    """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
+def _sample_part(run: Run, part: Part, skip_uids: set[str], *, follow: bool) -> RolloutReport:
+    """Sample the prompts of a part with its policy: on an engine in this process, or on the replicas of a fleet."""
     stage, sampler = part.stage, part.sampler
     uids = uids_of(run, stage, part.iteration, part.prompts)
-    before = len(already.intersection(uids))
-    with run.progress.step(stage.name, "rollout", total=len(uids), unit="samples") as (advance, report):
+    done_before = len(skip_uids.intersection(uids))
+    with run.progress.step(stage.name, "rollout", total=len(uids), unit="samples") as (advance, step_report):
 
-        def show(done: int, **facts: str) -> None:
+        def show(count: int, **facts: str) -> None:
             if "notice" in facts:
                 run.progress.say(f"{stage.name:<16} rollout  {facts['notice']}")
             else:
-                advance(before + done, **facts)
+                advance(done_before + count, **facts)
 
         if run.fleet is not None:
-            done = run.fleet.roll_out(part, already, show)
+            report = run.fleet.sample_part(part, skip_uids, show)
         else:
             folder = sampling_policy(run, stage, sampler.policy, part.version)
-            starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
-            what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
-            advance(before, now=run.progress.waits_for(stage.name, what, [folder], slow=starts))
+            starts_server = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
+            activity = f"{f'starting {run.job.engine.kind} with' if starts_server else 'loading'} policy {folder.name}"
+            advance(done_before, now=run.progress.describe_wait(stage.name, activity, [folder], slow=starts_server))
             mixed = _mixed_teacher(run, part)
             with run.engines.use(folder, part.version, mixed_teacher=mixed, adapter=part.adapter) as engine:
-                done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
-        report.facts = _facts(done)
-        share = stopped_share(run, stage, part.iteration)
-        if share is not None:
-            report.facts["stopped"] = f"{share:.0%}"
-    if share is not None:
-        warn_of_cut_off(run, stage, part.iteration, share)
-    return done
+                writer = f"{sampler.writer_prefix}0"
+                report = sample_on_engine(run, engine, part, writer, skip_uids, show, follow=follow)
+        step_report.facts = _facts(report)
+        stopped = stopped_share(run, stage, part.iteration)
+        if stopped is not None:
+            step_report.facts["stopped"] = f"{stopped:.0%}"
+    if stopped is not None:
+        warn_if_mostly_cut_off(run, stage, part.iteration, stopped)
+    return report
 
 
 def open_engine(run: Run, part: Part) -> Engine:
-    """A new engine that holds the part's policy."""
+    """Start a new engine with the weights of the part's policy."""
     folder = sampling_policy(run, part.stage, part.sampler.policy, part.version)
     return start_engine(run.job, folder, part.version, mixed_teacher=_mixed_teacher(run, part), adapter=part.adapter)
 
 
-def roll_out(
+def sample_on_engine(
     run: Run,
     engine: Engine,
     part: Part,
     writer: str,
-    already: set[str],
+    skip_uids: set[str],
     show: Callable[..., None],
     *,
     follow: bool = False,
-    share: Collection[str] | None = None,
+    uids: Collection[str] | None = None,
 ) -> RolloutReport:
-    """Sample a part, or a share of it, into the store through the token log of `writer`; finish what that log holds."""
-    stage, sampler = part.stage, part.sampler.policy
+    """Sample a part and commit it through the token log of `writer`. Unfinished samples of that log are finished first.
+
+    uids: the samples of the part that this engine produces; None for all.
+    """
+    stage, policy = part.stage, part.sampler.policy
     check_policy_server(run, stage, engine)
-    check_sampler(run, stage, engine, sampling_policy(run, stage, sampler, part.version))
+    check_sampler(run, stage, engine, sampling_policy(run, stage, policy, part.version))
     dropped = 0
 
     def commit(samples: list[Sample]) -> None:
         nonlocal dropped
         record_abandoned(run.store, samples)
         receipt = run.store.commit_samples(samples, keep_first=True)
-        for uid in receipt.dropped:
+        for uid in receipt.dropped:  # an earlier commit has the same uid, or the sample was deleted meanwhile
             run.store.add_event(f"dropped/{uid}", stage.name, "dropped", part.iteration, None, {"uid": uid})
         dropped += len(receipt.dropped)
 
-    def newest() -> tuple[int, Path]:
+    def newest_policy() -> tuple[int, Path]:
         latest = run.policies.latest(stage)
-        return latest, sampling_policy(run, stage, sampler, latest)
+        return latest, sampling_policy(run, stage, policy, latest)
 
     environment = environments_of(run.job, run.job.domains_of(stage), run.tokenizer, run.decode)
     sandbox = run.root / "sandbox" / stage.name / writer
@@ -131,29 +138,29 @@ def roll_out(
         stage=stage.name,
         iteration=part.iteration,
         seed=run.job.seed,
-        rollout=stage.rollout.model_copy(update={"policy": sampler}),
+        rollout=stage.rollout.model_copy(update={"policy": policy}),
         wal=run.job.wal,
         wal_dir=run.root / "wal",
         render=run.prompt_ids,
-        share=share,
+        share=uids,
         writer=writer,
         copy=StoredLog(run.work.files, f"wal/{stage.name}/{writer}") if run.work.files is not None else None,
     )
-    with out_of_memory_named(f"stage {stage.name!r}: sampling", less_memory.for_rollout(run.job.engine)):
+    with explain_out_of_memory(f"stage {stage.name!r}: sampling", memory_advice.for_rollout(run.job.engine)):
         report = run_rollout(
             engine,
             part.prompts,
             task,
             commit=commit,
-            already=already,
+            skip_uids=skip_uids,
             progress=show,
-            policies=lambda version: sampling_policy(run, stage, sampler, version),
-            published=newest if follow and sampler == "self" else None,
+            policies=lambda version: sampling_policy(run, stage, policy, version),
+            published=newest_policy if follow and policy == "self" else None,
             environment=environment,
             sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
         )
     report.dropped = dropped
-    if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
+    if environment is not None:  # not needed again: all samples are committed, the log of the commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)
     return report
 
@@ -165,7 +172,7 @@ def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
 
 
 def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:
-    """uids of the samples of some prompts, in admission order."""
+    """uids of all samples of these prompts (`group_size` each), in the order in which the rollout admits them."""
     return [
         sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, iteration)
         for prompt in prompts
@@ -173,63 +180,73 @@ def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -
     ]
 
 
-def sampling_policy(run: Run, stage: Stage, sampler: str, version: int) -> Path:
-    """Weights that sample: the stage's own policy of that version (`self`), or a teacher (off-policy data)."""
-    return run.policies.folder(stage, version) if sampler == "self" else run.policies.teacher(sampler, stage)
+def sampling_policy(run: Run, stage: Stage, policy: str, version: int) -> Path:
+    """Folder of the weights to sample with.
+
+    policy: "self" for the stage's own policy at this version, or the name of a teacher (off-policy data).
+    """
+    return run.policies.folder(stage, version) if policy == "self" else run.policies.teacher(policy, stage)
 
 
 def record_abandoned(store: Store, samples: list[Sample]) -> None:
-    """Record each sample that was given up, and why; before it is committed, so that none goes unrecorded."""
+    """Add an event with the reason for each abandoned sample.
+
+    Called before the commit, so that a kill in between cannot lose the event.
+    """
     for sample in samples:
         if sample.abandoned:
             name, detail = f"abandon/{sample.uid}", {"reason": sample.abandoned, "uid": sample.uid}
             store.add_event(name, sample.stage, "abandon", sample.iteration, float(sample.response_len), detail)
 
 
-def _facts(done: RolloutReport) -> dict[str, str]:
+def _facts(report: RolloutReport) -> dict[str, str]:
     facts = {
-        "samples": f"{done.samples:,}",
-        "tokens": f"{done.tokens:,}",
-        "rate": f"{done.tokens_per_s:,.0f} tokens/s",
-        "log": f"{done.level} ({done.filesystem})",
+        "samples": f"{report.samples:,}",
+        "tokens": f"{report.tokens:,}",
+        "rate": f"{report.tokens_per_s:,.0f} tokens/s",
+        "log": f"{report.level} ({report.filesystem})",
     }
-    if done.resumed:
-        facts["resumed"] = f"{done.resumed} ({done.exact} exact)"
-        restored = f"{done.restored} from saved keys and values, " if done.restored else ""
-        facts["prefixes"] = f"{restored}{done.resumed - done.restored} prefilled again"
-    if done.dropped:
-        facts["dropped"] = f"{done.dropped} that came second under their uid, or were deleted"
-    if done.weight_changes:
-        facts["newer policies"] = f"{done.weight_changes}"
+    if report.resumed:
+        facts["resumed"] = f"{report.resumed} ({report.exact} with bit-identical log-probs)"
+        restored = f"{report.restored} restored from saved keys and values, " if report.restored else ""
+        facts["prefixes"] = f"{restored}{report.resumed - report.restored} prefilled again"
+    if report.dropped:
+        facts["dropped"] = f"{report.dropped}: another commit had the same uid, or they were deleted"
+    if report.weight_changes:
+        facts["newer policies"] = f"{report.weight_changes}"
     return facts
 
 
 def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
-    """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is, what
-    was deleted stays away."""
-    slots = prompts if prompts is not None else training_slots(run, stage)
+    """Commit the reference samples of a stage, or of some prompts of an iteration.
+
+    Samples in the store are not changed; deleted ones are not stored again.
+    """
+    prompt_slots = prompts if prompts is not None else training_slots(run, stage)
     deleted = run.store.deletions.uids()
-    samples = [one for one in _reference_samples(run, stage, slots, iteration) if one.uid not in deleted]
+    reference = _reference_samples(run, stage, prompt_slots, iteration)
+    samples = [sample for sample in reference if sample.uid not in deleted]
     with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
         for start in range(0, len(samples), REFERENCE_BATCH):
-            run.store.commit_samples(samples[start : start + REFERENCE_BATCH])
-            advance(start)
+            batch = samples[start : start + REFERENCE_BATCH]
+            run.store.commit_samples(batch)
+            advance(start + len(batch))
         report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}
 
 
 def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt | None], iteration: int) -> Iterator[Sample]:
-    """Reference answers as off-policy samples, as the student would write them, without sampler log-probs.
+    """Yield reference answers as off-policy samples: in the student's tokens and template, without sampler log-probs.
 
-    prompts: None in place of a deleted one. iteration: the one they belong to, and the policy version they count as.
+    prompts: None in place of a deleted one. iteration: iteration of the samples, also recorded as their policy version.
     """
     job = run.job
     per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
-    taken: dict[str, int] = {}
+    count_by_domain: dict[str, int] = {}
     for ordinal, prompt in enumerate(prompts):
         if prompt is None:
             continue
-        taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
-        if per_domain and taken[prompt.domain] > per_domain:
+        count_by_domain[prompt.domain] = count_by_domain.get(prompt.domain, 0) + 1
+        if per_domain and count_by_domain[prompt.domain] > per_domain:
             continue
         prompt_ids, response = run.answer_ids(prompt, prompt.answer)
         yield Sample(

@@ -13,7 +13,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.further_samples import Until
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.rollout.rollout_report import RolloutReport
-from mopd_dataplane.run.conditions import SPREAD
+from mopd_dataplane.run.conditions import SPREAD_CONDITION
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.reward import reward
@@ -57,6 +57,6 @@ def _count(run: Run, stage: Stage, iteration: int) -> tuple[int, int, int]:
     """(groups of an iteration whose rewards differ, all of its groups, its samples)."""
     rows, samples = stage_samples(run.store, stage, iteration, ["group_id"])
     with newest(run.store) as snapshot:
-        differs = np.isin(rows, Conditions(run.store, snapshot).rows(SPREAD, "rollout.until"))
+        differs = np.isin(rows, Conditions(run.store, snapshot).rows(SPREAD_CONDITION, "rollout.until"))
     groups = samples["group_id"]
     return pc.count_distinct(groups.filter(differs)).as_py(), pc.count_distinct(groups).as_py(), len(rows)

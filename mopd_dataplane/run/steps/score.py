@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.memory import out_of_memory_named
+from mopd_dataplane.base.memory import explain_out_of_memory
 from mopd_dataplane.base.stats_choice import keeps_stats
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.fields import PAYLOAD, column_names, of_signal, value
-from mopd_dataplane.job import less_memory
+from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.records import Signal
@@ -103,7 +103,7 @@ def _loading(run: Run, stage: Stage, teacher: str) -> str:
     """Progress text while a teacher is being loaded."""
     members = run.job.members_of(teacher)
     folders = [Path(run.policies.teacher(member, stage)) for member in members if not run.job.teachers[member].url]
-    return run.progress.waits_for(stage.name, f"loading teacher {teacher}", folders)
+    return run.progress.describe_wait(stage.name, f"loading teacher {teacher}", folders)
 
 
 def register_teachers(run: Run, stage: Stage) -> TeacherPool:
@@ -205,7 +205,7 @@ def student_topk(run: Run, stage: Stage) -> StudentTopk:
 
 def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
-    with out_of_memory_named(f"stage {stage.name!r}: scoring by {task.teacher!r}", less_memory.for_scoring(stage)):
+    with explain_out_of_memory(f"stage {stage.name!r}: scoring by {task.teacher!r}", memory_advice.for_scoring(stage)):
         return _score_task(run, stage, pool, student, task)
 
 

@@ -1,7 +1,9 @@
-"""Trains planned windows: the trainer's process lives from window to window, and this one records what it does."""
+"""Trains planned windows. The trainer runs in a process of its own, which serves several windows; this process starts
+it and records its metrics."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,133 +15,143 @@ from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
-from mopd_dataplane.run.steps.retain import free_served
+from mopd_dataplane.run.steps.retain import apply_retention
 from mopd_dataplane.run.steps.train_records import TrainRecords
 from mopd_dataplane.run.steps.trainer_process import TrainerProcess
 from mopd_dataplane.train.metrics import PADDING
 from mopd_dataplane.train.node_agent import node_rank
 
-STATS_S = 30.0
-"""How often per-token statistics are written while a window is trained."""
+STATS_INTERVAL_S = 30.0
+"""Time between two writes of per-token statistics while a window is trained, in seconds."""
 
 
 class Training:
-    """The training of one stage, used in a `with` block: processes start with the first window that has to be trained,
-    and end with the block."""
+    """Trains one stage; use it in a `with` block.
+
+    The trainer processes start at the first window that has to be trained and stop at the end of the block.
+    """
 
     def __init__(self, run: Run, stage: Stage, *, samples: int = 0) -> None:
-        """samples: of the whole stage, where a window is a fixed amount of them; 0 where it is a whole iteration."""
+        """samples: number of samples of the whole stage if windows have a fixed number of them; 0 if a window is
+        a whole iteration."""
         self._run = run
         self._stage = stage
         self._checkpoints = StoredCheckpoints(run.work, stage.name)
         self._records = TrainRecords(run, stage, self._checkpoints.folder)
         self._trainer = TrainerProcess(run, stage, self._checkpoints, samples)
-        self._layout_is_said = False
+        self._has_reported_padding = False
 
     def __enter__(self) -> Training:
-        if node_rank() == 0:  # what a killed run, here or on another node, left undone
+        if node_rank() == 0:  # publish and record what a killed run, on this node or another, left undone
             self._checkpoints.publish()
             self._run.policies.publish(self._stage)
             self._checkpoints.fetch()
             self._records.add_steps()
-            self.settle()
+            self.wait_for_checkpoint()
         return self
 
     def train(self, plan: PlanWindow) -> None:
-        """Train a recorded window unless its policy version exists, from the last checkpoint on.
+        """Train a recorded window, continuing from the last checkpoint, unless its policy version exists already.
 
-        The checkpoint behind this window is still being written when the version is there: `settle` waits for it.
-        Raises the trainer's error under its own exit code, EngineError when it died without one.
+        Returns when the version is published. The trainer may still be writing the checkpoint that follows the window:
+        `wait_for_checkpoint` waits for it. Raises the error that the trainer reported, with its exit code; EngineError
+        when the trainer died without reporting one.
         """
         run, stage = self._run.at(self._stage, plan.window)
-        self.settle()
+        self.wait_for_checkpoint()
         is_trained = run.policies.latest(stage) > plan.window
-        # A trainer that runs already may end a small window before this process looks; it is recorded all the same.
-        if not is_trained or not run.has_time(stage, plan.window, "train"):
+        # A running trainer may finish a small window before this check; its metrics must still be recorded.
+        if not is_trained or not run.has_recorded_time(stage, plan.window, "train"):
             total = len(plan.step_starts) - 1
             with run.progress.step(stage.name, "train", total=total, unit="steps") as (advance, report):
                 if not is_trained:
                     free_device_memory()
-                    self._trainer.start_for(plan.window)
-                    self._follow(plan.window, advance)
+                    self._trainer.ensure_running_for(plan.window)
+                    self._record_until_published(plan.window, advance)
                 run.policies.publish(stage)
                 steps = self._records.steps_of(plan.window)
-                self._say_layout(steps)
+                self._report_padding(steps)
                 report.facts = _summary(steps)
             self._records.add_window(plan, steps)
-            if not stage.train.keep:
+            if not stage.train.keep:  # the job does not keep the trainer between windows
                 self._trainer.stop()
             run.record_time(stage, plan.window, "train", report.seconds)
         self._records.add_steps()
 
-    def settle(self) -> None:
-        """Wait until the newest policy's checkpoint is written and in the store; free what no window reads again.
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the newest policy's checkpoint is written and in the store; free data that no later window reads.
 
-        Raises what train does when the trainer dies over it.
+        Raises the errors of `train` when the trainer dies while it writes the checkpoint.
         """
         if self._trainer.is_started:
             self._trainer.wait_until(lambda: self._checkpoints.windows_done() >= self._run.policies.latest(self._stage))
         self._checkpoints.publish()
-        free_served(self._run, self._stage, windows_done=self._checkpoints.windows_done())
+        apply_retention(self._run, self._stage, windows_done=self._checkpoints.windows_done())
 
-    def take_part(self, versions: int | None) -> None:
-        """On a node besides the first: train together with it until it has published that many versions; None: until
-        the plan log is closed."""
+    def train_with_first_node(self, versions: int | None) -> None:
+        """Train together with the first node, on a node other than it, until `versions` policy versions are published.
+
+        versions: None trains until the plan log is closed.
+        """
         latest = self._run.policies.latest
-        self._trainer.start_for(latest(self._stage))
-        self._trainer.take_part(lambda: versions is not None and latest(self._stage) >= versions)
+        self._trainer.ensure_running_for(latest(self._stage))
+        self._trainer.train_with_first_node(lambda: versions is not None and latest(self._stage) >= versions)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._trainer.stop()
         if node_rank() == 0:
             self._publish_checkpoint()
             if error is None:
-                self.settle()
+                self.wait_for_checkpoint()
 
-    def _follow(self, window: int, advance: Advance) -> None:
-        """Show the steps of a window, and record their statistics, until its policy is published."""
+    def _record_until_published(self, window: int, advance: Advance) -> None:
+        """Show the steps of a window and record their statistics until its policy is published."""
         recorded_at = time.monotonic()
 
-        def each_poll() -> None:
+        def on_poll() -> None:
             nonlocal recorded_at
             if steps := self._records.steps_of(window):
-                self._say_layout(steps)
+                self._report_padding(steps)
                 advance(len(steps), **_summary(steps[-1:]))
-                if time.monotonic() - recorded_at > STATS_S:
-                    # A rank that has reported a step waited for every other rank's step before it.
+                if time.monotonic() - recorded_at > STATS_INTERVAL_S:
+                    # Once a rank has reported a step, all ranks have finished the steps before it.
                     self._records.add_stats(steps[-1].step)
                     recorded_at = time.monotonic()
             self._publish_checkpoint()
 
-        self._trainer.wait_until(lambda: self._run.policies.latest(self._stage) > window, each_poll)
+        self._trainer.wait_until(lambda: self._run.policies.latest(self._stage) > window, on_poll)
 
-    def _say_layout(self, steps: Sequence[StepMetrics]) -> None:
-        """Say once that the model gets a row a sequence, and what it costs, as soon as a step has measured it."""
-        if not self._layout_is_said and steps and PADDING in steps[0].extra:
-            self._layout_is_said = True
+    def _report_padding(self, steps: Sequence[StepMetrics]) -> None:
+        """Print once, after the first step, that each sequence has a row of its own, and the share of padding."""
+        if not self._has_reported_padding and steps and PADDING in steps[0].extra:
+            self._has_reported_padding = True
             share = steps[0].extra[PADDING]
             self._run.progress.say(
-                f"{self._stage.name:<16} train    a row a sequence, because packed ones would see each other in this "
-                f"model: {share:.0%} of the first step's positions are padding"
+                f"{self._stage.name:<16} train    one sequence per row, because this model cannot keep packed "
+                f"sequences apart: {share:.0%} of the positions of the first step are padding"
             )
 
     def _publish_checkpoint(self) -> None:
         try:
             self._checkpoints.publish()
         except DeadlineError as failure:
-            why_not = f"the checkpoint stays on this node for now: {failure}"
-            self._run.progress.say(f"{self._stage.name:<16} train    {why_not}")
+            message = f"the checkpoint stays on this node for now: {failure}"
+            self._run.progress.say(f"{self._stage.name:<16} train    {message}")
 
 
 def _summary(steps: Sequence[StepMetrics]) -> dict[str, str]:
-    """Facts of some steps for the line of the stage."""
+    """Values of these steps for the progress line.
+
+    `loss` is that of the last step, `staleness` the maximum; `reverse_kl`, `padding` and `data_wait` (share of the
+    step time) are over all steps.
+    """
     if not steps:
         return {}
     facts = {"steps": str(len(steps)), "loss": f"{steps[-1].loss:.4f}"}
-    if steps[-1].reverse_kl == steps[-1].reverse_kl:
+    if not math.isnan(steps[-1].reverse_kl):
         facts["reverse_kl"] = f"{sum(m.reverse_kl for m in steps) / len(steps):.4f}"
     wait = sum(m.data_wait_s for m in steps) / max(sum(m.step_time_s for m in steps), 1e-9)
     if PADDING in steps[-1].extra:
         share = fmean(metrics.extra[PADDING] for metrics in steps if PADDING in metrics.extra)
-        facts["padding"] = f"{share:.0%} (a row a sequence)"
+        facts["padding"] = f"{share:.0%} (one sequence per row)"
     return {**facts, "data_wait": f"{100 * wait:.1f} %", "staleness": f"{max(m.staleness_max for m in steps)}"}

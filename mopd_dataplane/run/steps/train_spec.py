@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from mopd_dataplane.job import less_memory
+from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import is_hub_name
@@ -49,7 +49,7 @@ def train_spec(run: Run, stage: Stage, window: int, *, checkpoints: Path, scratc
         dtype=run.job.student.dtype,
         temperature=stage.rollout.temperature or 1.0,
         max_new_tokens=stage.rollout.max_new_tokens,
-        less_memory=less_memory.for_training(stage),
+        less_memory=memory_advice.for_training(stage),
         deadline_s=run.job.load.deadline_s,
         window_deadline_s=WINDOW_DEADLINE_S,
         context_parallel=run.job.scale.context_parallel,

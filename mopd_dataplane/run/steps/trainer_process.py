@@ -17,7 +17,7 @@ from typing import NoReturn
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
-from mopd_dataplane.job import less_memory
+from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.load.launch import start_server
@@ -54,8 +54,8 @@ class TrainerProcess:
         """Whether a trainer was started and not stopped; it may have ended by itself."""
         return self._process is not None
 
-    def start_for(self, window: int) -> None:
-        """Have a trainer that takes a window: the running one, unless the job changed for this window.
+    def ensure_running_for(self, window: int) -> None:
+        """Ensure that a trainer runs that takes a window: the running one, unless the job changed for this window.
 
         Raises InputError for ranks that do not divide among the nodes, MismatchError for another run's checkpoint.
         """
@@ -72,8 +72,8 @@ class TrainerProcess:
             first = end
         self._start(first)
 
-    def wait_until(self, is_reached: Callable[[], bool], each_poll: Callable[[], None] = lambda: None) -> None:
-        """Wait for the trainer's work. each_poll: called while it goes on.
+    def wait_until(self, is_reached: Callable[[], bool], on_poll: Callable[[], None] = lambda: None) -> None:
+        """Wait for the trainer's work. on_poll: called after every poll until then.
 
         Raises the trainer's error under its own exit code when it ends before, EngineError when it died without one.
         """
@@ -83,10 +83,10 @@ class TrainerProcess:
                 code = self._process.wait(POLL_S)
                 if not is_reached():
                     self._raise_error(code)
-            each_poll()
+            on_poll()
 
-    def take_part(self, has_enough: Callable[[], bool]) -> None:
-        """On a node besides the first: train until the trainer ends, or there is enough. Raises as `wait_until`."""
+    def train_with_first_node(self, has_enough: Callable[[], bool]) -> None:
+        """Train on a node other than the first until the trainer ends or `has_enough()`. Raises as `wait_until`."""
         assert self._process is not None
         while self._process.poll() is None and not has_enough():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,7 +128,7 @@ class TrainerProcess:
             raise spike_error(*self._run.at(self._stage, failed.window), failed)
         error = exit_error(f"stage {self._stage.name!r}: the trainer", code)
         if code == -signal.SIGKILL:
-            advice = less_memory.for_training(self._stage)
+            advice = memory_advice.for_training(self._stage)
             raise EngineError(f"{error}; the system kills so when memory runs out, and if it did: {advice}")
         raise error
 

@@ -178,7 +178,7 @@ def empty_rollouts(teachers: Sequence[str]) -> pa.Table:
         return connection.sql(f"select * from ({view_text})").to_arrow_table()
 
 
-def check_kind(
+def check_result_type(
     text: str, rollouts: pa.Table, names: Mapping[str, str], subject: str, *, is_condition: bool = True
 ) -> None:
     """Check that a store with this table could answer an expression. Raises QueryError if not.

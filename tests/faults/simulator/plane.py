@@ -278,7 +278,7 @@ def rollout(world: World, home: Path, acknowledged: set[str]) -> None:
             render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         ),
         commit=commit,
-        already=set(shelf.uids),
+        skip_uids=set(shelf.uids),
     )
 
 

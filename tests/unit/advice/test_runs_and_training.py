@@ -60,8 +60,8 @@ def test_a_job_that_nodes_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return check_job(JOB | {"store": uri}, where="job")
 
     with advises(" is an object store; give a folder that all nodes share"):
-        follow.join_job(job("s3://bucket/run"), Progress(quiet=True))
-    follow.join_job(job(str(tmp_path)), Progress(quiet=True))
+        follow.join_training(job("s3://bucket/run"), Progress(quiet=True))
+    follow.join_training(job(str(tmp_path)), Progress(quiet=True))
     assert joined == ["s"]
 
 

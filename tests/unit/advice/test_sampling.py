@@ -74,7 +74,8 @@ def roll(home: Path, engine: Any = None, shelf: Shelf | None = None, **changes: 
         stage="student", iteration=1, seed=7, rollout=rollout, wal=sections.Wal(full_disk_wait_s=0), wal_dir=home,
         render=render,
     )  # fmt: skip
-    run_rollout(engine or ToyEngine(slots=4), prompts, task, commit=shelf.commit, already=set(shelf.samples), **options)
+    skip_uids = set(shelf.samples)
+    run_rollout(engine or ToyEngine(slots=4), prompts, task, commit=shelf.commit, skip_uids=skip_uids, **options)
     return shelf.samples
 
 

@@ -167,7 +167,7 @@ def test_replies_of_vllm() -> None:
     assert predicting([torch.zeros(4, 2)], ids, places).shape == (2, 2)
     with advises(" likeliest; run again"):
         vllm_logprobs._said(np.arange(2), [{7: (1, -0.5)}], 1)
-    assert vllm_logprobs._said(np.arange(2), [{1: (1, -0.5)}], 1).own.tolist() == [-0.5]
+    assert vllm_logprobs._said(np.arange(2), [{1: (1, -0.5)}], 1).token_logprobs.tolist() == [-0.5]
 
 
 def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_what_log_probs_of_text_do_not_tell_is_read_from_states(folders: dict[st
     reader: Any = Text()
     with advises("teacher's own top-k only; set score.reads = "):
         list(scorer._said_of_text(reader, "one", [signal_kind("hidden", ())], [item], reads))
-    with advises("models would not agree; set score.reads = "):
+    with advises("identical models; set score.reads = "):
         list(scorer._said_of_text(reader, "one", [signal_kind("logprob", ())], [warm], reads))
     with closing(pool_of(folders, "one")) as pool:
         samples = [sample(), replace(sample(), uid="1" * 32, temperature=0.7)]

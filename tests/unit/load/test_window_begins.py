@@ -28,7 +28,7 @@ def unheard(reason: str) -> None:
 
 
 def test_a_plan_is_seen_as_soon_as_it_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(windows_module, "PROBE_S", 3600.0)  # what a folder says must be enough
+    monkeypatch.setattr(windows_module, "PLAN_POLL_S", 3600.0)  # what a folder says must be enough
     store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
     add_window(store, 0)
     begun, sources = threading.Event(), []

@@ -138,7 +138,7 @@ def test_a_sample_beyond_the_teachers_context_is_refused_unless_the_job_takes_it
     student = hf.load_tokenizer(folder)
     sample = _sample(student, last=20)
     refusing = TeacherPool({"t": TeacherSpec(folder, sections.Teacher(source="x"))}, student_tokenizer=student)
-    with pytest.raises(MismatchError, match=r"has 13 tokens .* whose context is 8.*beyond_context"):
+    with pytest.raises(MismatchError, match=r"has 13 tokens .* context length 8.*beyond_context"):
         list(score_samples(refusing, "t", ("logprob",), [sample], sections.Score()))
     spec = TeacherSpec(folder, sections.Teacher(source="x", beyond_context=True))
     taking = TeacherPool({"t": spec}, student_tokenizer=student)

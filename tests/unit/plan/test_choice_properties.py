@@ -35,7 +35,7 @@ def random_columns(seed: int, group: int) -> Columns:
         loss_tokens=np.ones(n, np.int32), version_first=iteration.astype(np.int32), domains=np.zeros(n, np.int16),
         groups=codes, teachers=np.zeros(n, np.int16), has_signals=noise.random(n) > 0.05,
         has_reward=noise.random(n) > 0.05, abandoned=np.zeros(n, bool), domain_names=("math",),
-        failed=failed.astype(np.int16), conditions=REASONS[2:], replayed=iteration < WINDOW,
+        first_unmet=failed.astype(np.int16), conditions=REASONS[2:], replayed=iteration < WINDOW,
         weights=noise.exponential(1.0, n) * (noise.random(n) > 0.1),
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ def eligible(columns: Columns, group: int, max_staleness: int) -> dict[str, list
     database.execute("create table samples (place, grp, signal, reward, failed, older, age)")
     database.executemany("insert into samples values (?, ?, ?, ?, ?, ?, ?)", [
         (row, int(columns.groups[row]), bool(columns.has_signals[row]), bool(columns.has_reward[row]),
-         int(columns.failed[row]), bool(columns.replayed[row]), WINDOW - int(columns.version_first[row]))
+         int(columns.first_unmet[row]), bool(columns.replayed[row]), WINDOW - int(columns.version_first[row]))
         for row in range(len(columns))
     ])  # fmt: skip
     bound = f"and (not older or age <= {max_staleness})" if max_staleness else ""

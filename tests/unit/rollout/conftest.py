@@ -49,7 +49,7 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
             "wal_dir": home or tmp_path / "wal",
             "commit": shelf.commit,
             "render": lambda prompt: [ord(c) % 12 for c in prompt.text],
-            "already": set(shelf.samples),
+            "skip_uids": set(shelf.samples),
         } | overrides
         engine = settings.pop("engine", None) or ToyEngine(slots=slots)
         prompts = settings.pop("prompts", None)

@@ -17,7 +17,7 @@ from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.steps.retain import free_served
+from mopd_dataplane.run.steps.retain import apply_retention
 from mopd_dataplane.run.work_folder import open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position
@@ -62,7 +62,7 @@ def test_the_newest_stay_and_those_with_a_checkpoint(tmp_path: Path, most: int, 
         save_checkpoint(run, "first", version)
     stage = run.job.stage("first")
     for _ in range(2):
-        free_served(run, stage, windows_done=5)
+        apply_retention(run, stage, windows_done=5)
         assert run.policies.stored(stage) == stay
     if most:
         with pytest.raises(UnknownNameError, match="first v2 is not stored: of v1 to v8"):
@@ -77,7 +77,7 @@ def test_weights_under_the_adapters_of_a_later_stage_stay(tmp_path: Path) -> Non
     adapter = run.root / "policies" / "later" / "v1"
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     (adapter / "base.json").write_text(json.dumps({"place": "../../first/v2", "digest": ""}))
-    free_served(run, run.job.stage("first"), windows_done=6)
+    apply_retention(run, run.job.stage("first"), windows_done=6)
     assert run.policies.stored(run.job.stage("first")) == [2, 5, 6]
 
 
@@ -94,7 +94,7 @@ def test_a_concurrent_stage_keeps_what_its_samples_and_evaluations_need(
     objectives = {"sft": {"cross_entropy": {}}}
     job = job_with({"policies": 1}, stage, objectives=objectives, eval={"every": every})
     run = run_with(str(tmp_path / "store"), job, student=9)
-    free_served(run, job.stage("student"), windows_done=9)
+    apply_retention(run, job.stage("student"), windows_done=9)
     assert run.policies.stored(job.stage("student")) == list(stay)
 
 
@@ -102,7 +102,7 @@ def test_on_an_object_store_they_leave_both_sides(s3: str, tmp_path: Path) -> No
     run = run_with(s3, job_with({"policies": 2}), str(tmp_path / "work"), first=5)
     stage = run.job.stage("first")
     assert run.store.files is not None
-    free_served(run, stage, windows_done=5)
+    apply_retention(run, stage, windows_done=5)
     elsewhere = Policies(run.job, open_work(open_store(s3), str(tmp_path / "other")))
     assert run.policies.stored(stage) == elsewhere.stored(stage) == [4, 5]
     assert {name.split("/")[2].split(".")[0] for name in run.store.files.under("policies")} == {"v4", "v5"}

@@ -52,7 +52,7 @@ def test_the_rest_may_be_a_teachers() -> None:
     routed = samplers({"student_share": 0.5, "rest": "routed"})
     assert {s.policy for s in routed[::2]} == {"self", "summer"}
     assert {s.policy for s in routed[1::2]} == {"self", "poet"}
-    assert {s.writers for s in routed} == {"engine-", "teacher-summer-", "teacher-poet-"}
+    assert {s.writer_prefix for s in routed} == {"engine-", "teacher-summer-", "teacher-poet-"}
 
 
 def test_each_students_draw_is_mixed_with_its_prompts_teacher() -> None:
@@ -60,7 +60,7 @@ def test_each_students_draw_is_mixed_with_its_prompts_teacher() -> None:
     draws = samplers({"teacher_mix": 0.2, "student_share": 0.5})
     assert set(draws[::2]) == {Sampler("self", "summer"), Sampler("reference")}
     assert set(draws[1::2]) == {Sampler("self", "poet"), Sampler("reference")}
-    assert Sampler("self", "poet").writers == "mixed-poet-"
+    assert Sampler("self", "poet").writer_prefix == "mixed-poet-"
 
 
 GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}

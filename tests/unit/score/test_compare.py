@@ -60,13 +60,13 @@ def logprobs(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
     """[M, V] from one plain forward pass."""
     with torch.no_grad():
         logits = model(torch.from_numpy(answer.teacher.tokens)[None]).logits[0]
-    return logits[torch.from_numpy(answer.teacher.masked) - 1].log_softmax(-1)
+    return logits[torch.from_numpy(answer.teacher.loss_positions) - 1].log_softmax(-1)
 
 
 def test_the_student_itself_has_nothing_to_teach(student: TeacherForward) -> None:
     comparison = compare(student, student, answers(), k=8)
     assert comparison.answers == 24
-    assert comparison.tokens == sum(len(answer.student.masked) for answer in answers())
+    assert comparison.tokens == sum(len(answer.student.loss_positions) for answer in answers())
     assert comparison.reverse_kl == pytest.approx(0, abs=1e-5)
     assert (comparison.overlap, comparison.top1_agreement) == (1.0, 1.0)
     assert compare(student, student, answers(2), k=10**6).overlap == 1.0, "more than the vocabulary"
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_teachers_own_logits(student: TeacherForward, f
     shifted_answers = answers(shift=3)
     comparison = compare(student, teacher, shifted_answers, k=8, batch=7)
     said = [logprobs(model, answer) for answer in shifted_answers]
-    written = [torch.from_numpy(answer.student.tokens[answer.student.masked]) for answer in shifted_answers]
+    written = [torch.from_numpy(answer.student.tokens[answer.student.loss_positions]) for answer in shifted_answers]
     support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(said, written, strict=True)]
     assert comparison.mean_logprob == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
     entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in said])

@@ -183,7 +183,7 @@ def test_a_wrong_answer_is_an_error_that_names_it(server: ModelServer, teacher: 
 def test_a_good_answer_has_the_numbers_of_the_model(server: ModelServer, teacher: ServerLogprobs) -> None:
     for ids, said in zip(SEQUENCES, teacher.read(SEQUENCES, K), strict=True):
         values = server.logprobs(ids.tolist())[:-1]
-        np.testing.assert_allclose(said.own, values[np.arange(len(values)), ids[1:]], atol=1e-6)
+        np.testing.assert_allclose(said.token_logprobs, values[np.arange(len(values)), ids[1:]], atol=1e-6)
         np.testing.assert_array_equal(said.ids, np.argsort(-values)[:, :K])
         np.testing.assert_allclose(said.logprobs, -np.sort(-values)[:, :K], atol=1e-6)
 
@@ -196,8 +196,8 @@ def test_rounding_above_0_is_read_as_0(server: ModelServer, teacher: ServerLogpr
 
     server.misbehave = changes(certain)
     for said in teacher.read(SEQUENCES, K):
-        assert said.logprobs[:, 0].tolist() == [0.0] * len(said.own)
-        assert (said.own <= 0).all()
+        assert said.logprobs[:, 0].tolist() == [0.0] * len(said.token_logprobs)
+        assert (said.token_logprobs <= 0).all()
 
 
 PASSING: dict[str, Misbehave] = {
@@ -218,7 +218,7 @@ def test_what_can_pass_is_tried_again(server: ModelServer, teacher: ServerLogpro
     before = len(server.asked)
     server.misbehave = fails(2, PASSING[kind])
     for said, expected in zip(teacher.read(SEQUENCES, K), good, strict=True):
-        np.testing.assert_array_equal(said.own, expected.own)
+        np.testing.assert_array_equal(said.token_logprobs, expected.token_logprobs)
     assert len(server.asked) - before == len(SEQUENCES) + 2
 
 

@@ -160,9 +160,9 @@ def test_no_text_is_misaligned(student: str) -> None:
         ids = [token for part in (text[:cut], text[cut:]) for token in ours.encode(part, add_special_tokens=False)]
         ids += [ours.eos_token_id] * (number % 2)
         name = draw.choice(list(teachers))
-        own = teachers[name].read(sample_of(ids), [7])
+        own = teachers[name].retokenize(sample_of(ids), [7])
         mine = bytes_of(ids)
-        its = theirs[name](own.read.tokens[1:].tolist())
+        its = theirs[name](own.teacher_sample.tokens[1:].tolist())
         if number % 2:
             mine[-1] = its[-1] = b"\0"
         assert b"".join(mine) == text.encode() + b"\0" * (number % 2)
@@ -177,7 +177,7 @@ def test_no_text_is_misaligned(student: str) -> None:
 def test_tokens_that_split_a_character_share_its_chunk() -> None:
     own = OwnTokenizer(TOKENIZERS["bytes"], byte_level(5, 0, "🙂"), name="t")
     ids = TOKENIZERS["bytes"].encode("a🙂b", add_special_tokens=False)
-    assert own.read(sample_of(ids), ()).alignment.student.tolist() == [0, 1, 1, 1, 1, 2]
+    assert own.retokenize(sample_of(ids), ()).alignment.student.tolist() == [0, 1, 1, 1, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def test_a_sample_without_a_text_is_named(change: Callable[[list[int], int], lis
     own = OwnTokenizer(ours, TOKENIZERS["large"], name="t")
     sample = sample_of(change(ours.encode("abc", add_special_tokens=False), ours.eos_token_id))
     with pytest.raises(MismatchError, match=f"cannot read sample s, which .*{problem}".replace("|", r"\|")):
-        own.read(sample, ())
+        own.retokenize(sample, ())
     assert problem in own.problem(sample)
 
 
@@ -288,7 +288,7 @@ def test_text_of_a_tool_between_tokens_of_the_policy_is_named() -> None:
     ours = TOKENIZERS["bytes"]
     sample = sample_of(ours.encode("abc", add_special_tokens=False))
     with pytest.raises(MismatchError, match="text of tools"):
-        OwnTokenizer(ours, ours, name="t").read(replace(sample, loss_mask=np.array([1, 0, 1], np.uint8)), ())
+        OwnTokenizer(ours, ours, name="t").retokenize(replace(sample, loss_mask=np.array([1, 0, 1], np.uint8)), ())
 
 
 def test_a_tokenizer_that_changes_the_text_is_named() -> None:
@@ -297,7 +297,7 @@ def test_a_tokenizer_that_changes_the_text_is_named() -> None:
     lower = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token=END)
     ours = TOKENIZERS["bytes"]
     with pytest.raises(MismatchError, match="has the text b'aBc', in its tokens b'abc'"):
-        OwnTokenizer(ours, lower, name="t").read(sample_of(ours.encode("aBc", add_special_tokens=False)), ())
+        OwnTokenizer(ours, lower, name="t").retokenize(sample_of(ours.encode("aBc", add_special_tokens=False)), ())
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused() -> None:

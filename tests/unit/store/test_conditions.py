@@ -19,7 +19,7 @@ from mopd_dataplane.store.read import row_reader
 from mopd_dataplane.store.rollouts import arrays, other_rows
 from mopd_dataplane.store.rollouts.arrays import RolloutColumns
 from mopd_dataplane.store.rollouts.columns import optional_sources
-from mopd_dataplane.store.rollouts.conditions import Conditions, check_kind, empty_rollouts
+from mopd_dataplane.store.rollouts.conditions import Conditions, check_result_type, empty_rollouts
 from mopd_dataplane.store.rollouts.expressions import check_timeless, conjuncts, expand, used_names
 
 COUNT = 60
@@ -163,12 +163,12 @@ def test_what_is_no_condition_is_refused(scored: Store, condition: str, problem:
 
 def test_a_condition_is_checked_without_a_store() -> None:
     rollouts, names = empty_rollouts(["adder"]), {"hard": "kl_adder > 1 and step > 2", "step": "0"}
-    check_kind("hard or reward > 0", rollouts, names, "plan.where")
-    check_kind("kl_adder + 1", rollouts, names, "plan.weight", is_condition=False)
+    check_result_type("hard or reward > 0", rollouts, names, "plan.where")
+    check_result_type("kl_adder + 1", rollouts, names, "plan.weight", is_condition=False)
     with pytest.raises(QueryError, match=r"no column 'kl_adler'.*did you mean 'kl_adder'"):
-        check_kind("kl_adler > 1", rollouts, names, "plan.where")
+        check_result_type("kl_adler > 1", rollouts, names, "plan.where")
     with pytest.raises(QueryError, match="not a number"):
-        check_kind("hard", rollouts, names, "plan.weight", is_condition=False)
+        check_result_type("hard", rollouts, names, "plan.weight", is_condition=False)
 
 
 def test_questions_are_spelled_out_and_may_not_go_in_a_circle() -> None:

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job
-from mopd_dataplane.run import pace
-from mopd_dataplane.run.pace import Pace
+from mopd_dataplane.run import remaining_time
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.remaining_time import RemainingTime
 
 
 def job(*stages: dict[str, Any]) -> Job:
@@ -30,22 +30,22 @@ def job(*stages: dict[str, Any]) -> Job:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(remaining_time.time, "monotonic", lambda: seconds[0])
     return seconds
 
 
 def test_the_iterations_of_this_call_tell_what_is_left_of_the_stage(clock: list[float]) -> None:
     checked = job({"name": "s", "objective": "o", "iterations": 5})
-    left = Pace(checked, checked.stages[0], 5)
+    left = RemainingTime(checked, checked.stages[0], 5)
     clock[0] = 3.0  # the first iteration was there already
-    left.skip()
+    left.skip_iteration()
     clock[0] += 600
-    assert left.lap(2) == "about 30 min 0 s for 3 iterations"
+    assert left.after_iteration(2) == "about 30 min 0 s for 3 iterations"
     clock[0] += 1200
-    assert left.lap(3) == "about 30 min 0 s for 2 iterations"
+    assert left.after_iteration(3) == "about 30 min 0 s for 2 iterations"
     clock[0] += 60
-    left.lap(4)
-    assert left.lap(5) == ""
+    left.after_iteration(4)
+    assert left.after_iteration(5) == ""
 
 
 def test_later_stages_count_by_their_samples_and_those_without_are_named(clock: list[float]) -> None:
@@ -55,9 +55,9 @@ def test_later_stages_count_by_their_samples_and_those_without_are_named(clock: 
         {"name": "twice", "objective": "o", "iterations": 2, "rollout": {"group_size": 2}},
         {"name": "base", "data": "reference"},
     )
-    left = Pace(checked, checked.stages[0], 3, later=checked.stages[1:])
+    left = RemainingTime(checked, checked.stages[0], 3, later_stages=checked.stages[1:])
     clock[0] = 100.0
-    assert left.lap(1) == (
+    assert left.after_iteration(1) == (
         "about 3 min 20 s for 2 iterations, 10 min 0 s with stage twice at the same pace a sample, without base, "
         "of which nothing is known yet"
     )

@@ -10,8 +10,8 @@ from documented import ROOT, blocks
 
 from mopd_dataplane.job.changes import differences
 from mopd_dataplane.job.job import Job
-from mopd_dataplane.job.less_memory import for_rollout, for_scoring, for_training
 from mopd_dataplane.job.load import load_job
+from mopd_dataplane.job.memory_advice import for_rollout, for_scoring, for_training
 from mopd_dataplane.job.section import ChangeClass
 
 TEXT = next(block.text for block in blocks(ROOT / "docs" / "change.md") if block.language == "toml")
