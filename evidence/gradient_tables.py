@@ -42,7 +42,7 @@ def signals() -> str:
     """Every form of the signal: bytes a token, and its gradient beside the exact one's."""
     (result,) = gradients("signals")
     columns = {"bytes": "d", "bias": ".3f", "chance": ".3f", "noise": ".2f", "cosine": ".3f", "time": ".2f"}
-    head = ("signal", "bytes/token", "bias", "by chance", "noise", "cosine", "time, full = 1")
+    head = ("signal", "bytes/token", "bias", "standard error", "noise", "cosine", "time, full = 1")
     lines = [line(*head), line(*["---"] * len(head))]
     for row in result["rows"]:
         lines.append(line(row["signal"], *(format(row[name], form) for name, form in columns.items())))
