@@ -1,7 +1,7 @@
 """The advantage of a sampled token.
 
-    A_t = teacher_coef * clip(G_t) + reward_coef * (group-relative outcome advantage of the sample)
-    g_t = log pi_T - log pi_S + (lambda - 1) (log pi_T - log pi_ref)                    per trained token
+    A_t = teacher_coef * G_t + reward_coef * (group-relative outcome advantage of the sample)
+    g_t = clip(log pi_T - log pi_S + (lambda - 1) (log pi_T - log pi_ref))              per trained token
     G_t = sum over later trained tokens j >= t of gamma^(j - t) g_j                     discount gamma, 0 by default
           (j > t, as gamma^(j - t - 1), without own_token; over their number when length_normalised)
 
