@@ -243,7 +243,7 @@ def test_an_unknown_column_of_tokens_is_no_damage(scored: Store) -> None:
 
 def test_a_prompt_that_is_given_twice_is_the_same_prompt(store: Store) -> None:
     prompt = Prompt(prompt_id="p", domain="d", text="one")
-    with pytest.raises(MismatchError, match="text is 'one' before, 'two' now"):
+    with pytest.raises(MismatchError, match="text is 'one' in an earlier row, 'two' now"):
         store.add_prompts([prompt, dataclasses.replace(prompt, text="two")])
     assert store.add_prompts([prompt, prompt]) == 1
     with pytest.raises(InputError, match="surrogates not allowed"):
