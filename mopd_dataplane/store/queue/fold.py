@@ -54,8 +54,8 @@ def fold(queue: QueueTable, unfolded: UnfoldedLogs, clock: Clock) -> int:
         unfolded.read_new()
     batches = unfolded.pending_batches()
     last_stamp = batches[-1].stamp if batches else 0
-    folded = 0
-    for _ in range(COMMIT_ATTEMPTS):
+    folded = conflicts = 0
+    while conflicts < COMMIT_ATTEMPTS:
         with queue.location.committing(queue.table.name):
             dataset = queue.table.open_with_new_columns()
             last_folded = queue.last_folded(dataset)
@@ -66,9 +66,12 @@ def fold(queue: QueueTable, unfolded: UnfoldedLogs, clock: Clock) -> int:
                 return folded
             batches = _first_that_fit(batches)
             committed = _commit(queue, unfolded, dataset, last_folded, batches)
-        if committed is not None:
-            folded += len(batches)
-            queue.table.compact_if_needed(committed)
+        if committed is None:
+            conflicts += 1
+            continue
+        conflicts = 0
+        folded += len(batches)
+        queue.table.compact_if_needed(committed)
     raise ResourceError(
         f"{queue.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other processes; nothing is lost, the next "
         "fold goes on"

@@ -25,7 +25,7 @@ from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.copy_tables import pin_tables
-from mopd_dataplane.store.queue import lease, queue_log
+from mopd_dataplane.store.queue import fold, lease, queue_log
 from mopd_dataplane.store.queue.committed import CommittedQueue
 from mopd_dataplane.store.queue.lease import Lease, Watch
 from mopd_dataplane.store.queue.logged import LoggedQueue
@@ -318,6 +318,17 @@ def test_a_folder_that_stalled_changes_nothing_when_it_wakes_up(tmp_path: Path, 
         assert sorted(reader.keys()) == [(2, "x"), (3, "x")]
         assert [item.data for item in reader.get([(2, "x"), (3, "x")])] == [b"newer", b"three"]
     assert set(folded_rows(tmp_path).values()) <= {1}
+
+
+def test_a_large_backlog_is_folded_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits that succeed are not counted as conflicts, however many a fold needs."""
+    monkeypatch.setattr(fold, "FOLD_BYTES", 1)  # each put is a commit
+    monkeypatch.setattr(fold, "COMMIT_ATTEMPTS", 2)
+    queue = opened(tmp_path / "store")
+    for sample in range(5):
+        queue.put([(sample, "tokens")], [value(f"{sample}")])
+    assert queue.fold() == 5
+    assert [queue.get([(sample, "tokens")])[0].data for sample in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
 
 
 def test_readers_see_every_write_while_it_is_folded(tmp_path: Path) -> None:
