@@ -24,6 +24,7 @@ from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, 
 from mopd_dataplane.run.pace import Pace
 from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.queue_score import score_queue
 from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
 from mopd_dataplane.run.steps.collapse import check_collapse
 from mopd_dataplane.run.steps.discriminate import discriminate
@@ -184,13 +185,19 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": rollouts}
 
 
-def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
+def score_stage(
+    job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False, queue: str | None = None
+) -> Summary:
     """Compute every signal that a stage's samples lack; with `follow`, as they appear, and the rewards too.
 
-    Returns {"stage", "signals": how many are new} and their "loss_tokens", or with `follow` the new "rewards".
-    Raises MopdError; the same call then continues.
+    queue: name of a running TransferQueue whose trajectories are the samples; they are scored as they appear, and the
+    signals are put back beside them. Returns {"stage", "signals": how many are new} and their "loss_tokens", or with
+    `follow` the new "rewards", and with `queue` how many trajectories were "put". Raises MopdError; the same call then
+    continues.
     """
     run = open_run(job, Progress(console), make=follow)
+    if queue is not None:
+        return {"stage": stage.name, **score_queue(run, stage, queue)}
     if follow:
         return {"stage": stage.name, **score_follow(run, stage)}
     run, stage = run.at(stage, run.policies.latest(stage))
