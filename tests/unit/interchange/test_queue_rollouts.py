@@ -21,8 +21,8 @@ from verl_puts import put, trajectory, value
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.queue_mapping import MAPPINGS, QueueMapping, read_mapping
-from mopd_dataplane.interchange.queue_rollouts import QueueRollouts, record_rollouts
+from mopd_dataplane.interchange.queue_mapping import MAPPINGS, QueueMapping, QueueRollouts, read_mapping
+from mopd_dataplane.interchange.queue_rollouts import record_rollouts
 from mopd_dataplane.models.hf import tokenizer_digest
 from mopd_dataplane.models.initial_weights import character_tokenizer
 from mopd_dataplane.store.queue.logged import LoggedQueue
