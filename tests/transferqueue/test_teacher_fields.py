@@ -368,7 +368,7 @@ def test_a_queue_that_cannot_be_scored_is_named(framework: Framework, job: Path,
     with pytest.raises(InputError, match=r"has no queue 'verll'; known: verl; did you mean 'verl'"):
         read_queue_mapping(framework.store, "verll")
     open_queue(str(framework.store), "plain", starts_folding=False)
-    with advises("; set backend.MopdStore.mapping where the framework is configured"):
+    with advises(" has no mapping, so none of its values is a sample; set backend."):
         read_queue_mapping(framework.store, "plain")
     section = {"store": str(framework.store), "queue": "plain", "tokenizer": str(framework.model)}
     own = {"prompt": "p", "response": "r"}
