@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def running_queue(store: Path, queue: str) -> Iterator[RunningQueue]:
             raise InputError(
                 f"no TransferQueue runs on the Ray cluster at {address}; start the framework first"
             ) from None
-        config = ray.get(controller.get_config.remote(), timeout=ANSWER_S)
+        config = _config_of(controller)
         _check_backend(config, store, queue)
         ray.get(controller.__ray_call__.remote(check_writes), timeout=ANSWER_S)
         client = AsyncTransferQueueClient(f"mopd-score-{os.getpid()}", config.controller.zmq_info)
@@ -135,6 +136,16 @@ def running_queue(store: Path, queue: str) -> Iterator[RunningQueue]:
     finally:
         if joined:
             ray.shutdown()
+
+
+def _config_of(controller: Any) -> Any:
+    """Return the configuration of a controller, which has none until TransferQueue has started. Raises InputError."""
+    until = time.monotonic() + ANSWER_S
+    while (config := ray.get(controller.get_config.remote(), timeout=ANSWER_S)) is None:
+        if time.monotonic() > until:
+            raise InputError(f"TransferQueue has not started within {ANSWER_S:.0f} s; look at the framework's messages")
+        time.sleep(0.5)
+    return config
 
 
 def check_writes(controller: Any) -> None:
