@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,6 @@ from transfer_queue.controller import TransferQueueController
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl_puts import trajectory
 
-import mopd_dataplane.transferqueue
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import InputError, MismatchError
@@ -364,6 +365,11 @@ def test_stale_metadata_does_not_read_the_fields_of_another(framework: Framework
         client.get([f"{old.global_indexes[0]}@teacher_logprobs"], custom_backend_meta=[write])
 
 
+def test_its_module_loads_no_lance() -> None:
+    code = "import sys, mopd_dataplane.transferqueue.teacher_fields; assert 'lance' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_queue_that_cannot_be_scored_is_named(framework: Framework, job: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no queue 'verll'; known: verl; did you mean 'verl'"):
         read_queue_mapping(framework.store, "verll")
@@ -389,6 +395,3 @@ def test_a_queue_that_cannot_be_scored_is_named(framework: Framework, job: Path,
     framework.config.backend.storage_backend = "SimpleStorage"
     with pytest.raises(InputError, match="keeps its values in SimpleStorage, not in a store"):
         check(framework.config, framework.store, "verl")
-
-
-assert mopd_dataplane.transferqueue.MopdStorageManager
