@@ -3,6 +3,10 @@
     python jobs/examples/verl_run.py runs/verl STEPS
     mopd run jobs/examples/after_verl.toml
 
+With --teacher the trainer waits in each step for the log-probs that another process puts beside the trajectories:
+
+    mopd score jobs/examples/after_verl.toml --stage train --queue verl
+
 verl's own: AgentLoopWorkerTQ from the start of a prompt to its puts, AgentLoopOutput, ReplayBufferAsync, and
 TransferQueue with its controller and checkpoints. Stand-ins: the server that samples (a random model, written to
 runs/verl.model), the reward (the share of even tokens), the dataset, and the step of the optimizer.
@@ -13,10 +17,11 @@ put has returned. Needs what `make test-loops` installs.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -86,7 +91,8 @@ class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore
 class Run:
     """What verl's trainer does around a step."""
 
-    def __init__(self, store: Path, model: Path) -> None:
+    def __init__(self, store: Path, model: Path, *, has_teacher: bool) -> None:
+        self.has_teacher = has_teacher
         self.checkpoints = store.with_name(store.name + ".checkpoints")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -100,6 +106,8 @@ class Run:
             self.submit(step)
             batch, _ = self.buffer.sample(step, "train", PROMPTS)
             data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rollout_log_probs"])
+            if self.has_teacher:
+                print(f"step {step}: {self.gap(batch.keys, data):.6f} nat between sampler and teacher", flush=True)
             tq.kv_batch_put(
                 keys=batch.keys, partition_id="train",
                 fields=TensorDict({"old_log_probs": data["rollout_log_probs"]}, batch_size=len(batch.keys)),
@@ -107,6 +115,15 @@ class Run:
             tq.kv_clear(keys=batch.keys, partition_id="train")
             self.save(step + 1)
             print(f"step {step}: {len(batch.keys)} trajectories", flush=True)
+
+    def gap(self, keys: list[str], data: TensorDict) -> float:
+        """Wait for the teacher's log-probs, and return their mean distance from the sampler's."""
+        while "teacher_logprobs" not in tq.get_client().kv_retrieve_meta(keys=keys, partition_id="train").field_names:
+            time.sleep(0.1)
+        scored = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["teacher_logprobs"])
+        pairs = zip(data["rollout_log_probs"].unbind(), scored["teacher_logprobs"].unbind(), strict=True)
+        # Row t is of the token t + 1, so the response of R tokens has the R rows before the last one.
+        return float(torch.cat([(own - teacher[-len(own) - 1 : -1, 0]).abs() for own, teacher in pairs]).mean())
 
     def submit(self, step: int) -> None:
         numbers, truths = range(PROMPTS), [str(step + number) for number in range(PROMPTS)]
@@ -159,7 +176,7 @@ def make_model(folder: str) -> None:
     Qwen3ForCausalLM(shape).save_pretrained(folder)
 
 
-def main(store: str, steps: int) -> None:
+def main(store: str, steps: int, *, has_teacher: bool) -> None:
     model = f"{store}.model"
     if not Path(model).exists():
         make_model(model)
@@ -169,9 +186,15 @@ def main(store: str, steps: int) -> None:
         "controller": {"polling_mode": True},
         "backend": {"storage_backend": "MopdStore", "MopdStore": backend},
     }))  # fmt: skip
-    Run(Path(store), Path(model)).go(steps)
+    print(f"ray: {ray.get_runtime_context().gcs_address}", flush=True)
+    Run(Path(store), Path(model), has_teacher=has_teacher).go(steps)
     tq.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--teacher", action="store_true", help="wait for a teacher's log-probs in each step")
+    args = parser.parse_args()
+    main(args.store, args.steps, has_teacher=args.teacher)

@@ -232,12 +232,29 @@ def rollout(of: OneStage, follow: Follow = False, *, overrides: Given) -> None:
     one_stage("rollout_stage", of, overrides, follow=follow)
 
 
-def score(of: OneStage, follow: Follow = False, *, overrides: Given) -> None:
+def score(
+    of: OneStage,
+    follow: Follow = False,
+    queue: Annotated[
+        str | None,
+        Option(
+            "--queue",
+            metavar="NAME",
+            help="Score the trajectories of a running TransferQueue as they come, and put the signals beside them.",
+        ),
+    ] = None,
+    *,
+    overrides: Given,
+) -> None:
     """Let each sample's teacher score every token.
 
-    Only signals that are missing are computed; samples are never rewritten.
+    Only signals that are missing are computed; samples are never rewritten. With --queue, the stage has `data =
+    "stored"` and the store is that of the named queue, whose framework runs on the Ray cluster at $RAY_ADDRESS, or on
+    this machine. The command ends with the framework, or on Ctrl-C, and may be started again at any time.
     """
-    one_stage("score_stage", of, overrides, follow=follow)
+    if follow and queue is not None:
+        raise InputError("--queue follows the framework that puts into it; leave --follow out")
+    one_stage("score_stage", of, overrides, follow=follow, queue=queue)
 
 
 def reward(
@@ -290,7 +307,8 @@ def add_to(app: Typer) -> None:
     register(app, run, *examples, panel=PANEL, cls=RayAnywhere)
     register(app, check, f"mopd check {job}", f"mopd check {job} --rehearse", panel=PANEL)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
-    register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)
+    from_queue = "mopd score jobs/examples/after_verl.toml --stage train --queue verl"
+    register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", from_queue, panel=PANEL)
     again = f"mopd reward {job} --stage student --missing"
     register(app, reward, f"mopd reward {job} --stage student --json", again, panel=PANEL)
     register(app, plan, f"mopd plan {job} --stage student --explain", panel=PANEL)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.errors import InputError, nearest
+from mopd_dataplane.errors import DamagedError, InputError, nearest
 from mopd_dataplane.interchange.rows import Row, read_messages
 from mopd_dataplane.job.values import NAME
-from mopd_dataplane.store.queue.values import TAGS
+from mopd_dataplane.store.queue.values import TAGS, Write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class QueueMapping:
     """[L, K]: the tokens of `teacher_logprobs`; needed for K > 1"""
     teacher: str = ""
     """Name of the teacher, per sample; without one it is called `teacher`."""
+    teacher_hidden: str = ""
+    """[R, d] hidden states of the teacher, which `mopd score --queue` puts; they are not read from the queue."""
     messages: str = ""
     """Chat messages of the prompt"""
     answer: str = ""
@@ -74,16 +78,21 @@ class QueueMapping:
 
     def field_names(self) -> set[str]:
         """Fields of the queue that are read."""
-        parts = (getattr(self, item.name) for item in fields(self) if item.name != "repeated")
+        parts = (getattr(self, item.name) for item in fields(self) if item.name not in ("repeated", "teacher_hidden"))
         return {_field(name) for name in parts if name} | {TAGS}
+
+    def ignored_fields(self) -> set[str]:
+        """Fields of the queue that are not read because the store has their content anyway."""
+        return {*self.repeated.split(), self.teacher_hidden} - {""}
 
 
 MAPPINGS = {
     "verl": QueueMapping(
         prompt="prompts", response="responses", mask="response_mask", logprobs="rollout_log_probs", reward="rm_scores",
         reward_detail="extra_fields.reward_extra_info", reference_logprobs="ref_log_prob",
-        teacher_logprobs="teacher_logprobs", teacher_ids="teacher_ids", messages="raw_prompt",
-        answer="reward_model.ground_truth", domain="data_source", group="uid", member="session_id",
+        teacher_logprobs="teacher_logprobs", teacher_ids="teacher_ids", teacher="teacher_name",
+        teacher_hidden="teacher_hidden", messages="raw_prompt", answer="reward_model.ground_truth",
+        domain="data_source", group="uid", member="session_id",
         iteration="global_steps", first_version="extra_fields.min_global_steps",
         last_version="extra_fields.max_global_steps", repeated="input_ids loss_mask position_ids attention_mask",
     ),
@@ -113,6 +122,38 @@ def read_mapping(value: str | Mapping[str, str]) -> QueueMapping:
     if not (mapping.prompt and mapping.response) and not (mapping.tokens and mapping.mask):
         raise InputError("a mapping needs the token ids: give prompt and response, or tokens and mask")
     return mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueRollouts:
+    """How the values of a queue are rollouts, as the file beside its logs says it."""
+
+    mapping: QueueMapping
+    tokenizer: str
+    """Digest of the tokenizer of the token ids"""
+    vocabulary_size: int
+    domain: str = "queue"
+    """Domain of samples without one"""
+    policy: str = "policy"
+    """Name of the policy that samples"""
+
+
+def read_settings(settings: Path) -> QueueRollouts:
+    """Return how the values of a queue are rollouts, of its settings file.
+
+    Raises DamagedError for a file that `record_rollouts` did not write.
+    """
+    try:
+        content = json.loads(settings.read_text())
+        return QueueRollouts(**content | {"mapping": QueueMapping(**content["mapping"])})
+    except (ValueError, TypeError, LookupError) as error:
+        raise DamagedError(f"{settings} cannot be read: {error}; start the framework again, which writes it") from None
+
+
+def uid_of(queue: str, number: int, write: Write) -> str:
+    """Return the uid of a sample of a queue. write: that of its token ids, since its number is used again."""
+    name = f"{queue}\0{number}\0{write}"
+    return hashlib.blake2b(name.encode(), digest_size=16, person=b"mopd-queue").hexdigest()
 
 
 def row_of(mapping: QueueMapping, content: Mapping[str, Any], location: str) -> Row:

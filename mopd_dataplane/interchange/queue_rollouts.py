@@ -18,10 +18,17 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.errors import DamagedError, EngineError, InputError, MismatchError
-from mopd_dataplane.interchange.conversion import Converted, ImportSettings, RowConversion, read_teacher
+from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.interchange.conversion import IMPORTED, Converted, ImportSettings, RowConversion, read_teacher
 from mopd_dataplane.interchange.importer import ImportReport, batches, check_rows, write_rows
-from mopd_dataplane.interchange.queue_mapping import QueueMapping, row_of, stage_of, teacher_arrays
+from mopd_dataplane.interchange.queue_mapping import (
+    QueueRollouts,
+    read_settings,
+    row_of,
+    stage_of,
+    teacher_arrays,
+    uid_of,
+)
 from mopd_dataplane.interchange.queue_values import plain_value
 from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
@@ -30,8 +37,8 @@ from mopd_dataplane.interchange.vocabulary import Vocabulary
 from mopd_dataplane.models.chat_template import NO_OPTIONS, AnswerTokens, ChatOptions, Messages
 from mopd_dataplane.records import Prompt, Signal
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.queue.queue_log import make_logs_folder
-from mopd_dataplane.store.queue.recording import SETTINGS, Part
+from mopd_dataplane.store.queue.queue_log import SETTINGS, make_logs_folder
+from mopd_dataplane.store.queue.recording import Part
 from mopd_dataplane.store.queue.unfolded import Entry, last_entry, needs_stored_write
 from mopd_dataplane.store.queue.values import TAGS, Key, Value, Write
 from mopd_dataplane.store.read.decode import keep_tokenizer
@@ -40,20 +47,6 @@ REFERENCE = "reference"
 """Name of the teacher whose log-probs a framework calls those of its reference model."""
 _Order = tuple[int, str]
 """(stamp, log) of a batch"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueueRollouts:
-    """How the values of a queue are rollouts, as the file beside its logs says it."""
-
-    mapping: QueueMapping
-    tokenizer: str
-    """Digest of the tokenizer of the token ids"""
-    vocabulary_size: int
-    domain: str = "queue"
-    """Domain of samples without one"""
-    policy: str = "policy"
-    """Name of the policy that samples"""
 
 
 def record_rollouts(uri: Path, queue: str, rollouts: QueueRollouts, tokenizer: dict[str, Any] | None) -> None:
@@ -68,12 +61,7 @@ def record_rollouts(uri: Path, queue: str, rollouts: QueueRollouts, tokenizer: d
 
 def open_recorder(settings: Path) -> QueueRecorder:
     """Return the recorder of a settings file. Raises DamagedError for one that `record_rollouts` did not write."""
-    try:
-        content = json.loads(settings.read_text())
-        rollouts = QueueRollouts(**content | {"mapping": QueueMapping(**content["mapping"])})
-    except (ValueError, TypeError, LookupError) as error:
-        raise DamagedError(f"{settings} cannot be read: {error}; start the framework again, which writes it") from None
-    return QueueRecorder(settings.parents[2], settings.parent.name, rollouts)
+    return QueueRecorder(settings.parents[2], settings.parent.name, read_settings(settings))
 
 
 class QueueRecorder:
@@ -86,6 +74,8 @@ class QueueRecorder:
         self._read = self._mapping.field_names()
         self._vocabulary = _KnownVocabulary(rollouts.tokenizer, rollouts.vocabulary_size)
         self._said: set[str] = set()
+        self._teachers: dict[str, str] = {}
+        """Digest of the weights of each teacher of the store, as far as it was looked up."""
 
     def record(self, part: Part) -> None:
         """See store.queue.recording.Recorder."""
@@ -159,9 +149,8 @@ class QueueRecorder:
         )  # fmt: skip
         try:
             row = row_of(self._mapping, content, location)
-            name = f"{self._queue}\0{number}\0{write}"
             row.sample |= {
-                "uid": hashlib.blake2b(name.encode(), digest_size=16, person=b"mopd-queue").hexdigest(),
+                "uid": uid_of(self._queue, number, write),
                 "writer_seq": write.seq,
                 "group_index": row.sample.get("group_index", 0),
             }
@@ -174,11 +163,16 @@ class QueueRecorder:
         return [converted]
 
     def _signal(self, content: dict[str, Any], row: Row, converted: Converted) -> TeacherSignal | None:
-        """The signal of the sample's teacher."""
+        """Return the signal of the sample's teacher; None without one, or if the store knows the teacher by a model.
+
+        The store has the signals of such a teacher: that is where the queue got them (transferqueue/teacher_fields.py).
+        """
         arrays = teacher_arrays(self._mapping, content, row)
         if arrays is None:
             return None
         name, ids, logprobs = arrays
+        if self._is_scored_here(name):
+            return None
         sample = converted[2]
         if ids is None:
             return read_teacher(logprobs[:, 0].tolist(), sample, name, self._vocabulary)
@@ -189,6 +183,12 @@ class QueueRecorder:
             topk_logprobs=logprobs[trained].astype(np.float32),
         )  # fmt: skip
         return TeacherSignal(teacher, signal)
+
+    def _is_scored_here(self, teacher: str) -> bool:
+        """Check if the store knows a teacher by a model, and not by imported log-probs alone."""
+        if teacher not in self._teachers:  # one that is new to the store since the last look, or a name without a model
+            self._teachers = {name: record.weights_digest for name, record in self._store.teachers().items()}
+        return self._teachers.get(teacher, IMPORTED) != IMPORTED
 
     def _write(self, batch: list[Converted]) -> None:
         """Write samples; if one of them is refused, each by itself."""
@@ -215,7 +215,7 @@ class QueueRecorder:
     def _say_unmapped(self, part: Part) -> None:
         """Say once which fields are not part of the samples."""
         names = {entry.item.key[1] for batch in part.batches for entry in batch.entries}
-        names -= self._read | set(self._mapping.repeated.split())
+        names -= self._read | self._mapping.ignored_fields()
         for name in sorted(names):
             self._say("", "unmapped", {"reason": f"field {name!r} is in the queue alone, until it is cleared"})
 

@@ -16,6 +16,7 @@ context.py            what every step needs: job, store, policies, tokenizer, pr
 changes.py            changes of a job whose store has begun: which may be, and which job each window goes by
 steps/                one file a step: rollout, score, plan, train, evaluate …
 follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
+queue_score.py        scores the trajectories of a running TransferQueue, and puts the signals back beside them
 ray/                  rollout and scoring on a Ray cluster
 tasks.py              units of work that a step hands to this process, or to a fleet of workers
 iteration.py          prompts of an iteration, and who answers each: student, teacher, both, or the stored answer

@@ -126,7 +126,7 @@ def follow_score(run: Run, stage: Stage) -> dict[str, float]:
     counts = {"signals": 0.0, "rewards": 0.0, "unscorable": 0.0}
     stall = StallTimeout(f"mopd rollout JOB --stage {stage.name} --follow")
     while True:
-        last_round = _has_ended(run, stage, "rollout")
+        last_round = has_ended(run, stage, "rollout")
         new = {"signals": score(run, stage)["signals"]}
         new |= {name: value for name, value in reward(run, stage).items() if name in counts}
         counts = {name: counts[name] + count for name, count in new.items()}
@@ -187,7 +187,7 @@ def samples_expected(run: Run, stage: Stage) -> int:
 
 def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
     """The next window, recorded; or the reason to wait for it."""
-    finished = _has_ended(run, stage, "score")
+    finished = has_ended(run, stage, "score")
     decision = _decide(run, stage, window, finished=finished)
     for reason, rows in decision.dropped.items():
         name, detail = f"drop/{stage.name}/{window}/{reason}/{rows[0]}", {"reason": reason, "rows": rows.tolist()}
@@ -266,7 +266,8 @@ def _record_end(run: Run, stage: Stage, what: str) -> None:
     run.store.add_event(f"{what}_end/{stage.name}", stage.name, f"{what}_end", -1, None, {})
 
 
-def _has_ended(run: Run, stage: Stage, what: str) -> bool:
+def has_ended(run: Run, stage: Stage, what: str) -> bool:
+    """Check if a part of a concurrent stage has recorded its end."""
     return run.has_event(f"{what}_end/{stage.name}")
 
 

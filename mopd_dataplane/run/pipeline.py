@@ -24,6 +24,7 @@ from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.follow import follow_rollout, follow_score, follow_train, join_training, run_concurrent
 from mopd_dataplane.run.preflight import check_converted
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.queue_score import score_queue
 from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
 from mopd_dataplane.run.remaining_time import RemainingTime
 from mopd_dataplane.run.steps.collapse import check_answer_collapse
@@ -196,15 +197,21 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     return {"stage": stage.name, "window": window, "samples": _count_samples(run, stage), "rollouts": rollouts}
 
 
-def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
+def score_stage(
+    job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False, queue: str | None = None
+) -> Summary:
     """Compute every signal that a stage's samples lack.
 
     With `follow`, keep running: score and reward samples as they become visible, until the rollouts have ended.
+    queue: name of a running TransferQueue whose trajectories are the samples: score them as they become visible, and
+    put their signals into the queue, until it ends.
     Returns {"stage", "signals": number of new signals, "loss_tokens": trained tokens that they cover}; with `follow`,
-    the new "rewards" and "unscorable" (answers that could not be rewarded) instead of "loss_tokens".
-    Raises MopdError; the same call then continues.
+    the new "rewards" and "unscorable" (answers that could not be rewarded) instead of "loss_tokens"; with `queue`, also
+    "put": number of trajectories that got their signals. Raises MopdError; the same call then continues.
     """
     run = open_run(job, Progress(console), create=follow)  # with follow, rollout may not have created the store yet
+    if queue is not None:
+        return {"stage": stage.name, **score_queue(run, stage, queue)}
     if follow:
         return {"stage": stage.name, **follow_score(run, stage)}
     run, stage = run.at(stage, run.policies.latest(stage))

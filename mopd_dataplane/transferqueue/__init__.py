@@ -1,7 +1,8 @@
 """A store behind TransferQueue's storage interface: rollouts of verl, NeMo-RL, ROLL that survive their processes.
 
-codec.py     values ↔ bytes, without pickle
-backend.py   the classes TransferQueue asks for; importing this package registers them
+codec.py            values ↔ bytes, without pickle
+backend.py          the classes TransferQueue asks for; importing this package registers them
+teacher_fields.py   teachers' signals as fields of the trajectories in a running TransferQueue
 
 Needs the extra `transferqueue`; docs/transferqueue.md shows how it is used.
 """

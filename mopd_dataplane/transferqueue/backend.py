@@ -164,8 +164,8 @@ def _record(backend: Backend) -> None:
             f"backend.{NAME}.mapping: a queue on an object store has no logs from which samples could be recorded; "
             "give a folder as store, or leave mapping out"
         )
-    from mopd_dataplane.interchange.queue_mapping import read_mapping
-    from mopd_dataplane.interchange.queue_rollouts import QueueRollouts, record_rollouts
+    from mopd_dataplane.interchange.queue_mapping import QueueRollouts, read_mapping
+    from mopd_dataplane.interchange.queue_rollouts import record_rollouts
     from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
     from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
     from mopd_dataplane.models.hub import model_folder

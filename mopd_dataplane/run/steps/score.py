@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,9 +46,10 @@ ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
 
 
-def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
+def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: TeacherPool | None = None) -> dict[str, float]:
     """Compute and commit every missing signal of a stage's samples (of one iteration, or of all).
 
+    pool: that of `register_teachers`, whose teachers then stay in memory; default one for this call.
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
     tokenizer, weights or quantisation do not fit, and after scoring when `score.on_unhealthy` refuses a signal.
     """
@@ -64,7 +65,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
         return counts
     free_device_memory()
     probe_start(run, stage)
-    pool = register_teachers(run, stage)
+    keeps_teachers = pool is not None
+    pool = pool or register_teachers(run, stage)
     tasks = [
         ScoreTask(teacher, tuple(kinds), chunk)
         for teacher in dict.fromkeys(teacher for teacher, _ in work)
@@ -74,7 +76,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     record_rounding(run, stage, pool, tasks)
     parts: dict[HealthKey, list[Health]] = defaultdict(list)
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
-    with closing(pool), step as (advance, report):
+    with nullcontext() if keeps_teachers else closing(pool), step as (advance, report):
 
         def count(scored: ScoredTask) -> None:
             counts["signals"] += scored.signals
@@ -267,18 +269,20 @@ def _stats(stage: Stage, teacher: str, signals: Sequence[Signal]) -> list[TokenS
     ]  # fmt: skip
 
 
+def signal_kinds(run: Run, stage: Stage) -> tuple[str, ...]:
+    """Kinds of signals that the teachers of a stage's domains store; empty when it needs none."""
+    kinds = (*run.job.objective(stage).signals, *stage.score.signals)
+    return tuple(dict.fromkeys(kinds if stage.data == "reference" or not kinds else (*kinds, *ALWAYS)))
+
+
 def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, str], Rows]:
     """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
-    objective = run.job.objective(stage)
     rows, samples = stage_samples(run.store, stage, iteration, ["domain", "effort"])
     rows_by_signal: dict[tuple[str, str], Rows] = {}
-    if kinds := (*objective.signals, *stage.score.signals):
+    if kinds := signal_kinds(run, stage):
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
-        kinds = kinds if stage.data == "reference" else (*kinds, *ALWAYS)
-        rows_by_signal = {
-            (t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in dict.fromkeys(kinds)
-        }
+        rows_by_signal = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in kinds}
     rows_by_signal |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in rows_by_signal.items()}
     masks = any(run.job.teachers[teacher].unknown_tokens == "mask" for teacher, _ in rows_by_signal)

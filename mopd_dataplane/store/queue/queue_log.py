@@ -1,6 +1,7 @@
 """The log that one process puts into: segments of base/log, in a folder of its own.
 
     queue-logs/<queue>/clock                             stamps (clock.py)
+    queue-logs/<queue>/rollouts.json                     how the values are rollouts, if they are (recording.py)
     queue-logs/<queue>/<log id>/LOCK                     locked as long as the writer lives
     queue-logs/<queue>/<log id>/<segment:016x>.wal       records
 
@@ -27,6 +28,8 @@ from mopd_dataplane.store.queue.values import END, PART, encode_end
 
 LOGS = "queue-logs"
 """Folder of a store with the logs of its queues."""
+SETTINGS = "rollouts.json"
+"""File in the folder of a queue's logs that says how its values are rollouts."""
 SEGMENT_BYTES = 8 << 20
 FULL_DISK_WAIT_S = 600.0
 """How long puts pause for space before they fail."""

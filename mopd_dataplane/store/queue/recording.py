@@ -14,12 +14,11 @@ from typing import Protocol
 
 import lance
 
+from mopd_dataplane.store.queue.queue_log import SETTINGS
 from mopd_dataplane.store.queue.queue_table import QueueTable
 from mopd_dataplane.store.queue.unfolded import Batch, Entry, UnfoldedLogs
 from mopd_dataplane.store.queue.values import Key, Value, Write
 
-SETTINGS = "rollouts.json"
-"""File in the folder of a queue's logs that says how its values are rollouts."""
 _RECORDER = "mopd_dataplane.interchange.queue_rollouts"
 """Module whose `open_recorder(settings)` makes the recorder; by name, since it is built on the store."""
 

@@ -21,10 +21,11 @@ from verl_puts import put, trajectory, value
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.queue_mapping import MAPPINGS, QueueMapping, read_mapping
-from mopd_dataplane.interchange.queue_rollouts import QueueRollouts, record_rollouts
+from mopd_dataplane.interchange.queue_mapping import MAPPINGS, QueueMapping, QueueRollouts, read_mapping
+from mopd_dataplane.interchange.queue_rollouts import record_rollouts
 from mopd_dataplane.models.hf import tokenizer_digest
 from mopd_dataplane.models.initial_weights import character_tokenizer
+from mopd_dataplane.records import Teacher
 from mopd_dataplane.store.queue.logged import LoggedQueue
 from mopd_dataplane.store.queue.values import TAGS
 
@@ -112,6 +113,25 @@ def test_a_teachers_likeliest_tokens_are_a_signal_over_trained_tokens(tmp_path: 
     ((read_ids, read_logprobs),) = open_store(str(tmp_path)).read_signal("openai-gsm8k", "topk", [0])
     np.testing.assert_array_equal(read_ids, ids[begin : total - 1][mask])
     np.testing.assert_array_equal(read_logprobs, logprobs[begin : total - 1][mask])
+
+
+def test_signals_of_a_teacher_whose_model_scores_in_the_store_are_not_recorded(tmp_path: Path) -> None:
+    queue = make(tmp_path)
+    store = open_store(str(tmp_path))
+    model = Teacher(
+        name="tutor", source="models/tutor", weights_digest="ab" * 32, tokenizer_digest=tokenizer_digest(TOKENIZER),
+        vocab_size=len(TOKENIZER), hidden_size=8, dtype="float32", head_file="", head_digest="",
+    )  # fmt: skip
+    store.add_teacher(model)
+    for number, name in enumerate(("tutor", "other")):
+        total = sum(len(trajectory(number)[part]) for part in ("prompts", "responses"))
+        logprobs = np.full((total, 1), -1, np.float32)
+        put(queue, number, trajectory(number, teacher_logprobs=logprobs, teacher_name=name, teacher_hidden=logprobs))
+    queue.fold()
+    assert len(rows(store)) == 2
+    assert store.sql("select teacher, kind from scores").to_pylist() == [{"teacher": "other", "kind": "logprob"}]
+    said = store.sql("select kind, detail from events where kind in ('unrecorded', 'unmapped')").to_pylist()
+    assert not [row for row in said if row["kind"] == "unrecorded" or "teacher" in row["detail"]]
 
 
 def test_a_sample_outlives_its_clearing_and_the_next_one_of_its_number(tmp_path: Path) -> None:
