@@ -38,7 +38,7 @@ def score_queue(run: Run, stage: Stage, queue: str) -> dict[str, float]:
     Returns {"signals": how many are new, "loss_tokens", "put": trajectories that got the fields of their teacher}.
     Raises InputError when the stage's samples do not come from outside, or when no such queue runs.
     """
-    if not stage.has_existing_samples:
+    if not stage.has_stored_samples:
         raise InputError(f'stage {stage.name!r} has data = {stage.data!r:.20}; --queue scores data = "stored"')
     if "://" in run.job.store.removeprefix("file://"):
         raise InputError(f"store {run.job.store} is an object store, whose queues have no samples")
