@@ -44,7 +44,7 @@ def row(name: str) -> str:
             measurement = measure(folder)
         except MopdError as error:
             reason = in_a_cell(str(error))
-            return f"| {name} | refused | – | – | – | {beside} | {reason} |"
+            return f"| {name} | rejected | – | – | – | {beside} | {reason} |"
         layout = "packed" if measurement.layout == "packed" else "one sequence per row"
         cells = (measurement.sampler, measurement.resumed, measurement.teacher, measurement.trainer)
         figures = " | ".join(f"{cell:.0e}" for cell in cells)
@@ -72,7 +72,7 @@ def classes() -> str:
     if wrong:
         raise SystemExit(f"further than {WITHIN} nat from the plain pass: {', '.join(sorted(wrong))}")
     rows = [
-        f"| {name} | {'yes' if outcome.is_scored else 'refused'} | {in_a_cell(outcome.reason)} |"
+        f"| {name} | {'yes' if outcome.is_scored else 'rejected'} | {in_a_cell(outcome.reason)} |"
         for name, outcome in refused.items()
     ]
     return "\n".join([

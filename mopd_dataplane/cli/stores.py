@@ -170,9 +170,10 @@ def delete(
 ) -> None:
     """Delete samples with everything that refers to them; `compact --now` then frees their bytes on disk.
 
-    A prompt is deleted with the last of its samples, and its held-out answers with it. If no sample matches, prompts
-    without samples are deleted. Snapshots that hold one of them are released. Plans stay, since they hold numbers only;
-    those that used the samples, and the policies trained on them, are listed. After a kill, the same command continues.
+    A prompt is deleted with the last of its samples, and its held-out answers with it. If no sample meets the
+    condition, it is applied to the table `prompts` instead: prompts that meet it and have no samples are deleted.
+    Snapshots that hold one of them are released. Plans stay, since they hold numbers only; those that used the samples,
+    and the policies trained on them, are listed. After a kill, the same command continues.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.query.ancestry import tree_of

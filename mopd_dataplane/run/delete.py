@@ -60,10 +60,11 @@ class Preview:
 
 
 def preview(store: Store, where: str) -> tuple[Chosen, Preview]:
-    """Counts of what deleting the samples that match a predicate would remove.
+    """Count what deleting the samples that meet a condition would remove.
 
-    where: a predicate over `samples`; a prompt is removed with the last of its samples. If no sample matches, prompts
-    without samples are. Raises InputError for an invalid predicate, UnknownNameError when nothing matches.
+    where: a condition over the table of rollouts; a prompt is removed with the last of its samples. If no sample meets
+    it, prompts without samples that meet it are removed. Raises QueryError for an invalid condition, UnknownNameError
+    when nothing meets it.
     """
     chosen = choose(store, where)
     if not chosen.uids and not chosen.prompts:

@@ -171,7 +171,7 @@ class QuantisationEffect:
 
     tokens: int
     kl: float
-    """KL(stored | quantised), over the whole vocabulary, in nat per token."""
+    """KL(unquantised | quantised), over the whole vocabulary, in nat per token."""
     logprob_gap: float
     """Mean |log-prob stored - log-prob quantised| of the sampled tokens."""
     top1_agreement: float

@@ -112,7 +112,7 @@ def test_groups_without_spread(at: Callable[[str], Hand], demo_store: Store) -> 
     hand.fill(hand.page.get_by_label("Filter as SQL"), "group_spread = 0")
     count = demo_store.sql("select count(*) as n from rollouts where group_spread = 0").to_pylist()[0]["n"]
     expect(hand.page.locator("#matching")).to_contain_text(f"{count} of ")
-    hand.done("groups without spread")
+    hand.done("groups whose rewards are all equal")
 
 
 def test_a_regular_expression_among_answers_of_low_reward_by_kl(at: Callable[[str], Hand], demo_store: Store) -> None:

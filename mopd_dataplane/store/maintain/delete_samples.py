@@ -75,8 +75,8 @@ class Chosen:
 
 
 def choose(store: OpenStore, where: str) -> Chosen:
-    """Select the samples that meet a condition, and the prompts whose samples all do; if none does, prompts without
-    samples.
+    """Select the samples that meet a condition, and the prompts whose samples all do. If no sample meets it, select the
+    prompts without samples that meet it.
 
     where: over the table of rollouts; for prompts without samples, over `prompts`. Raises QueryError for no condition.
     """
