@@ -119,8 +119,8 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
     """Run the iterations of a stage one after the other: samples, signals, plan, training, evaluation."""
     time_left = RemainingTime(run.job, stage, stage.iterations, later_stages=later_stages)
     with Training(run, stage) as training:
-        # Window w trains policy version w + 1. If the stage samples its data, the window uses the samples of iteration w;
-        # else all samples of the stage (`stage.iteration_of(w)` is None).
+        # Window w trains policy version w + 1. If the stage samples its data, the window uses the samples of iteration
+        # w, else all samples of the stage (`stage.iteration_of(w)` is None).
         for window in range(stage.iterations):
             needs_training = run.policies.latest(stage) <= window
             with (
