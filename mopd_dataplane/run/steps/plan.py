@@ -23,7 +23,7 @@ from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLU
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.changes import in_force
-from mopd_dataplane.run.conditions import apply_conditions, explain_conditions, plan_names, named_conditions_of
+from mopd_dataplane.run.conditions import apply_conditions, explain_conditions, named_conditions_of, plan_names
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, Rows, event_rows, scan_stage, stage_samples
