@@ -94,10 +94,10 @@ class Index:
         """
         by_teacher = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"]
         first = [*INITIAL_HISTOGRAMS, *by_teacher[:INITIAL_TEACHERS]]
-        self.rollouts.fill(first, yield_to_queries)
+        self.rollouts.load_in_background(first, yield_to_queries)
         yield_to_queries()
         self.histograms("", first)
-        self.rollouts.fill(self.rollouts.names, yield_to_queries)
+        self.rollouts.load_in_background(self.rollouts.names, yield_to_queries)
 
     # -- queries ---------------------------------------------------------------------------------------------------
 
