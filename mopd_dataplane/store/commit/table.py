@@ -140,7 +140,8 @@ class Table:
             if dataset.version < acknowledged_version and version is None:
                 raise DamagedError(
                     f"{self.uri}: version {acknowledged_version} was acknowledged, but the newest one is "
-                    f"{dataset.version}; files were deleted or an older copy was put back: restore the missing files from a copy"
+                    f"{dataset.version}; files were deleted or an older copy was put back: restore the missing "
+                    "files from a copy"
                 )
             self._format_checked = True
         return dataset
