@@ -50,7 +50,7 @@ def score_samples(
     has tokens that the teacher does not know, or exceeds the teacher's context length.
     """
     signal_kinds = [signal_kind(kind, settings.signals) for kind in kinds]
-    if (teacher_tokenizer := pool.own_tokenizer(teacher)) is not None:  # None if it has the student's tokenizer
+    if (teacher_tokenizer := pool.own_tokenizer(teacher)) is not None:  # None if the teacher reads the student's tokens
         yield from _score_with_own_tokenizer(
             pool, teacher, teacher_tokenizer, signal_kinds, samples, settings, render_prompt
         )
@@ -94,7 +94,7 @@ def _score_with_own_tokenizer(
     render_prompt: PromptRenderer | None,
 ) -> Iterator[Signal]:
     """Yield the log-probs of a teacher with another tokenizer, mapped to the student's tokens (own_tokens.py)."""
-    if render_prompt is None or any(not kind.follows_from_logprobs or kind.needs_topk for kind in kinds):
+    if render_prompt is None or any(not kind.follows_from_logprobs or kind.ranked for kind in kinds):
         raise MismatchError(
             f"teacher {teacher!r} has its own tokenizer: its only signals are the log-probs of the student's "
             "tokens, and its prompts must be rendered by its own template"
@@ -144,12 +144,13 @@ def _score_from_prompt_logprobs(
     Raises MismatchError for kinds that need more.
     """
     for kind in kinds:
-        if not kind.follows_from_logprobs or (kind.needs_topk and settings.topk_source == "student"):
+        if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
             raise MismatchError(
                 f'score.reads = "prompt_logprobs" cannot produce {kind.name} signals: vLLM returns the log-probs of '
                 'the text and the teacher\'s own top-k only; set score.reads = "states"'
             )
-    k = min(settings.topk, reader.vocab_size) if any(kind.needs_topk for kind in kinds) else 0
+    needs_topk = any(kind.ranked for kind in kinds)
+    k = min(settings.topk, reader.vocab_size) if needs_topk else 0
     for temperature, batch in batches(inputs, settings.batch_tokens):
         if temperature != 1:
             raise MismatchError(

@@ -109,8 +109,8 @@ class SignalKind(ABC):
 
     follows_from_logprobs: bool = False
     """True if `from_logprobs` computes it, so that a teacher that gives log-probs only can be used."""
-    needs_topk: bool = False
-    """True if it needs the likeliest tokens of the vocabulary."""
+    ranked: bool = False
+    """True if it needs the top-k: the likeliest tokens of the vocabulary at each position."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -120,8 +120,8 @@ class SignalKind(ABC):
         """Yield one Signal for each sample of the batch, in order. Raises EngineError for NaN or infinity."""
 
     def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
-        """Build a sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 unless
-        `needs_topk`)."""
+        """Build a sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 if not
+        `ranked`)."""
         raise NotImplementedError(self.name)
 
 
@@ -185,7 +185,7 @@ class Topk(SignalKind):
     """The teacher's log-probs of the K likeliest tokens, its own or the student's."""
 
     follows_from_logprobs = True
-    needs_topk = True
+    ranked = True
 
     def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         ids, logprobs = self._rows(output)
