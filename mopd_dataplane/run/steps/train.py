@@ -81,7 +81,7 @@ class Training:
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint of the newest policy is in the store, then apply the job's [retain].
 
-        Retention frees hidden states, statistics, snapshots and policies that no later window needs.
+        This frees hidden states, statistics, snapshots and policies that the job no longer keeps (apply_retention).
         Raises the errors of `train` when the trainer dies while it writes the checkpoint.
         """
         if self._trainer.is_started:
