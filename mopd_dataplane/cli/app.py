@@ -23,7 +23,7 @@ from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.cli import answers, bench, evaluate, forks, interchange, jobs, load, recipes, stores, sweep, view
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import InputError, MopdError, ResourceError
-from mopd_dataplane.store.remote.network import answering
+from mopd_dataplane.store.remote.network import translate_network_errors
 
 INTERRUPTED = 130
 _REFUSED = {
@@ -49,7 +49,7 @@ class Flow(TyperGroup):
         """Run the command; raises typer.Exit with the exit code of the error tree."""
         with _recorded_interrupts() as interrupts:
             try:
-                with _usage_errors(), full_disk_named(), answering("the store"):
+                with _usage_errors(), full_disk_named(), translate_network_errors("the store"):
                     return super().invoke(ctx)
             except BaseException as error:
                 if interrupts or isinstance(error, KeyboardInterrupt):

@@ -110,7 +110,7 @@ class Loader:
                 group.source, group.next_step = source, step
             used = {other.source.plan.window for other in self._groups.values() if other.source is not None}
             self._changed.notify_all()
-        self._windows.forget_before(min(used | {window}))
+        self._windows.drop_before(min(used | {window}))
         return source.steps, source.first_step
 
     def planned(self, window: int, beat: Heartbeat) -> dict[str, int | str]:

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 PLAN_POLL_S = 0.2
-"""Longest time between two reads of the recorded plans while a window is not planned yet, in seconds."""
+"""While a window is not planned, the recorded plans are read at least this often, even if their folder looks unchanged;
+in seconds."""
 MTIME_POLL_S = 0.01
-"""Time between two checks if a plan was recorded since, in seconds; they are cheap: a modification time of a folder."""
+"""Seconds between two checks for a new plan. A check is cheap: it reads the modification time of a folder."""
 
 Heartbeat = Callable[[str], None]
-"""Called repeatedly with the reason while a trainer waits. Sends it to the trainer; raises if the trainer is gone."""
+"""Called repeatedly while a trainer waits, with the reason for the wait. Sends the reason to the trainer; raises if the
+trainer is gone."""
 
 
 def window_plan(store: Store, spec: LoadSpec, window: int) -> PlanWindow | None:
@@ -45,28 +47,29 @@ class Windows:
     def __init__(self, store: Store, spec: LoadSpec) -> None:
         self._store = store
         self._spec = spec
-        self._sources: dict[int, WindowSource] = {}
+        self._open_windows: dict[int, WindowSource] = {}
         self._lock = threading.Lock()
 
     def get_open(self, window: int) -> WindowSource | None:
         """Return the window if it is open. Reads nothing."""
-        return self._sources.get(window)
+        return self._open_windows.get(window)
 
     def open_if_planned(self, window: int) -> WindowSource | None:
         """Return the window, opening it if it is not open; None if it is not planned yet."""
         with self._lock:
-            if window not in self._sources:
+            if window not in self._open_windows:
                 plan = window_plan(self._store, self._spec, window)
                 if plan is None:
                     return None
                 source = WindowSource(self._store, plan, self._spec)
-                previous = self._sources.get(window - 1)
-                if previous is not None and not self._spec.where:  # under a condition, `steps` counts only what remains
+                previous = self._open_windows.get(window - 1)
+                # With `spec.where`, `previous.steps` counts only the steps that have samples left.
+                if previous is not None and not self._spec.where:
                     source.first_step = previous.first_step + previous.steps
                 else:
                     source.first_step = self._store.steps_before(self._spec.stage, window)
-                self._sources[window] = source
-            return self._sources[window]
+                self._open_windows[window] = source
+            return self._open_windows[window]
 
     def wait_for(self, window: int, beat: Heartbeat) -> WindowSource:
         """Wait until the window is planned, and return it."""
@@ -80,11 +83,11 @@ class Windows:
             while self._plans_change_marker() == change_marker and time.monotonic() < until:
                 time.sleep(MTIME_POLL_S)
 
-    def forget_before(self, window: int) -> None:
-        """Close the windows before this one. A closed window is opened again if it is requested again."""
+    def drop_before(self, window: int) -> None:
+        """Drop the open windows before this one. A dropped window is opened again if it is requested again."""
         with self._lock:
-            for earlier in [number for number in self._sources if number < window]:
-                del self._sources[earlier]
+            for earlier in [number for number in self._open_windows if number < window]:
+                del self._open_windows[earlier]
 
     def _plans_change_marker(self) -> int:
         """Return a number that changes with every recorded plan: a modification time on a local disk.

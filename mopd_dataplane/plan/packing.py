@@ -24,18 +24,18 @@ from mopd_dataplane.plan.shuffle import BLOCK, Ints, sort_codes, stable_argsort
 class Packs:
     """Packs in the order of packing, stored as runs: a run is all samples of one length in one pack.
 
-    Run r is samples[starts[r]:starts[r] + copies[r]], in pack pack_of[r]. There are several times fewer runs than
-    samples.
+    Run r is samples[starts[r]:starts[r] + run_sizes[r]], in pack pack_of_run[r]. There are several times fewer runs
+    than samples.
     """
 
     samples: Ints
-    """[n] indices of the packed samples: by stratum, in it by length, the longest first."""
+    """[n] indices of the packed samples, sorted by stratum, then by descending length."""
     starts: Ints
     """[runs] position of the first sample of the run in `samples`."""
-    copies: NDArray[np.int32]
-    """[runs] number of samples."""
-    pack_of: Ints
-    """[runs] the pack."""
+    run_sizes: NDArray[np.int32]
+    """[runs] number of samples in the run."""
+    pack_of_run: Ints
+    """[runs] index of the pack that contains the run."""
     strata: Ints
     """[packs] stratum of all samples of the pack."""
     sizes: Ints
@@ -49,11 +49,10 @@ class Packs:
         return len(self.sizes)
 
     def gather(self, packs: Ints) -> tuple[Ints, Ints]:
-        """Return the samples of these packs, pack after pack, in each the longest first; and the start of each pack:
-        [packs + 1]."""
-        rank_of_pack = np.full(len(self), len(packs), dtype=np.int64)
+        """Return (samples, starts): samples[starts[i]:starts[i + 1]] are those of packs[i], the longest first."""
+        rank_of_pack = np.full(len(self), len(packs), dtype=np.int64)  # len(packs) marks packs that are not requested
         rank_of_pack[packs] = np.arange(len(packs))
-        rank_of_run = rank_of_pack[self.pack_of]
+        rank_of_run = rank_of_pack[self.pack_of_run]
         runs = np.flatnonzero(rank_of_run < len(packs))
         runs = runs[stable_argsort(rank_of_run[runs])]
         pack_starts = np.concatenate(([0], np.cumsum(self.sizes[packs])))
@@ -61,7 +60,7 @@ class Packs:
         filled = 0
         for first in range(0, len(runs), BLOCK):
             block = runs[first : first + BLOCK]
-            positions = concatenated_ranges(self.starts[block], self.copies[block])
+            positions = concatenated_ranges(self.starts[block], self.run_sizes[block])
             samples[filled : filled + len(positions)] = self.samples[positions]
             filled += len(positions)
         return samples, pack_starts
@@ -79,46 +78,48 @@ def pack(
     shortest, longest = int(lengths.min(initial=cap)), int(lengths.max(initial=1))
     if shortest < 1 or longest > cap:
         raise InputError(f"lengths must lie in 1..{cap}, found {shortest}..{longest}")
-    # Sorted by these codes, samples are in order of stratum, and in it by length, the longest first.
+    # code = stratum * cap + (cap - length), computed in place: sorts by stratum, then by descending length.
     codes = np.zeros(len(lengths), dtype=np.int64) if strata is None else strata * np.int64(cap)
     codes += cap
     codes -= lengths
     distinct_codes, code_starts, samples = sort_codes(codes, key)
     counts = np.diff(code_starts, append=len(samples))
     del codes, code_starts
-    code_strata, distinct = np.divmod(distinct_codes, cap)
+    code_strata, slack = np.divmod(distinct_codes, cap)
     del distinct_codes
-    np.subtract(cap, distinct, out=distinct)  # now the lengths
-    bounds = np.flatnonzero(np.diff(code_strata, prepend=-1, append=-1))  # the first length of each stratum; the end
-    distinct_strata = code_strata[bounds[:-1]]
+    distinct_lengths = np.subtract(cap, slack, out=slack)  # reuses the memory of `slack`
+    # Index of the first length of each stratum, and the total number of lengths.
+    stratum_bounds = np.flatnonzero(np.diff(code_strata, prepend=-1, append=-1))
+    distinct_strata = code_strata[stratum_bounds[:-1]]
     del code_strata
-    parts, pack_bounds = [np.empty((0, 4), dtype=np.int32)], [0]
+    stratum_placements, pack_bounds = [np.empty((0, 4), dtype=np.int32)], [0]
     with _gc_disabled():
-        for first, end in pairwise(bounds.tolist()):
-            part, pack_count = _pack_stratum(
-                distinct[first:end].tolist(), counts[first:end].tolist(), cap, pack_bounds[-1]
+        for first, end in pairwise(stratum_bounds.tolist()):
+            new_placements, next_pack = _pack_stratum(
+                distinct_lengths[first:end].tolist(), counts[first:end].tolist(), cap, pack_bounds[-1]
             )
-            parts.append(part)
-            pack_bounds.append(pack_count)
-    del counts, distinct
-    placements = np.concatenate(parts)
-    del parts
+            stratum_placements.append(new_placements)
+            pack_bounds.append(next_pack)
+    del counts, distinct_lengths, slack
+    placements = np.concatenate(stratum_placements)
+    del stratum_placements
     first_packs, pack_counts, per_pack, placed_lengths = placements.T
-    copies = np.repeat(per_pack, pack_counts)
-    run_tokens = copies * np.repeat(placed_lengths, pack_counts).astype(np.int64)
-    pack_of = concatenated_ranges(first_packs, pack_counts)
+    run_sizes = np.repeat(per_pack, pack_counts)
+    run_tokens = run_sizes * np.repeat(placed_lengths, pack_counts).astype(np.int64)
+    pack_of_run = concatenated_ranges(first_packs, pack_counts)
 
-    def sum_by_pack(of_runs: NDArray[np.integer]) -> Ints:
-        return np.bincount(pack_of, weights=of_runs, minlength=pack_bounds[-1]).astype(np.int64)
+    def sum_by_pack(run_values: NDArray[np.integer]) -> Ints:
+        return np.bincount(pack_of_run, weights=run_values, minlength=pack_bounds[-1]).astype(np.int64)
 
-    sizes, tokens = sum_by_pack(copies), sum_by_pack(run_tokens)
-    run_tokens *= np.repeat(placed_lengths, pack_counts)  # now sums of squared lengths, in the same memory
+    sizes, tokens = sum_by_pack(run_sizes), sum_by_pack(run_tokens)
+    # Sums of squared lengths, in the memory of `run_tokens`.
+    run_squares = np.multiply(run_tokens, np.repeat(placed_lengths, pack_counts), out=run_tokens)
     del placements, first_packs, pack_counts, per_pack, placed_lengths
-    squares = sum_by_pack(run_tokens)
-    starts = np.cumsum(copies, dtype=np.int64)
-    starts -= copies
+    squares = sum_by_pack(run_squares)
+    starts = np.cumsum(run_sizes, dtype=np.int64)
+    starts -= run_sizes
     strata_of_packs = np.repeat(distinct_strata, np.diff(pack_bounds))
-    return Packs(samples, starts, copies, pack_of, strata_of_packs, sizes, tokens, squares)
+    return Packs(samples, starts, run_sizes, pack_of_run, strata_of_packs, sizes, tokens, squares)
 
 
 @contextmanager
@@ -133,52 +134,52 @@ def _gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def _pack_stratum(distinct: list[int], counts: list[int], cap: int, pack_count: int) -> tuple[NDArray[np.int32], int]:
-    """Pack counts[i] samples of each length distinct[i] (descending) into new packs, numbered from `pack_count` on.
+def _pack_stratum(lengths: list[int], counts: list[int], cap: int, next_pack: int) -> tuple[NDArray[np.int32], int]:
+    """Pack counts[i] samples of each length lengths[i] (descending) into new packs, numbered from `next_pack` on.
 
     Returns placements in the order of the sorted samples, [placements, 4] with the columns first pack, number of packs,
-    samples per pack, length; and the number of packs afterwards, those before included.
+    samples per pack, length; and the number of the next new pack.
     """
     placements: list[int] = []  # flat: four numbers each
-    # {room: packs with less room than the current length, as the placements of samples that would just fill them}.
+    # {room: packs with too little room for the current length}. They are stored as ready placements (first pack, number
+    # of packs, 1, length = room), to be appended unchanged if samples of that length fill them.
     waiting: dict[int, list[int]] = {}
-    room_seen = bytearray(cap + 1)  # 1 for each room that `waiting` has had; searched from the end by rfind
-    fitting: list[
-        tuple[int, int, int]
-    ] = []  # (room, first pack, end) of packs with enough room; the least room is last
-    exclusive = 0  # number of lengths of which no two samples fit into one pack
-    for length, count in zip(distinct, counts, strict=True):
+    room_seen = bytearray(cap + 1)  # 1 for each room that `waiting` has had; rfind returns the largest such room
+    # Ranges of packs with enough room for the current length, (room, first pack, end); pop() returns the least room.
+    fitting: list[tuple[int, int, int]] = []
+    long_length_count = 0  # number of lengths over cap / 2: no two such samples fit into one pack
+    for length, count in zip(lengths, counts, strict=True):
         if 2 * length <= cap:
             break
-        placements += (pack_count, count, 1, length)
+        placements += (next_pack, count, 1, length)
         if length < cap:
-            waiting[cap - length] = [pack_count, count, 1, cap - length]
+            waiting[cap - length] = [next_pack, count, 1, cap - length]
             room_seen[cap - length] = 1
-        pack_count += count
-        exclusive += 1
+        next_pack += count
+        long_length_count += 1
     upper = cap + 1  # packs with this much room or more are in `fitting` already
-    for length, count in zip(distinct[exclusive:], counts[exclusive:], strict=True):
+    for length, count in zip(lengths[long_length_count:], counts[long_length_count:], strict=True):
         room = room_seen.rfind(1, length + 1, upper)
         while room > 0:
-            packs = waiting.pop(room)
-            fitting += [(room, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 4)]
+            ready = waiting.pop(room)
+            fitting += [(room, ready[i], ready[i] + ready[i + 1]) for i in range(0, len(ready), 4)]
             room = room_seen.rfind(1, length + 1, room)
         upper = length
-        if length in waiting:  # packs that one sample fills exactly
-            packs = waiting.pop(length)
-            filled = sum(packs[1::4])
-            if filled <= count:  # all are filled, as most packs are in the end
-                placements += packs
-                count -= filled
-            else:
-                fitting += [(length, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 4)]
+        if length in waiting:  # packs with room for exactly one sample of this length
+            ready = waiting.pop(length)
+            exact_count = sum(ready[1::4])
+            if exact_count <= count:  # the usual case: enough samples to fill all of them
+                placements += ready
+                count -= exact_count
+            else:  # fewer samples than packs: the loop below fills some of them
+                fitting += [(length, ready[i], ready[i] + ready[i + 1]) for i in range(0, len(ready), 4)]
         while count:
             if fitting:
                 room, first, end = fitting.pop()
             else:  # open as many packs as the remaining samples need
-                room, first = cap, pack_count
-                pack_count += -(-count // (cap // length))
-                end = pack_count
+                room, first = cap, next_pack
+                next_pack += -(-count // (cap // length))
+                end = next_pack
             per_pack = room // length
             full_packs = end - first
             if full_packs * per_pack > count:
@@ -201,7 +202,7 @@ def _pack_stratum(distinct: list[int], counts: list[int], cap: int, pack_count: 
                     fitting.append((room - count * length, first, first + 1))
                     break
                 fitting.append((room, first, end))
-    return np.fromiter(placements, np.int32, len(placements)).reshape(-1, 4), pack_count
+    return np.fromiter(placements, np.int32, len(placements)).reshape(-1, 4), next_pack
 
 
 def concatenated_ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> Ints:
@@ -213,6 +214,9 @@ def concatenated_ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]
 
 
 def gather_groups(members: Ints, starts: Ints, groups: Ints) -> tuple[Ints, Ints]:
-    """Return (members, starts) of the chosen groups, in that order."""
+    """Select groups; group g is members[starts[g]:starts[g + 1]].
+
+    Returns (members, starts) of the selected groups, in the order of `groups`.
+    """
     sizes = (starts[1:] - starts[:-1])[groups]
     return members[concatenated_ranges(starts[:-1][groups], sizes)], np.concatenate(([0], np.cumsum(sizes)))

@@ -23,7 +23,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.learning_rate import learning_rate
 from mopd_dataplane.job.section import ChangeClass
 from mopd_dataplane.records import Change
-from mopd_dataplane.run.conditions import questions_of
+from mopd_dataplane.run.conditions import named_conditions_of
 from mopd_dataplane.run.stage_rows import is_done, stage_samples
 from mopd_dataplane.run.token_log_copy import has_unfinished
 from mopd_dataplane.store.commit.changes import add_changes, read_changes
@@ -171,7 +171,7 @@ def _pending(run: OpenedRun, remembered: Job, recorded: Sequence[Change]) -> _Pe
         if stage.name not in names or not has_begun(run, stage):
             continue
         before = remembered.stage(stage.name)
-        same_questions = questions_of(run.job, stage) == questions_of(remembered, before)
+        same_questions = named_conditions_of(run.job, stage) == named_conditions_of(remembered, before)
         own = [one for one in changed_keys if concerns(one, stage, run.job) or concerns(one, before, remembered)]
         for difference in own:
             if difference.key == "questions" and same_questions:

@@ -1,4 +1,4 @@
-"""Evaluates the expressions of `[plan]` (`where`, `weight`, `order`) and its condition on groups for the samples of a
+"""Evaluates a stage's `[plan]` expressions (`where`, `weight`, `order`) and its `groups` setting on the samples of a
 window, and checks the expressions before a run."""
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from mopd_dataplane.store.rollouts.conditions import Conditions, check_result_ty
 from mopd_dataplane.store.rollouts.expressions import STEP, check_timeless, conjuncts, expand, used_names
 
 WHERE_KEY = "plan.where"
-"""Name of the conditions in messages."""
+"""Key of the job file that error messages give for a condition."""
 HISTOGRAM_COLUMNS = ("response_len", "reward", "kl")
 """Columns of which `explain_conditions` returns histograms, before and after the conditions."""
 HISTOGRAM_BINS = 8
@@ -29,19 +29,22 @@ NO_SPREAD_REASON = "no_spread"
 
 
 def apply_conditions(
-    store: Store, plan: sections.Plan, columns: Columns, snapshot: Snapshot, names: Mapping[str, str]
+    store: Store, plan: sections.Plan, columns: Columns, snapshot: Snapshot, substitutions: Mapping[str, str]
 ) -> Columns:
-    """Add to the columns of a window's samples the first condition that each does not meet, its weight, its sort value.
+    """Return `columns` with up to three more values per sample: the first condition that the sample fails, its weight
+    and its sort value.
 
-    Only what the plan has expressions for is added. names: the result of `plan_names`. Raises QueryError.
+    A value is added only if the plan has an expression for it. substitutions: the result of `plan_names`. Raises
+    QueryError.
     """
     if not any(expressions_of(plan)) and plan.groups == "all":
         return columns
-    evaluator = Conditions(store, snapshot, names)
+    evaluator = Conditions(store, snapshot, substitutions)
     rows = columns.sample_rows
     if condition_by_reason := conditions_of(plan):
         first_unmet = evaluator.first_unmet([*condition_by_reason.values()], WHERE_KEY, rows)
-        columns = replace(columns, first_unmet=first_unmet, conditions=tuple(condition_by_reason))
+        reasons = tuple(condition_by_reason)  # `Columns.conditions` has a name for each condition: the reason
+        columns = replace(columns, first_unmet=first_unmet, conditions=reasons)
     if plan.weight:
         columns = replace(columns, weights=evaluator.numbers(plan.weight, "plan.weight", rows))
     if plan.order:
@@ -64,19 +67,21 @@ def explain_conditions(
 ) -> dict[str, Any]:
     """Count how many of the samples in `rows` each condition leaves out, with histograms of columns before and after.
 
-    rows: row ids of the window's own samples; replayed samples of older windows are not counted.
+    rows: row ids of the samples that were produced for this window, without replayed samples of earlier windows.
 
-    Returns {"conditions": {reason: {"alone", "in_order"}}, "histograms": {column: {bin: [before, after]}}}. `alone`
-    counts the samples that do not meet the condition, `in_order` those that the plan counts under its reason. The
-    counts of a bin are those of all samples, and of the samples that are trained on.
+    Returns {"conditions": {reason: {"alone", "in_order"}}, "histograms": {column: {bin: [before, after]}}}.
+    alone: number of samples that fail this condition. in_order: number of samples that the plan leaves out for this
+    reason. before, after: number of samples in the bin, and how many of them are trained on.
     """
     condition_by_reason = conditions_of(stage.plan)
     evaluator = Conditions(store, plan.snapshot, plan_names(job, first_step))
     is_trained = np.isin(rows, plan.sample_rows)
-    masks = zip(condition_by_reason, evaluator.masks([*condition_by_reason.values()], WHERE_KEY, rows), strict=True)
+    reason_masks = zip(
+        condition_by_reason, evaluator.masks([*condition_by_reason.values()], WHERE_KEY, rows), strict=True
+    )
     counts = {
         reason: {"alone": int((~mask).sum()), "in_order": int(plan.stats.get(f"dropped_{reason}", 0))}
-        for reason, mask in masks
+        for reason, mask in reason_masks
     }
     values = {name: evaluator.numbers(name, name, rows) for name in HISTOGRAM_COLUMNS}
     return {
@@ -87,20 +92,22 @@ def explain_conditions(
 
 def _histogram(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, list[int]]:
     """Return {bin: [count before, count after]}; samples without a value are not counted."""
-    present, kept_values = before[np.isfinite(before)], after[np.isfinite(after)]
-    if not len(present):
+    finite_values, kept_values = before[np.isfinite(before)], after[np.isfinite(after)]
+    if not len(finite_values):
         return {}
-    edges = np.histogram_bin_edges(present, HISTOGRAM_BINS)
-    counts = zip(np.histogram(present, edges)[0].tolist(), np.histogram(kept_values, edges)[0].tolist(), strict=True)
+    edges = np.histogram_bin_edges(finite_values, HISTOGRAM_BINS)
+    counts = zip(
+        np.histogram(finite_values, edges)[0].tolist(), np.histogram(kept_values, edges)[0].tolist(), strict=True
+    )
     return {f"{low:.4g} to {high:.4g}": list(pair) for low, high, pair in zip(edges, edges[1:], counts, strict=False)}
 
 
-def questions_of(job: Job, stage: Stage) -> dict[str, str]:
-    """Return {name: SQL text} of the questions (the job file's named conditions) that a stage's plan uses."""
-    used: dict[str, str] = {}
+def named_conditions_of(job: Job, stage: Stage) -> dict[str, str]:
+    """Return {name: SQL text} of the named conditions (`[questions]` of the job file) that a stage's plan uses."""
+    conditions_in_use: dict[str, str] = {}
     for _, text in expressions_of(stage.plan):
-        used |= used_names(text, job.questions, WHERE_KEY)
-    return used
+        conditions_in_use |= used_names(text, job.questions, WHERE_KEY)
+    return conditions_in_use
 
 
 def expressions_of(plan: sections.Plan) -> Iterator[tuple[str, str]]:
@@ -111,7 +118,7 @@ def expressions_of(plan: sections.Plan) -> Iterator[tuple[str, str]]:
 
 
 def plan_names(job: Job, first_step: int) -> dict[str, str]:
-    """Return {name: SQL text} of the names besides columns that a plan's expressions may use: questions and `step`.
+    """Return {name: SQL text} to substitute in a plan's expressions: the job's named conditions and `step`.
 
     first_step: optimizer step of the stage at which the window begins.
     """
@@ -119,7 +126,7 @@ def plan_names(job: Job, first_step: int) -> dict[str, str]:
 
 
 def condition_problems(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield (key of the job file, problem) for every question and every expression of a plan that is invalid."""
+    """Yield (key of the job file, problem) for every named condition and every expression of a plan that is invalid."""
     stages = [stage for stage in job.stages if any(expressions_of(stage.plan))]
     if not stages and not job.questions:
         return
@@ -136,9 +143,9 @@ def condition_problems(job: Job) -> Iterator[tuple[str, str]]:
             yield key, str(error).removeprefix(f"{key}: ")
     for stage in stages:
         for key, text in expressions_of(stage.plan):
-            subject = f"plan.{key}"
+            key_in_messages = f"plan.{key}"
             try:
-                check_timeless(expand(text, job.questions, subject), subject)
-                check_result_type(text, empty_table, plan_names(job, 0), subject, is_condition=key == "where")
+                check_timeless(expand(text, job.questions, key_in_messages), key_in_messages)
+                check_result_type(text, empty_table, plan_names(job, 0), key_in_messages, is_condition=key == "where")
             except QueryError as error:
-                yield f"stages.{stage.name}.plan.{key}", str(error).removeprefix(f"{subject}: ")
+                yield f"stages.{stage.name}.plan.{key}", str(error).removeprefix(f"{key_in_messages}: ")

@@ -7,6 +7,9 @@
 
 Each step reads what is already in the store and computes only what is missing, so the same call continues after any
 kill.
+
+In follow mode (`follow`), rollout, scoring and training of a concurrent stage run at the same time in separate
+processes; each polls the store for new work until its part of the stage is done (follow.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,12 +59,12 @@ def run_job(
     """Run a job to its end, or one stage of it; a node other than the first (PET_NODE_RANK > 0) only joins training.
 
     only: name of the stage. ray: address of the Ray cluster that runs rollout and scoring; "" for the default cluster,
-    as with `--ray` without an address (docs/ray.md); None to run both in this process. from_here: if the job was
-    changed after it began, apply the changes to the iterations still to come without asking. ask: otherwise called
-    with a description of the changes, returns whether to accept them (docs/change.md).
+    as with `--ray` without an address (docs/ray.md); None to run both in this process. from_here: if the job file was
+    changed since the run began, apply the changes to the remaining iterations without calling `ask`. ask: called with
+    a description of such changes; returns True to accept them (docs/change.md).
     Returns {"store": URI, "accuracy": {stage: {domain: share}}, "report": path}. The accuracy is that of each stage's
     newest policy, for stages where it was evaluated.
-    Raises MopdError; whatever was finished stays, and the same call continues.
+    Raises MopdError; finished work is kept, and calling again with the same arguments continues from there.
     """
     if node_rank() > 0:
         join_training(job, Progress(console), only)
@@ -103,10 +106,10 @@ def run_stage(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()) -> 
         print_stop_tokens(run, stage)
     if stage.concurrent:
         run_concurrent(run, stage)
-        newest = run.policies.latest(stage)
-        for version in range(1, newest + 1):
-            if _is_evaluated(run, stage, version):
-                with run.progress.iteration(version, newest):
+        newest_version = run.policies.latest(stage)
+        for version in range(1, newest_version + 1):
+            if _must_evaluate(run, stage, version):
+                with run.progress.iteration(version, newest_version):
                     evaluate(run, stage, version)
     else:
         run_iterations(run, stage, later_stages=later_stages)
@@ -117,11 +120,13 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
     """Run the iterations of a stage one after the other: samples, signals, plan, training, evaluation."""
     time_left = RemainingTime(run.job, stage, stage.iterations, later_stages=later_stages)
     with Training(run, stage) as training:
+        # Window w trains policy version w + 1. If the stage samples its data, the window uses the samples of iteration
+        # w, else all samples of the stage (`stage.iteration_of(w)` is None).
         for window in range(stage.iterations):
             needs_training = run.policies.latest(stage) <= window
             with (
                 run.progress.iteration(window + 1, stage.iterations),
-                _at_window(run, stage, window) as (window_run, window_stage),
+                _with_settings_of_window(run, stage, window) as (window_run, window_stage),
             ):
                 if needs_training:
                     produce_samples(window_run, window_stage, window)
@@ -130,7 +135,7 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
                     iteration = stage.iteration_of(window)
                     score(window_run, window_stage, iteration=iteration)
                     training.train(plan_window(window_run, window_stage, window, iteration=iteration))
-                if _is_evaluated(run, stage, window + 1):
+                if _must_evaluate(run, stage, window + 1):
                     evaluate(window_run, window_stage, window + 1)
                     keep_best(window_run, window_stage)
             if not needs_training:
@@ -140,10 +145,10 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
 
 
 @contextmanager
-def _at_window(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage]]:
+def _with_settings_of_window(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage]]:
     """Yield the run and the stage with the job settings that apply to a window.
 
-    If these are older settings, the engines that were started for them are closed at the end of the block.
+    If the window has older settings than `run`, it gets engines of its own, which are closed at the end of the block.
     """
     window_run, window_stage = run.at(stage, window)
     with nullcontext() if window_run is run else closing(window_run.engines):  # the caller closes the engines of `run`
@@ -151,7 +156,7 @@ def _at_window(run: Run, stage: Stage, window: int) -> Iterator[tuple[Run, Stage
 
 
 def produce_samples(run: Run, stage: Stage, window: int) -> None:
-    """Produce the samples of a window that the store lacks.
+    """Produce those samples of a window that are not in the store yet.
 
     Depending on the stage: store reference answers; roll out and reward; link samples of other stores; or reward
     samples that were imported or linked.
@@ -176,10 +181,11 @@ def produce_samples(run: Run, stage: Stage, window: int) -> None:
 def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Produce the samples of the stage's next window, or with `follow` of all its windows.
 
+    follow: run in follow mode (see the head of this file).
     With `rollout.until`, answers are rewarded too, because the rewards decide whether another round of prompts is
-    sampled. Returns {"stage", "samples": number of samples of the stage in the store}. Without `follow` also "window",
-    and for sampled data "rollouts": the values of one RolloutReport for each sampling policy.
-    Raises MopdError; the same call then continues.
+    sampled. Returns {"stage", "samples": number of samples of the stage in the store}. Without `follow`, the result
+    also has "window" and, for sampled data, "rollouts": one RolloutReport as a dict per sampling policy.
+    Raises MopdError; finished work is kept, and calling again with the same arguments continues from there.
     """
     run = open_run(job, Progress(console))
     if follow:
@@ -191,8 +197,8 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
         produce_samples(run, stage, window)
         return {"stage": stage.name, "window": window, "samples": _count_samples(run, stage)}
     with closing(run.engines):
-        until = stage.rollout.until
-        reports = rollout_until(run, stage, until, window) if until else rollout(run, stage, window)
+        rule = stage.rollout.until
+        reports = rollout_until(run, stage, rule, window) if rule else rollout(run, stage, window)
     rollouts = [asdict(report) for report in reports]
     return {"stage": stage.name, "window": window, "samples": _count_samples(run, stage), "rollouts": rollouts}
 
@@ -202,12 +208,14 @@ def score_stage(
 ) -> Summary:
     """Compute every signal that a stage's samples lack.
 
-    With `follow`, keep running: score and reward samples as they become visible, until the rollouts have ended.
+    With `follow` (follow mode, see the head of this file), keep running: score and reward samples as they become
+    visible, until the rollouts have ended.
     queue: name of a running TransferQueue whose trajectories are the samples: score them as they become visible, and
     put their signals into the queue, until it ends.
     Returns {"stage", "signals": number of new signals, "loss_tokens": trained tokens that they cover}; with `follow`,
     the new "rewards" and "unscorable" (answers that could not be rewarded) instead of "loss_tokens"; with `queue`, also
-    "put": number of trajectories that got their signals. Raises MopdError; the same call then continues.
+    "put": number of trajectories that got their signals.
+    Raises MopdError; finished work is kept, and calling again with the same arguments continues from there.
     """
     run = open_run(job, Progress(console), create=follow)  # with follow, rollout may not have created the store yet
     if queue is not None:
@@ -221,20 +229,23 @@ def score_stage(
 def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Train every recorded window that has no policy version yet.
 
-    With `follow`, also plan each window as soon as its samples are scored, until all are trained on or dropped.
+    With `follow` (follow mode, see the head of this file), also plan each window as soon as its samples are scored,
+    until all scored samples are trained on or dropped.
     Returns {"stage", "policy_version", "policy": folder of that version, "windows": number trained}; with `follow`, the
-    result of follow_train instead of "windows". Raises MopdError; the same call then continues.
+    result of follow_train instead of "windows".
+    Raises MopdError; finished work is kept, and calling again with the same arguments continues from there.
     """
     run = open_run(job, Progress(console), create=follow)  # with follow, rollout may not have created the store yet
     counts = follow_train(run, stage) if follow else train_recorded(run, stage)
-    newest = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.latest_folder(stage))}
-    return {"stage": stage.name, **counts, **newest}
+    policy_facts = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.latest_folder(stage))}
+    return {"stage": stage.name, **counts, **policy_facts}
 
 
 def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
     """Train every recorded window that has no policy version yet."""
     windows_trained = 0
     with Training(run, stage) as training:
+        # Trained windows that no checkpoint follows: the trainer would train them again before any later window.
         invalid_windows = windows_to_replan(run, stage)
         for plan in recorded_windows(run, stage, run.policies.latest(stage)):
             if trainable_plan(run, stage, plan.window) is None:
@@ -245,15 +256,17 @@ def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
                     "some of its samples were deleted or the job was changed for it; plan the window again: "
                     f"mopd plan JOB --stage {stage.name}"
                 )
-            if len(plan.sample_rows):  # an empty window only closes the plan log of a concurrent stage
+            if len(plan.sample_rows):  # an empty window only marks the end of a concurrent stage's plans
                 training.train(plan)
                 windows_trained += 1
     return {"windows": windows_trained}
 
 
-def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
-    """Check if a policy version is evaluated: the last one always is, others every `eval.every` iterations."""
-    every, last = run.job.eval.every, run.policies.latest(stage) if stage.concurrent else stage.iterations
+def _must_evaluate(run: Run, stage: Stage, version: int) -> bool:
+    """Return True if the schedule asks for an evaluation of this policy version: always for the last one, else every
+    `eval.every` iterations."""
+    every = run.job.eval.every
+    last = run.policies.latest(stage) if stage.concurrent else stage.iterations
     return version == last or (every > 0 and version % every == 0)
 
 

@@ -22,7 +22,7 @@ Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Part:
+class SamplingTask:
     """The prompts that one policy answers in one iteration of a stage."""
 
     stage: Stage
@@ -73,8 +73,10 @@ class ScoredTask:
 class Fleet(Protocol):
     """Workers that roll out and score in place of this process."""
 
-    def sample_part(self, part: Part, skip_uids: set[str], show: Callable[..., None]) -> RolloutReport:
-        """Sample the prompts of a part, except the samples in `skip_uids`."""
+    def run_sampling_task(
+        self, sampling_task: SamplingTask, skip_uids: set[str], show: Callable[..., None]
+    ) -> RolloutReport:
+        """Sample the prompts of a task, except the samples in `skip_uids`."""
 
     def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
         """Score every task; `done` is called as each one ends."""

@@ -43,15 +43,17 @@ def score_samples(
 ) -> Iterator[Signal]:
     """Yield one Signal per sample and kind, in an order that needs little padding; `uid` identifies the sample.
 
-    kinds: names in SIGNAL_KINDS, in `settings.signals` or of entry points. render_prompt: returns the teacher's
-    prompt; default: the student's own. student: the policy whose top-k the teacher scores, for `topk_source =
-    "student"`.
+    kinds: names of signal kinds: built in (SIGNAL_KINDS), defined in `settings.signals`, or provided by an entry
+    point. render_prompt: returns the teacher's prompt; default: the student's own. student: the policy whose top-k the
+    teacher scores, for `topk_source = "student"`.
     Raises EngineError naming teacher and sample when the teacher computes NaN or infinity; MismatchError when a sample
     has tokens that the teacher does not know, or exceeds the teacher's context length.
     """
     signal_kinds = [signal_kind(kind, settings.signals) for kind in kinds]
-    if (own := pool.own_tokenizer(teacher)) is not None:
-        yield from _score_with_own_tokenizer(pool, teacher, own, signal_kinds, samples, settings, render_prompt)
+    if (teacher_tokenizer := pool.own_tokenizer(teacher)) is not None:  # None if the teacher reads the student's tokens
+        yield from _score_with_own_tokenizer(
+            pool, teacher, teacher_tokenizer, signal_kinds, samples, settings, render_prompt
+        )
         return
     inputs = [model_input(sample, render_prompt) for sample in samples]
     _check_no_unknown_tokens(pool, teacher, inputs)
@@ -71,11 +73,11 @@ def _score_inputs(
     if settings.reads == "prompt_logprobs":
         yield from _score_from_prompt_logprobs(pool.logprob_reader(teacher), teacher, signal_kinds, inputs, settings)
         return
-    forward = pool.teacher(teacher)
-    head = forward.head
+    model = pool.teacher(teacher)
+    head = model.head
     for temperature, batch in batches(inputs, settings.batch_tokens):
         _check_vocabulary(teacher, batch, len(head.weight))
-        states = forward.states([item.tokens for item in batch], [item.loss_positions for item in batch])
+        states = model.states([item.tokens for item in batch], [item.loss_positions for item in batch])
         check_finite(teacher, batch, states)
         output = TeacherOutput(batch, teacher, states, head, temperature, settings, student)
         for kind in signal_kinds:
@@ -85,7 +87,7 @@ def _score_inputs(
 def _score_with_own_tokenizer(
     pool: TeacherPool,
     teacher: str,
-    own: OwnTokenizer,
+    teacher_tokenizer: OwnTokenizer,
     kinds: Sequence[SignalKind],
     samples: Sequence[Scorable],
     settings: sections.Score,
@@ -97,16 +99,17 @@ def _score_with_own_tokenizer(
             f"teacher {teacher!r} has its own tokenizer: its only signals are the log-probs of the student's "
             "tokens, and its prompts must be rendered by its own template"
         )
-    texts = {sample.uid: own.retokenize(sample, render_prompt(sample)) for sample in samples}
-    inputs = [model_input(text.teacher_sample, None) for text in texts.values()]
+    retokenized_by_uid = {sample.uid: teacher_tokenizer.retokenize(sample, render_prompt(sample)) for sample in samples}
+    inputs = [model_input(retokenized.teacher_sample, None) for retokenized in retokenized_by_uid.values()]
     for signal in _score_inputs(pool, teacher, [Logprob("logprob")], inputs, settings):
-        text = texts[signal.uid]
+        retokenized = retokenized_by_uid[signal.uid]
         assert signal.logprob is not None
-        values = credit(text.alignment, signal.logprob, text.sample.logprobs)
+        # The teacher's log-probs at the student's tokens.
+        values = credit(retokenized.alignment, signal.logprob, retokenized.sample.logprobs)
         empty_topk = np.empty((len(values), 0))
         without_topk = SequenceLogprobs(values, empty_topk.astype(np.int32), empty_topk.astype(np.float32))
         for kind in kinds:
-            yield kind.from_logprobs(model_input(text.sample, None), without_topk)
+            yield kind.from_logprobs(model_input(retokenized.sample, None), without_topk)
 
 
 def model_input(sample: Scorable, render_prompt: PromptRenderer | None) -> ModelInput:
@@ -122,8 +125,8 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
     A batch has one temperature and at most `batch_tokens` tokens including padding, or a single sample.
     """
     ordered = sorted(inputs, key=lambda item: (item.sample.temperature, -len(item.tokens), item.sample.uid))
-    for sampled_at, group in groupby(ordered, key=lambda item: item.sample.temperature):
-        temperature = sampled_at or 1.0  # greedy samples (temperature 0) are scored at temperature 1
+    for sampling_temperature, group in groupby(ordered, key=lambda item: item.sample.temperature):
+        temperature = sampling_temperature or 1.0  # greedy samples (temperature 0) are scored at temperature 1
         batch: list[ModelInput] = []
         for item in group:
             if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
@@ -136,7 +139,7 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
 def _score_from_prompt_logprobs(
     reader: LogprobReader, teacher: str, kinds: Sequence[SignalKind], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
-    """Yield the signals of a teacher of which vLLM returns only log-probs.
+    """Yield the signals of a teacher that runs in vLLM, which returns log-probs but no hidden states.
 
     Raises MismatchError for kinds that need more.
     """
@@ -146,7 +149,8 @@ def _score_from_prompt_logprobs(
                 f'score.reads = "prompt_logprobs" cannot produce {kind.name} signals: vLLM returns the log-probs of '
                 'the text and the teacher\'s own top-k only; set score.reads = "states"'
             )
-    k = min(settings.topk, reader.vocab_size) if any(kind.ranked for kind in kinds) else 0
+    needs_topk = any(kind.ranked for kind in kinds)
+    k = min(settings.topk, reader.vocab_size) if needs_topk else 0
     for temperature, batch in batches(inputs, settings.batch_tokens):
         if temperature != 1:
             raise MismatchError(
@@ -156,10 +160,10 @@ def _score_from_prompt_logprobs(
         _check_vocabulary(teacher, batch, reader.vocab_size)
         for item, result in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
             rows = item.loss_positions - 1  # row p - 1 has the log-probs of position p
-            at_loss_positions = SequenceLogprobs(result.token_logprobs[rows], result.ids[rows], result.logprobs[rows])
-            check_finite(teacher, [item], torch.from_numpy(at_loss_positions.token_logprobs))
+            loss_logprobs = SequenceLogprobs(result.token_logprobs[rows], result.ids[rows], result.logprobs[rows])
+            check_finite(teacher, [item], torch.from_numpy(loss_logprobs.token_logprobs))
             for kind in kinds:
-                yield kind.from_logprobs(item, at_loss_positions)
+                yield kind.from_logprobs(item, loss_logprobs)
 
 
 def _check_length(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
@@ -176,21 +180,23 @@ def _check_length(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> 
 
 def _check_no_unknown_tokens(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:
     """Check that the teacher knows the tokens of every sample. Raises MismatchError."""
-    unknown = pool.unknown_tokens(teacher)
-    for item in inputs if unknown else []:
-        if unknown_ids := sorted(unknown.keys() & set(item.tokens.tolist())):
+    unknown_tokens = pool.unknown_tokens(teacher)  # {id: text}
+    if not unknown_tokens:
+        return
+    for item in inputs:
+        if unknown_ids := sorted(unknown_tokens.keys() & set(item.tokens.tolist())):
             raise MismatchError(
-                f"sample {item.sample.uid} has token {unknown[unknown_ids[0]]!r} ({unknown_ids[0]}), which teacher "
-                f"{teacher!r} does not know; use a teacher whose tokenizer has it, or leave such samples out with "
-                f'teachers.{teacher}.unknown_tokens = "mask"'
+                f"sample {item.sample.uid} has token {unknown_tokens[unknown_ids[0]]!r} ({unknown_ids[0]}), which "
+                f"teacher {teacher!r} does not know; use a teacher whose tokenizer has it, or leave such samples "
+                f'out with teachers.{teacher}.unknown_tokens = "mask"'
             )
 
 
-def _check_vocabulary(teacher: str, batch: list[ModelInput], rows: int) -> None:
+def _check_vocabulary(teacher: str, batch: list[ModelInput], vocab_size: int) -> None:
     for item in batch:
         highest = int(item.tokens.max(initial=0))
-        if highest >= rows:
+        if highest >= vocab_size:
             raise MismatchError(
-                f"sample {item.sample.uid} has token {highest}, teacher {teacher!r} knows {rows} tokens; "
-                "its tokenizer is not the student's"
+                f"sample {item.sample.uid} has token id {highest}, but teacher {teacher!r} has only {vocab_size} token "
+                "ids: the teacher and the student use different tokenizers"
             )

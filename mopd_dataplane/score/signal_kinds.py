@@ -110,7 +110,7 @@ class SignalKind(ABC):
     follows_from_logprobs: bool = False
     """True if `from_logprobs` computes it, so that a teacher that gives log-probs only can be used."""
     ranked: bool = False
-    """True if it needs the likeliest tokens of the vocabulary."""
+    """True if it needs the top-k: the likeliest tokens of the vocabulary at each position."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -121,7 +121,7 @@ class SignalKind(ABC):
 
     def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
         """Build a sample's signal from log-probs of its M trained tokens, and of the K likeliest (K is 0 if not
-        ranked)."""
+        `ranked`)."""
         raise NotImplementedError(self.name)
 
 

@@ -23,7 +23,7 @@ from mopd_dataplane.store.format.dataset_format import check_teacher, write_mark
 from mopd_dataplane.store.linked.references import is_own
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain import compaction, verify
-from mopd_dataplane.store.maintain.delete_samples import apply_deletions_since, start_deletion_check
+from mopd_dataplane.store.maintain.delete_samples import apply_deletions_since, make_deletion_check
 from mopd_dataplane.store.maintain.free_hidden import FreedSpace, free_hidden
 from mopd_dataplane.store.maintain.verify_report import VerifyReport
 from mopd_dataplane.store.read import row_reader
@@ -35,7 +35,7 @@ Rows = NDArray[np.int64]
 
 
 class Store(StoreReader):
-    """A folder or object-store URI of Lance datasets.
+    """The Lance datasets of one run, in a folder or under an object-store URI; reads and writes them.
 
     Example:
         store = Store.create("runs/demo")
@@ -50,9 +50,9 @@ class Store(StoreReader):
         """Open the store at `uri`, or create it.
 
         store.json is written last, so a store whose creation was interrupted cannot be opened.
-        single_writer: a promise that only one process writes at a time; a new store records it in store.json. Required
-        on an object store that ignores preconditions (ResourceError without it); no effect elsewhere. Also raises the
-        errors of `find`.
+        single_writer: the caller guarantees that only one process writes at a time; a new store records this in
+        store.json. An object store that ignores preconditions requires it, else ResourceError; other stores ignore it.
+        Also raises the errors of `find`.
         """
         if (existing := cls.find(uri, storage_options)) is not None:
             existing.location.check_preconditions()
@@ -62,7 +62,8 @@ class Store(StoreReader):
         store = cls(location)
         for name in TABLES:
             store.table_handle(name).create()
-        location.require_uuid(write_mark(location, **({"single_writer": True} if single_writer else {})))
+        uuid = write_mark(location, **({"single_writer": True} if single_writer else {}))  # writes store.json
+        location.require_uuid(uuid)
         return store
 
     # -- prompts and samples -------------------------------------------------------------------------------------------
@@ -81,16 +82,17 @@ class Store(StoreReader):
         Repeating the call with the same samples, here or in another process, changes nothing, even if a suspended
         process resumes after another one has committed the same samples.
         Raises MismatchError for wrong shapes or values, for a sample that was deleted itself or with its prompt, and
-        for a uid that is stored with other content; with `keep_first` the last two kinds are left out, and listed in
-        the receipt. Raises EngineError for impossible log-probs, ResourceError when the disk is full.
+        for a uid that is stored with other content. With `keep_first`, deleted samples and uids that are stored with
+        other content are skipped and listed in the receipt instead. Raises EngineError for impossible log-probs,
+        ResourceError when the disk is full.
         """
         with self._committing("samples"):
-            deleted = self.deletions.are_deleted(batch)
-            if deleted.any() and not keep_first:
+            is_deleted = self.deletions.are_deleted(batch)
+            if is_deleted.any() and not keep_first:
                 self.deletions.raise_if_deleted([sample.uid for sample in batch])
                 self.deletions.raise_if_prompts_deleted([sample.prompt_id for sample in batch])
             tables = self.table_handle("samples"), self.table_handle("tokens")
-            return commit_undeleted(*tables, batch, deleted, keep_first=keep_first)
+            return commit_undeleted(*tables, batch, is_deleted, keep_first=keep_first)
 
     # -- teachers and signals ------------------------------------------------------------------------------------------
 
@@ -115,23 +117,24 @@ class Store(StoreReader):
         teachers = self.teachers()
         if teacher not in teachers:
             raise UnknownNameError(f"no teacher {teacher!r}: {nearest(teacher, teachers)}; add it with add_teacher")
-        payload = self.table_handle(signal_table(teacher, kind))
-        with self._committing(payload.name):
-            deleted = self.deletions.uids()
-            batch = [signal for signal in batch if signal.uid not in deleted]
+        payload_table = self.table_handle(signal_table(teacher, kind))
+        with self._committing(payload_table.name):
+            deleted_uids = self.deletions.uids()
+            batch = [signal for signal in batch if signal.uid not in deleted_uids]
             scores, samples = self.table_handle("scores"), self.table_handle("samples")
-            return signals.commit_signals(scores, samples, payload, teachers[teacher], kind, batch)
+            return signals.commit_signals(scores, samples, payload_table, teachers[teacher], kind, batch)
 
     def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> FreedSpace:
         """Free the hidden states of these samples; afterwards they cannot be read at the newest version.
 
-        A file is freed once all of its samples may be. Files of tagged snapshots and of the snapshots `in_use` stay on
-        the disk: release the snapshots and call this again.
+        A file is deleted only when the hidden states of all its samples are to be freed. Files that a tagged snapshot
+        or a snapshot in `in_use` needs stay on disk; release the snapshot and call this again.
         """
         table = self._existing(signal_table(teacher, "hidden"))
-        scored = row_reader.scored_rows(self.dataset("scores"), teacher, "hidden")
-        payload_rows = scored["payload_row"].to_numpy()
-        is_freed = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64)) & is_own(payload_rows)
+        score_rows = row_reader.scored_rows(self.dataset("scores"), teacher, "hidden")
+        payload_rows = score_rows["payload_row"].to_numpy()
+        is_requested = np.isin(score_rows["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64))
+        is_freed = is_requested & is_own(payload_rows)  # own: in this store, not linked from another one
         return free_hidden(self.location, table, payload_rows[is_freed], in_use)
 
     # -- rewards, plans, steps, evals, events --------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class Store(StoreReader):
     def add_event(
         self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
     ) -> None:
-        """Record a decision or measurement once under its id."""
+        """Record a decision or measurement; does nothing if `event_id` is recorded already."""
         row = {"event_id": event_id, "stage": stage, "kind": kind, "iteration": iteration, "value": value}
         self.add_events([row | {"detail": detail}])
 
@@ -178,19 +181,20 @@ class Store(StoreReader):
         """
         tables = self._all_tables()
         if tag is not None:
-            return snapshots.pin(self.location, tables, tag, start_check=partial(start_deletion_check, self))
+            return snapshots.pin(self.location, tables, tag, make_check=partial(make_deletion_check, self))
         snapshot, handles = snapshots.take_snapshot(self.location, tables)
-        self._recent_handles.append(handles)
+        self._recent_handles.append(handles)  # keeps compact(now=True) from dropping the versions of a recent snapshot
         return snapshot
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; does nothing when the tag exists.
 
-        Raises DamagedError when clean-up has dropped one of its versions, which can happen once SNAPSHOTS_HELD newer
-        snapshots were taken; MismatchError when some of its samples were deleted.
+        Raises DamagedError when clean-up has dropped one of its versions, which is possible once this object has taken
+        SNAPSHOTS_HELD newer snapshots without a tag; MismatchError when some of its samples were deleted.
         """
-        start_check = partial(start_deletion_check, self, is_taken=True)
-        snapshots.pin(self.location, self._all_tables(), tag, snapshot, start_check=start_check)
+        # pin() calls make_check before it sets the tags, and the returned function afterwards.
+        make_check = partial(make_deletion_check, self, snapshot_exists=True)
+        snapshots.pin(self.location, self._all_tables(), tag, snapshot, make_check=make_check)
 
     def release(self, tag: str) -> None:
         """Release a tagged snapshot."""
@@ -218,9 +222,10 @@ class Store(StoreReader):
 
     @contextmanager
     def _committing(self, name: str) -> Iterator[None]:
-        """Hold the commit lock of a table; afterwards remove what was deleted meanwhile (see delete_samples.py).
+        """Hold the commit lock of a table; afterwards apply the deletions that were recorded meanwhile to the new rows.
 
-        The lock alone is not enough: a deletion does not wait for a stalled writer, and an object store has no lock.
+        The lock alone is not enough: a deletion does not wait for a stalled writer, and an object store has no lock
+        (see delete_samples.py).
         """
         earlier_deletions = self.deletions.names()
         with self.location.committing(name):

@@ -169,7 +169,7 @@ def _page(shown: Shown, query: dict[str, str]) -> Any:
     limit, offset = _number(query, "limit", 50, MOST_ROWS), _number(query, "offset", 0)
     where, order = query.get("where", ""), query.get("order", "")
     matches = _matches(shown, query)
-    page = shown.index().page(where, order, offset, limit, whole=query.get("whole") == "1", matches=matches)
+    page = shown.index().page(where, order, offset, limit, with_comparisons=query.get("whole") == "1", matches=matches)
     return page | {"cut": matches is not None and matches.is_cut}
 
 
@@ -196,7 +196,7 @@ def _sample(shown: Shown, query: dict[str, str]) -> Any:
     row = index.row(query.get("uid", ""))
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
-    return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.has_comparing_columns}
+    return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.comparison_columns_loaded}
 
 
 def _text(shown: Shown, query: dict[str, str]) -> Any:
@@ -211,7 +211,7 @@ def _text(shown: Shown, query: dict[str, str]) -> Any:
 def _row(shown: Shown, query: dict[str, str]) -> Any:
     """A sample's row of the table with the columns that compare it with others."""
     uid = query.get("uid", "")
-    return shown.index().rows_of([uid], whole=True)[uid]
+    return shown.index().rows_of([uid], with_comparisons=True)[uid]
 
 
 def _candidates(shown: Shown, query: dict[str, str]) -> Any:

@@ -139,7 +139,7 @@ def export_redpen(shown: Shown, file: Path) -> Exported:
         data |= {f"corrections/{iteration}": answers, f"corrected/{iteration}": words}
         answered.append([answer["uid"] for answer in answers])
         listed += [uid for teacher in words for line in teacher["lines"] for uid in line["uids"]]
-    rows = index.rows_of(list(dict.fromkeys([*chain.from_iterable(answered), *listed])), whole=True)
+    rows = index.rows_of(list(dict.fromkeys([*chain.from_iterable(answered), *listed])), with_comparisons=True)
     data["samples"] = {
         "columns": list(index.columns), "rows": [[row[name] for name in index.columns] for row in rows.values()],
     }  # fmt: skip

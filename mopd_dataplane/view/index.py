@@ -4,7 +4,7 @@ A page, a histogram or a count is one SQL statement over this table. The stateme
 definition of the table, so it can be pasted into `mopd query`.
 
 The table is an Arrow table: columns as Lance decodes them, and derived columns. DuckDB reads it without a copy. A
-column is loaded when a statement first names it, or by `fill`.
+column is loaded when a statement first names it, or by `fill` in the background.
 """
 
 from __future__ import annotations
@@ -40,64 +40,70 @@ if TYPE_CHECKING:
 QUERY_TIMEOUT_S = 20.0
 """A statement that takes longer is interrupted."""
 UID_PREFIX = re.compile(r"[0-9a-f]{6,31}")
-"""The first digits of a uid, as tables show them."""
+"""Pattern of a shortened uid, as tables show it: its first 6 to 31 hex digits."""
 INITIAL_HISTOGRAMS = (
     "domain", "stage", "iteration", "policy_version_first", "response_len", "reward", "kl", "mean_logprob",
     "finish_reason",
 )  # fmt: skip
 """Columns whose histograms the page shows first."""
 INITIAL_TEACHERS = 4
-"""Number of teachers whose divergence it shows beside them."""
+"""Number of teachers whose divergence histogram the page shows first, besides INITIAL_HISTOGRAMS."""
 NO_IDS = np.empty(0, np.int64)
-MEMORY = "192MB"
+DUCKDB_MEMORY_LIMIT = "192MB"
 """Memory limit of DuckDB, not counting the table; what exceeds it is spilled to a scratch folder."""
 
 
 class Index:
-    """The rollouts of one snapshot of a store, for SQL. Thread-safe."""
+    """The table of rollouts of one snapshot of a store, in memory, for SQL. Thread-safe."""
 
     def __init__(
         self, store: Store, snapshot: Snapshot, labelled: LabelledSamples,
         check_cancelled: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Open DuckDB; of the store, read only schemas and the names of the teachers.
+        """Open DuckDB. Reads only the schemas and the names of the teachers from the store.
 
         labelled: source of the SQL table `labelled`; it also has labels that are newer than the snapshot.
         check_cancelled: called every few milliseconds while columns are read; raise in it to cancel.
         """
         self.snapshot = snapshot
         self._questions = job_questions(store)
-        self._rows = rows = RolloutRows(store, snapshot)
-        self.teachers, self.definition, self.columns = rows.teachers, rows.definition, rows.columns
-        self.rollouts = RolloutColumns(store, snapshot, rows.vocabularies, rows.has, check_cancelled)
+        self._row_reader = reader = RolloutRows(store, snapshot)
+        self.teachers, self.definition, self.columns = reader.teachers, reader.definition, reader.columns
+        optional_sources = reader.has
+        self.rollouts = RolloutColumns(store, snapshot, reader.vocabularies, optional_sources, check_cancelled)
+        """The columns of the table, each loaded at its first use."""
         self.total = len(self.rollouts.sample_rows)
         self._labelled = labelled
         self._resources = ExitStack()
-        # Removed with this object; after a crash, by the next process that makes one.
+        # The scratch folder is deleted with this object; after a crash, by the next process that creates one.
         scratch = self._resources.enter_context(scratch_folder())
         self._connection = duckdb.connect(
-            config={"python_enable_replacements": "false", "memory_limit": MEMORY, "temp_directory": str(scratch)}
+            config={
+                "python_enable_replacements": "false",
+                "memory_limit": DUCKDB_MEMORY_LIMIT,
+                "temp_directory": str(scratch),
+            }
         )
         self._connection.execute("set enable_progress_bar = false; set enable_external_access = false")
         self._connection.execute("set lock_configuration = true")
         self._histograms = Histograms(self, TABLE)
 
     @property
-    def has_comparing_columns(self) -> bool:
+    def comparison_columns_loaded(self) -> bool:
         """True if the columns that compare a sample with others are loaded."""
         return self.rollouts.has(COMPARING_COLUMNS)
 
-    def fill(self, yield_to_queries: Callable[[], None] = lambda: None) -> None:
+    def fill(self, wait_for_queries: Callable[[], None] = lambda: None) -> None:
         """Load all columns, starting with those of the histograms that the page shows first.
 
-        yield_to_queries: called about ten times a second; blocks while queries of readers are waiting.
+        wait_for_queries: called before each group of columns; blocks while users' queries are waiting.
         """
-        by_teacher = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"]
-        first = [*INITIAL_HISTOGRAMS, *by_teacher[:INITIAL_TEACHERS]]
-        self.rollouts.fill(first, yield_to_queries)
-        yield_to_queries()
+        teacher_kl_columns = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"]
+        first = [*INITIAL_HISTOGRAMS, *teacher_kl_columns[:INITIAL_TEACHERS]]
+        self.rollouts.load_in_background(first, wait_for_queries)
+        wait_for_queries()
         self.histograms("", first)
-        self.rollouts.fill(self.rollouts.names, yield_to_queries)
+        self.rollouts.load_in_background(self.rollouts.names, wait_for_queries)
 
     # -- queries ---------------------------------------------------------------------------------------------------
 
@@ -105,12 +111,13 @@ class Index:
         """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_TIMEOUT_S."""
         try:
             try:
-                return self._execute(self._cursor_for(sql), sql, values)
+                return self._execute(self._cursor_for_statement(sql), sql, values)
             except duckdb.BinderException:
-                # On an empty table with all columns first: for a mistyped name, the error names the nearest of them.
-                self._execute(self._cursor_over(self._rows.empty), sql, values)
-                # The statement is right, and needs a column that `referenced_columns` did not see in it.
-                return self._execute(self._cursor_over(self.rollouts.table(self.rollouts.names)), sql, values)
+                # Try an empty table that has all columns: if a name is mistyped, this raises an error that suggests the
+                # closest column.
+                self._execute(self._cursor_with_table(self._row_reader.empty), sql, values)
+                # The statement is valid, but uses a column that `referenced_columns` did not detect: load all columns.
+                return self._execute(self._cursor_with_table(self.rollouts.table(self.rollouts.names)), sql, values)
         except duckdb.Error as error:
             raise QueryError(str(error)) from error
 
@@ -124,16 +131,16 @@ class Index:
     def arrow(self, sql: str) -> pa.Table:
         """Return the answer to a statement as an Arrow table. Raises QueryError."""
         try:
-            return self._cursor_for(sql).sql(sql).to_arrow_table()
+            return self._cursor_for_statement(sql).sql(sql).to_arrow_table()
         except duckdb.Error as error:
             raise QueryError(str(error)) from error
 
-    def _cursor_for(self, sql: str) -> duckdb.DuckDBPyConnection:
+    def _cursor_for_statement(self, sql: str) -> duckdb.DuckDBPyConnection:
         """Return a cursor for a statement, over the columns that it names."""
         names = referenced_columns(self._connection.cursor(), sql, self.rollouts.names)
-        return self._cursor_over(self.rollouts.table(names))
+        return self._cursor_with_table(self.rollouts.table(names))
 
-    def _cursor_over(self, table: pa.Table) -> duckdb.DuckDBPyConnection:
+    def _cursor_with_table(self, table: pa.Table) -> duckdb.DuckDBPyConnection:
         return self._connection.cursor().register(TABLE, table).register("labelled", self._labelled.table())
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -146,20 +153,23 @@ class Index:
         """Return columns of samples, in the order of `sample_rows`. All of them must be in the table."""
         return self.rollouts.table(names).select(list(names)).take(self.rollouts.positions(sample_rows))
 
-    def where_clause(self, where: str, among: NDArray[np.int64] | None = None) -> str:
-        """Return a filter as an SQL clause (" where …", or "" for all samples). among: row ids to which it is limited.
+    def where_clause(self, where: str, limit_to_ids: NDArray[np.int64] | None = None) -> str:
+        """Return a filter as an SQL clause (" where …", or "" for all samples).
 
+        limit_to_ids: row ids of the only samples that may match; None for no limit.
         Raises QueryError unless the filter is a single expression that only reads.
         """
         parts = [f"({expand(where, self._questions, 'the filter')}\n)"] if where.strip() else []
-        if among is not None:
-            parts.append(f"sample_row in ({', '.join(map(str, among.tolist()))})" if len(among) else "false")
+        if limit_to_ids is not None:
+            parts.append(
+                f"sample_row in ({', '.join(map(str, limit_to_ids.tolist()))})" if len(limit_to_ids) else "false"
+            )
         return f" where {' and '.join(parts)}" if parts else ""
 
     def order_clause(self, order: str) -> str:
-        """Return an SQL clause (" order by …") for "column", ascending, or "-column", descending; ties in commit order.
+        """Return the SQL clause (" order by …") of a sort order: "column" sorts ascending, "-column" descending.
 
-        An empty order is the newest sample first. Raises UnknownNameError.
+        Equal values keep the commit order. An empty order is the newest sample first. Raises UnknownNameError.
         """
         name = order.removeprefix("-")
         if not name:
@@ -169,14 +179,21 @@ class Index:
         return f' order by "{name}" {"desc" if order.startswith("-") else "asc"} nulls last, sample_row'
 
     def page(
-        self, where: str, order: str, offset: int, limit: int, *, whole: bool = False, matches: Matches | None = None
+        self,
+        where: str,
+        order: str,
+        offset: int,
+        limit: int,
+        *,
+        with_comparisons: bool = False,
+        matches: Matches | None = None,
     ) -> dict[str, Any]:
         """Return a page of the table: `total` (matching samples), `columns`, `rows`, `sql` and `whole`.
 
         A row is a list; `sql` runs in `mopd query`.
-        whole: load the columns that compare a sample with others, which reads all samples. Otherwise they are None
-        unless they are loaded already; the returned `whole` says if they are. matches: result of a search; only its
-        samples count.
+        with_comparisons: also load the columns that compare a sample with others, which reads all samples. If False
+        and they are not loaded already, their values are None. The result `whole` is True if they are loaded.
+        matches: result of a search; restricts the page to its samples.
         """
         clause = self.where_clause(where, matches.sample_rows if matches else None)
         sort = self.order_clause(order)
@@ -187,37 +204,38 @@ class Index:
             ids = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
         else:
             ids = self.rollouts.sample_rows[::-1][offset : offset + limit]
-        rows = self._rows_at(ids, whole=whole)
+        rows = self._rows_by_id(ids, with_comparisons=with_comparisons)
         search_sql = matches.condition if matches else ""
         return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit, search_sql),
                 "rows": [[row[name] for name in self.columns] for row in rows],
-                "whole": self.has_comparing_columns}  # fmt: skip
+                "whole": self.comparison_columns_loaded}  # fmt: skip
 
     def select_rows(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
-        """Return complete rows of samples. condition, order: SQL of this package, not of a reader."""
+        """Return complete rows of samples. condition, order: SQL text of this package, never user input."""
         clauses = f" where {condition} order by {order} limit {int(limit)} offset {int(offset)}"
-        return self._rows_at(self._ids(clauses), whole=True)
+        return self._rows_by_id(self._ids(clauses), with_comparisons=True)
 
     def _ids(self, clauses: str, values: Sequence[Any] = ()) -> NDArray[np.int64]:
         ids = self.execute(f"select sample_row from {TABLE}{clauses}", values).fetchnumpy()["sample_row"]
         return np.asarray(ids, np.int64)
 
-    def _rows_at(self, ids: NDArray[np.int64], *, whole: bool) -> list[dict[str, Any]]:
-        """Return the rows of samples in this order. whole: as for `page`."""
-        if whole:
+    def _rows_by_id(self, ids: NDArray[np.int64], *, with_comparisons: bool) -> list[dict[str, Any]]:
+        """Return the rows of samples in this order. with_comparisons: as for `page`."""
+        if with_comparisons:
             self.rollouts.read(COMPARING_COLUMNS)
         if self.rollouts.is_complete:
-            whole_rows: list[dict[str, Any]] = self.take(ids, sorted(self.rollouts.names)).to_pylist()
-            return whole_rows
-        rows = self._rows.rows(ids)
-        if not self.has_comparing_columns:
+            all_rows: list[dict[str, Any]] = self.take(ids, sorted(self.rollouts.names)).to_pylist()
+            return all_rows
+        rows = self._row_reader.rows(ids)
+        if not self.comparison_columns_loaded:
             return [row | dict.fromkeys(COMPARING_COLUMNS) for row in rows]
         comparisons = self.take(ids, sorted(COMPARING_COLUMNS)).to_pylist()
-        return [row | compared for row, compared in zip(rows, comparisons, strict=True)]
+        return [row | comparison for row, comparison in zip(rows, comparisons, strict=True)]
 
     def statement(self, where: str, order: str, limit: int, search_sql: str = "") -> str:
         """Return the SQL of a page in a form that runs on the store itself. search_sql: condition of a search."""
-        sort = self.order_clause(order or "-created_at").replace(", sample_row", "")  # which the definition lacks
+        # The SQL definition of the table has no column `sample_row`.
+        sort = self.order_clause(order or "-created_at").replace(", sample_row", "")
         clause = self.where_clause(where)
         if search_sql:
             clause += f"{' and' if clause else ' where'} {search_sql}"
@@ -231,30 +249,35 @@ class Index:
     def row(self, uid: str) -> dict[str, Any]:
         """Return the row of a sample, `sample_row` included. Raises UnknownNameError.
 
-        The first digits of the uid will do if no other uid begins with them.
+        A prefix of the uid (6 to 31 hex digits) is accepted too, if no other uid begins with it.
         """
         if UID_PREFIX.fullmatch(uid):
-            beginning = self.rows(f"select uid from {TABLE} where starts_with(uid, ?) limit 2", [uid])
-            if len(beginning) > 1:
-                names = " and ".join(row["uid"] for row in beginning)
+            candidates = self.rows(f"select uid from {TABLE} where starts_with(uid, ?) limit 2", [uid])
+            if len(candidates) > 1:
+                names = " and ".join(row["uid"] for row in candidates)
                 raise UnknownNameError(f"{uid!r} begins the uids of several samples, among them {names}")
-            uid = beginning[0]["uid"] if beginning else uid
+            uid = candidates[0]["uid"] if candidates else uid
         return self.rows_of([uid])[uid]
 
-    def rows_of(self, uids: Sequence[str], *, whole: bool = False) -> dict[str, dict[str, Any]]:
-        """Return the rows of samples by uid. whole: as for `page`. Raises UnknownNameError."""
+    def rows_of(self, uids: Sequence[str], *, with_comparisons: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the rows of samples by uid. with_comparisons: as for `page`. Raises UnknownNameError."""
         if self.rollouts.has(["uid"]):
             ids = self._ids(f" where uid in ({', '.join('?' * len(uids))})", uids) if uids else NO_IDS
         else:
-            ids = self._rows.sample_rows(uids)
-        by_uid = {row["uid"]: row for row in self._rows_at(ids, whole=whole)}
+            ids = self._row_reader.sample_rows(uids)
+        by_uid = {row["uid"]: row for row in self._rows_by_id(ids, with_comparisons=with_comparisons)}
         for uid in uids:
             if uid not in by_uid:
                 raise UnknownNameError(f"no sample {uid!r} in this snapshot; it has {self.total:,} samples")
         return by_uid
 
-    def histograms(self, where: str, names: Sequence[str], among: NDArray[np.int64] | None = None) -> dict[str, Any]:
-        """Count the values of each column, over all rollouts and over those that match `where` and are in `among`."""
+    def histograms(
+        self, where: str, names: Sequence[str], limit_to_ids: NDArray[np.int64] | None = None
+    ) -> dict[str, Any]:
+        """Count the values of each column, over all rollouts and over those that match `where`.
+
+        limit_to_ids: row ids of the only samples that may match; None for no limit.
+        """
         for name in names:
             require_known(name, self.columns, "no column")
-        return self._histograms.of([self.columns[name] for name in names], self.where_clause(where, among))
+        return self._histograms.of([self.columns[name] for name in names], self.where_clause(where, limit_to_ids))

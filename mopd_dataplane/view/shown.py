@@ -121,7 +121,7 @@ class Shown:
                 if index is None or snapshot.versions != index.snapshot.versions:
                     self._next_look = time.monotonic() + PAUSE * (index.rollouts.read_s if index is not None else 0.0)
                     if index is not None:
-                        index.rollouts.stop_fill()
+                        index.rollouts.stop_loading()
                     self.labelled.changed()
                     index, self._answers = Index(self.store, snapshot, self.labelled, self._check_ending), {}
                     self._index = index
@@ -179,7 +179,7 @@ class Shown:
         """Give the index up; who asks next makes it again."""
         with self._lock:
             if self._index is not None:
-                self._index.rollouts.stop_fill()
+                self._index.rollouts.stop_loading()
             self._index, self._answers = None, {}
 
     def remembered(self, key: str, make: Callable[[Index], Any]) -> Any:

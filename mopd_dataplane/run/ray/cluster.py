@@ -31,7 +31,7 @@ from mopd_dataplane.run.stage_prompts import prompts_of
 from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.rollout import open_engine, sample_on_engine, uids_of
 from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
-from mopd_dataplane.run.tasks import Part, ScoredTask, ScoreTask
+from mopd_dataplane.run.tasks import SamplingTask, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog
 
 ON_THIS_MACHINE = "local"
@@ -117,10 +117,12 @@ class RayFleet:
 
     run: Run
 
-    def sample_part(self, part: Part, skip_uids: set[str], show: Callable[..., None]) -> RolloutReport:
-        """Sample what a part still lacks, as steps.rollout.sample_on_engine does, on `scale.engines` replicas."""
+    def run_sampling_task(
+        self, sampling_task: SamplingTask, skip_uids: set[str], show: Callable[..., None]
+    ) -> RolloutReport:
+        """Sample what a task still lacks, as steps.rollout.sample_on_engine does, on `scale.engines` replicas."""
         run, scale = self.run, self.run.job.scale
-        shares = _shares(run, part, skip_uids)
+        shares = _shares(run, sampling_task, skip_uids)
         busy: set[str] = set()
         owners = {writer for writer, _ in shares if writer}
 
@@ -131,13 +133,13 @@ class RayFleet:
             task = group.tasks.popleft()
             writer, *rest = task.arguments
             if not writer:
-                names = (f"{part.sampler.writer_prefix}{number}" for number in count())
+                names = (f"{sampling_task.sampler.writer_prefix}{number}" for number in count())
                 writer = next(name for name in names if name not in busy | owners)
                 task.arguments = (writer, *rest)
             busy.add(writer)
             return task
 
-        total = RolloutReport(stage=part.stage.name, iteration=part.iteration)
+        total = RolloutReport(stage=sampling_task.stage.name, iteration=sampling_task.iteration)
 
         def done(group: Group, task: Task, report: RolloutReport) -> None:
             busy.discard(task.arguments[0])
@@ -145,13 +147,19 @@ class RayFleet:
             _add(total, report)
 
         def tick() -> None:
-            rows, _ = stage_samples(run.store, part.stage, part.iteration, ["uid"])
+            rows, _ = stage_samples(run.store, sampling_task.stage, sampling_task.iteration, ["uid"])
             show(max(len(rows) - len(skip_uids), 0))
 
         group = Group(
-            name=f"{part.stage.name} rollout",
+            name=f"{sampling_task.stage.name} rollout",
             worker=EngineReplica,
-            settings=(run.job.model_dump_json(), part.stage.name, part.iteration, part.sampler, part.version),
+            settings=(
+                run.job.model_dump_json(),
+                sampling_task.stage.name,
+                sampling_task.iteration,
+                sampling_task.sampler,
+                sampling_task.version,
+            ),
             resources={"num_cpus": scale.engine_cpus, "num_gpus": scale.engine_gpus},
             size=scale.engines,
             tasks=deque(Task((writer, sorted(uids))) for writer, uids in shares),
@@ -202,21 +210,23 @@ class EngineReplica(_Worker):
         most = self._stage.rollout.most_rounds  # this engine's share says which of their samples are due
         prompts = prompts_of(self._run, self._stage, iteration, rounds=most)
         own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, iteration) == sampler]
-        self._part = Part(self._stage, iteration, sampler, version, own)
+        self._sampling_task = SamplingTask(self._stage, iteration, sampler, version, own)
         self._engine: Engine | None = None
 
     def work(self, writer: str, uids: list[str]) -> RolloutReport:
         """Sample a share through the log of `writer`, and finish what that log holds."""
         if self._engine is None:
-            self._engine = open_engine(self._run, self._part)
-        _, stored = stage_samples(self._run.store, self._stage, self._part.iteration, ["uid"])
+            self._engine = open_engine(self._run, self._sampling_task)
+        _, stored = stage_samples(self._run.store, self._stage, self._sampling_task.iteration, ["uid"])
 
         def show(done: int, **facts: str) -> None:
             if "notice" in facts:
                 print(f"{self._stage.name} rollout {writer}: {facts['notice']}", file=sys.stderr, flush=True)
 
         skip_uids = set(stored["uid"].to_pylist()) | self._run.store.deletions.uids()
-        return sample_on_engine(self._run, self._engine, self._part, writer, skip_uids, show, uids=set(uids))
+        return sample_on_engine(
+            self._run, self._engine, self._sampling_task, writer, skip_uids, show, only_uids=set(uids)
+        )
 
 
 class TeacherWorker(_Worker):
@@ -232,18 +242,20 @@ class TeacherWorker(_Worker):
         return score_task(self._run, self._stage, self._pool, self._student, task)
 
 
-def _shares(run: Run, part: Part, skip_uids: set[str]) -> list[tuple[str, set[str]]]:
+def _shares(run: Run, sampling_task: SamplingTask, skip_uids: set[str]) -> list[tuple[str, set[str]]]:
     """(writer, uids): what logs hold first, then the rest in admission order, under no name yet."""
-    every = (set(uids_of(run, part.stage, part.iteration, [prompt])) for prompt in part.prompts)
+    every = (
+        set(uids_of(run, sampling_task.stage, sampling_task.iteration, [prompt])) for prompt in sampling_task.prompts
+    )
     missing = [left for uids in every if (left := uids - skip_uids)]
     open_uids = set().union(*missing)
     owned: list[tuple[str, set[str]]] = []
-    for folder in _logs(run, part.stage):
+    for folder in _logs(run, sampling_task.stage):
         own_uids = {partial.spec.uid for partial in recover(folder).ledger.partials.values()} & open_uids
         if own_uids:
             owned.append((folder.name, own_uids))
             open_uids -= own_uids
-    group_size = part.stage.rollout.group_size
+    group_size = sampling_task.stage.rollout.group_size
     even = -(-len(missing) // (2 * run.job.scale.engines))
     size = max(1, min(even, STEPS_OF_SLOTS * run.job.engine.slots // group_size))
     free = [uids & open_uids for uids in missing if uids & open_uids]

@@ -52,8 +52,8 @@ class StoredCheckpoints:
             for name in names:
                 artifacts.drop(f"{self._name}/{name}")
 
-    def windows_done(self) -> int:
-        """Windows that no kill can make this stage train again: those before the newest checkpoint's position."""
+    def checkpointed_window_count(self) -> int:
+        """Number of windows before the newest checkpoint's position; no kill can make this stage train them again."""
         newest = latest_checkpoint(self.folder)
         return newest[0].window if newest else 0
 
@@ -62,7 +62,7 @@ def windows_done(run: Run, stage: Stage) -> int:
     """Windows that no kill can make a stage train again, by the newest checkpoint, here or in the store."""
     checkpoints = StoredCheckpoints(run.work, stage.name)
     checkpoints.fetch()
-    return checkpoints.windows_done()
+    return checkpoints.checkpointed_window_count()
 
 
 def rewind(run: Run, stage: Stage, window: int) -> None:

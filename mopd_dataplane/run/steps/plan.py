@@ -23,7 +23,7 @@ from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLU
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.changes import in_force
-from mopd_dataplane.run.conditions import apply_conditions, explain_conditions, plan_names, questions_of
+from mopd_dataplane.run.conditions import apply_conditions, explain_conditions, named_conditions_of, plan_names
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, Rows, event_rows, scan_stage, stage_samples
@@ -143,7 +143,7 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
             snapshot=snapshot,
             teachers=list(run.job.teachers_of(stage)),
             training=training,
-            questions=questions_of(run.job, stage),
+            questions=named_conditions_of(run.job, stage),
         )
         run.store.add_plan(plan)
         stats = plan.stats

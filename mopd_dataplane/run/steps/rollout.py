@@ -26,7 +26,7 @@ from mopd_dataplane.run.stage_rows import stage_samples
 from mopd_dataplane.run.steps.endings import stopped_share, warn_if_mostly_cut_off
 from mopd_dataplane.run.steps.self_checks import check_sampler
 from mopd_dataplane.run.steps.server_identity import check_policy_server
-from mopd_dataplane.run.tasks import Part
+from mopd_dataplane.run.tasks import SamplingTask
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
 
@@ -35,10 +35,12 @@ REFERENCE_BATCH = 4096
 
 
 def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False, rounds: int = 1) -> list[RolloutReport]:
-    """Sample what an iteration of a stage still lacks. Returns one report for each policy that had samples to produce.
+    """Produce the samples of an iteration that are not in the store yet. Returns one report for each policy that had
+    samples to produce.
 
     The policy version is the one that the iteration starts from; with `follow`, the newest one, switching when another
-    is published during the rollout. rounds: number of rounds of prompts that the iteration has so far.
+    is published during the rollout. rounds: number of rounds of prompts that the iteration has, this one included (see
+    rollout_until).
     """
     prompts = prompts_of(run, stage, iteration, rounds=rounds)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
@@ -46,13 +48,15 @@ def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False, rou
     samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
     reports = []
     for sampler in dict.fromkeys(samplers):
-        sampler_prompts = [prompt for prompt, other in zip(prompts, samplers, strict=True) if other == sampler]
+        sampler_prompts = [
+            prompt for prompt, prompt_sampler in zip(prompts, samplers, strict=True) if prompt_sampler == sampler
+        ]
         if sampler.policy == "reference":
             store_reference(run, stage, sampler_prompts, iteration=iteration)
         elif not skip_uids.issuperset(uids_of(run, stage, iteration, sampler_prompts)):
             version = run.policies.latest(stage) if follow else iteration
-            part = Part(stage, iteration, sampler, version, sampler_prompts)
-            reports.append(_sample_part(run, part, skip_uids, follow=follow))
+            task = SamplingTask(stage, iteration, sampler, version, sampler_prompts)
+            reports.append(_run_sampling_task(run, task, skip_uids, follow=follow))
     if not reports:
         return []
     seconds = sum(report.seconds for report in reports)
@@ -61,10 +65,10 @@ def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False, rou
     return reports
 
 
-def _sample_part(run: Run, part: Part, skip_uids: set[str], *, follow: bool) -> RolloutReport:
-    """Sample the prompts of a part with its policy: on an engine in this process, or on the replicas of a fleet."""
-    stage, sampler = part.stage, part.sampler
-    uids = uids_of(run, stage, part.iteration, part.prompts)
+def _run_sampling_task(run: Run, task: SamplingTask, skip_uids: set[str], *, follow: bool) -> RolloutReport:
+    """Sample the prompts of a task with its policy: on an engine in this process, or on the replicas of a fleet."""
+    stage, sampler = task.stage, task.sampler
+    uids = uids_of(run, stage, task.iteration, task.prompts)
     done_before = len(skip_uids.intersection(uids))
     with run.progress.step(stage.name, "rollout", total=len(uids), unit="samples") as (advance, step_report):
 
@@ -75,58 +79,61 @@ def _sample_part(run: Run, part: Part, skip_uids: set[str], *, follow: bool) -> 
                 advance(done_before + count, **facts)
 
         if run.fleet is not None:
-            report = run.fleet.sample_part(part, skip_uids, show)
+            report = run.fleet.run_sampling_task(task, skip_uids, show)
         else:
-            folder = sampling_policy(run, stage, sampler.policy, part.version)
+            folder = sampling_policy(run, stage, sampler.policy, task.version)
+            # `stays`: this kind of engine takes long to start, so a run keeps it between policies.
             starts_server = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
-            activity = f"{f'starting {run.job.engine.kind} with' if starts_server else 'loading'} policy {folder.name}"
+            verb = f"starting {run.job.engine.kind} with" if starts_server else "loading"
+            activity = f"{verb} policy {folder.name}"
             advance(done_before, now=run.progress.describe_wait(stage.name, activity, [folder], slow=starts_server))
-            mixed = _mixed_teacher(run, part)
-            with run.engines.use(folder, part.version, mixed_teacher=mixed, adapter=part.adapter) as engine:
-                writer = f"{sampler.writer_prefix}0"
-                report = sample_on_engine(run, engine, part, writer, skip_uids, show, follow=follow)
+            mixed = _mixed_teacher(run, task)
+            with run.engines.use(folder, task.version, mixed_teacher=mixed, adapter=task.adapter) as engine:
+                writer = f"{sampler.writer_prefix}0"  # number 0: the only engine of this process
+                report = sample_on_engine(run, engine, task, writer, skip_uids, show, follow=follow)
         step_report.facts = _facts(report)
-        stopped = stopped_share(run, stage, part.iteration)
+        stopped = stopped_share(run, stage, task.iteration)
         if stopped is not None:
             step_report.facts["stopped"] = f"{stopped:.0%}"
     if stopped is not None:
-        warn_if_mostly_cut_off(run, stage, part.iteration, stopped)
+        warn_if_mostly_cut_off(run, stage, task.iteration, stopped)
     return report
 
 
-def open_engine(run: Run, part: Part) -> Engine:
-    """Start a new engine with the weights of the part's policy."""
-    folder = sampling_policy(run, part.stage, part.sampler.policy, part.version)
-    return start_engine(run.job, folder, part.version, mixed_teacher=_mixed_teacher(run, part), adapter=part.adapter)
+def open_engine(run: Run, task: SamplingTask) -> Engine:
+    """Start a new engine with the weights of the task's policy."""
+    folder = sampling_policy(run, task.stage, task.sampler.policy, task.version)
+    return start_engine(run.job, folder, task.version, mixed_teacher=_mixed_teacher(run, task), adapter=task.adapter)
 
 
 def sample_on_engine(
     run: Run,
     engine: Engine,
-    part: Part,
+    task: SamplingTask,
     writer: str,
     skip_uids: set[str],
     show: Callable[..., None],
     *,
     follow: bool = False,
-    uids: Collection[str] | None = None,
+    only_uids: Collection[str] | None = None,
 ) -> RolloutReport:
-    """Sample a part and commit it through the token log of `writer`. Unfinished samples of that log are finished first.
+    """Sample the prompts of a task and commit the samples through the token log of `writer`.
 
-    uids: the samples of the part that this engine produces; None for all.
+    Samples that an earlier call left unfinished in that log are completed first. only_uids: the samples of the task
+    that this engine produces; None for all.
     """
-    stage, policy = part.stage, part.sampler.policy
+    stage, policy = task.stage, task.sampler.policy
     check_policy_server(run, stage, engine)
-    check_sampler(run, stage, engine, sampling_policy(run, stage, policy, part.version))
-    dropped = 0
+    check_sampler(run, stage, engine, sampling_policy(run, stage, policy, task.version))
+    dropped_count = 0
 
     def commit(samples: list[Sample]) -> None:
-        nonlocal dropped
+        nonlocal dropped_count
         record_abandoned(run.store, samples)
         receipt = run.store.commit_samples(samples, keep_first=True)
         for uid in receipt.dropped:  # an earlier commit has the same uid, or the sample was deleted meanwhile
-            run.store.add_event(f"dropped/{uid}", stage.name, "dropped", part.iteration, None, {"uid": uid})
-        dropped += len(receipt.dropped)
+            run.store.add_event(f"dropped/{uid}", stage.name, "dropped", task.iteration, None, {"uid": uid})
+        dropped_count += len(receipt.dropped)
 
     def newest_policy() -> tuple[int, Path]:
         latest = run.policies.latest(stage)
@@ -134,45 +141,45 @@ def sample_on_engine(
 
     environment = environments_of(run.job, run.job.domains_of(stage), run.tokenizer, run.decode)
     sandbox = run.root / "sandbox" / stage.name / writer
-    task = RolloutTask(
+    rollout_task = RolloutTask(
         stage=stage.name,
-        iteration=part.iteration,
+        iteration=task.iteration,
         seed=run.job.seed,
         rollout=stage.rollout.model_copy(update={"policy": policy}),
         wal=run.job.wal,
         wal_dir=run.root / "wal",
         render=run.prompt_ids,
-        share=uids,
+        share=only_uids,
         writer=writer,
         copy=StoredLog(run.work.files, f"wal/{stage.name}/{writer}") if run.work.files is not None else None,
     )
     with explain_out_of_memory(f"stage {stage.name!r}: sampling", memory_advice.for_rollout(run.job.engine)):
         report = run_rollout(
             engine,
-            part.prompts,
-            task,
+            task.prompts,
+            rollout_task,
             commit=commit,
             skip_uids=skip_uids,
             progress=show,
-            policies=lambda version: sampling_policy(run, stage, policy, version),
-            published=newest_policy if follow and policy == "self" else None,
+            policies=lambda version: sampling_policy(run, stage, policy, version),  # the folder of a policy version
+            published=newest_policy if follow and policy == "self" else None,  # the newest version and its folder
             environment=environment,
             sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
         )
-    report.dropped = dropped
-    if environment is not None:  # not needed again: all samples are committed, the log of the commands is deleted
+    report.dropped = dropped_count
+    if environment is not None:  # all samples are committed and the log of the commands is deleted
         shutil.rmtree(sandbox, ignore_errors=True)
     return report
 
 
-def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
-    if not part.sampler.mixed_teacher:
+def _mixed_teacher(run: Run, task: SamplingTask) -> MixedTeacher | None:
+    if not task.sampler.mixed_teacher:
         return None
-    return MixedTeacher(run.policies.teacher(part.sampler.mixed_teacher, part.stage), part.stage.rollout.teacher_mix)
+    return MixedTeacher(run.policies.teacher(task.sampler.mixed_teacher, task.stage), task.stage.rollout.teacher_mix)
 
 
 def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:
-    """uids of all samples of these prompts (`group_size` each), in the order in which the rollout admits them."""
+    """uids of all samples of these prompts (`group_size` each), in the order in which the rollout starts them."""
     return [
         sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, iteration)
         for prompt in prompts
@@ -218,10 +225,11 @@ def _facts(report: RolloutReport) -> dict[str, str]:
 
 
 def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
-    """Commit the reference samples of a stage, or of some prompts of an iteration.
+    """Commit the reference answers of prompts as samples: those of `prompts`, or of the whole stage if None.
 
-    Samples in the store are not changed; deleted ones are not stored again.
+    Samples that are in the store already are not changed; deleted samples are not added again.
     """
+    # One slot per prompt; None in place of a deleted prompt, so that the positions of the others do not change.
     prompt_slots = prompts if prompts is not None else training_slots(run, stage)
     deleted = run.store.deletions.uids()
     reference = _reference_samples(run, stage, prompt_slots, iteration)
@@ -237,16 +245,17 @@ def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = N
 def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt | None], iteration: int) -> Iterator[Sample]:
     """Yield reference answers as off-policy samples: in the student's tokens and template, without sampler log-probs.
 
-    prompts: None in place of a deleted one. iteration: iteration of the samples, also recorded as their policy version.
+    prompts: None in place of each deleted prompt. iteration: iteration of the samples, also recorded as their policy
+    version.
     """
     job = run.job
-    per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
+    max_per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else None
     count_by_domain: dict[str, int] = {}
     for ordinal, prompt in enumerate(prompts):
         if prompt is None:
             continue
         count_by_domain[prompt.domain] = count_by_domain.get(prompt.domain, 0) + 1
-        if per_domain and count_by_domain[prompt.domain] > per_domain:
+        if max_per_domain is not None and count_by_domain[prompt.domain] > max_per_domain:
             continue
         prompt_ids, response = run.answer_ids(prompt, prompt.answer)
         yield Sample(

@@ -32,8 +32,8 @@ class Training:
     """
 
     def __init__(self, run: Run, stage: Stage, *, samples: int = 0) -> None:
-        """samples: number of samples of the whole stage if windows have a fixed number of them; 0 if a window is
-        a whole iteration."""
+        """samples: number of samples of the whole stage, if its windows have a fixed number of samples; 0 if each
+        window is one whole iteration."""
         self._run = run
         self._stage = stage
         self._checkpoints = StoredCheckpoints(run.work, stage.name)
@@ -53,21 +53,21 @@ class Training:
     def train(self, plan: PlanWindow) -> None:
         """Train a recorded window, continuing from the last checkpoint, unless its policy version exists already.
 
-        Returns when the version is published. The trainer may still be writing the checkpoint that follows the window:
-        `wait_for_checkpoint` waits for it. Raises the error that the trainer reported, with its exit code; EngineError
-        when the trainer died without reporting one.
+        Returns when the version is in the store. The trainer may still be writing the checkpoint that follows the
+        window: `wait_for_checkpoint` waits for it. Raises an error of the class that the exit code of the trainer
+        process stands for; EngineError when the process died without reporting an error.
         """
         run, stage = self._run.at(self._stage, plan.window)
         self.wait_for_checkpoint()
         is_trained = run.policies.latest(stage) > plan.window
-        # A running trainer may finish a small window before this check; its metrics must still be recorded.
+        # A running trainer may have finished a small window by now; then only its metrics remain to be recorded.
         if not is_trained or not run.has_recorded_time(stage, plan.window, "train"):
             total = len(plan.step_starts) - 1
             with run.progress.step(stage.name, "train", total=total, unit="steps") as (advance, report):
                 if not is_trained:
                     free_device_memory()
                     self._trainer.ensure_running_for(plan.window)
-                    self._record_until_published(plan.window, advance)
+                    self._record_until_saved(plan.window, advance)
                 run.policies.publish(stage)
                 steps = self._records.steps_of(plan.window)
                 self._report_padding(steps)
@@ -79,23 +79,28 @@ class Training:
         self._records.add_steps()
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the newest policy's checkpoint is written and in the store; free data that no later window reads.
+        """Wait until the checkpoint of the newest policy is in the store, then apply the job's [retain].
 
+        This frees hidden states, statistics, snapshots and policies that the job no longer keeps (apply_retention).
         Raises the errors of `train` when the trainer dies while it writes the checkpoint.
         """
         if self._trainer.is_started:
-            self._trainer.wait_until(lambda: self._checkpoints.windows_done() >= self._run.policies.latest(self._stage))
+            self._trainer.wait_until(
+                lambda: self._checkpoints.checkpointed_window_count() >= self._run.policies.latest(self._stage)
+            )
         self._checkpoints.publish()
-        apply_retention(self._run, self._stage, windows_done=self._checkpoints.windows_done())
+        apply_retention(self._run, self._stage, windows_done=self._checkpoints.checkpointed_window_count())
 
-    def train_with_first_node(self, versions: int | None) -> None:
-        """Train together with the first node, on a node other than it, until `versions` policy versions are published.
+    def train_with_first_node(self, target_version: int | None) -> None:
+        """On a node other than the first: take part in the training until the stage has policy `target_version`.
 
-        versions: None trains until the plan log is closed.
+        target_version: None trains until the last window of the stage is trained.
         """
         latest = self._run.policies.latest
         self._trainer.ensure_running_for(latest(self._stage))
-        self._trainer.train_with_first_node(lambda: versions is not None and latest(self._stage) >= versions)
+        self._trainer.train_with_first_node(
+            lambda: target_version is not None and latest(self._stage) >= target_version
+        )
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._trainer.stop()
@@ -104,8 +109,8 @@ class Training:
             if error is None:
                 self.wait_for_checkpoint()
 
-    def _record_until_published(self, window: int, advance: Advance) -> None:
-        """Show the steps of a window and record their statistics until its policy is published."""
+    def _record_until_saved(self, window: int, advance: Advance) -> None:
+        """Show the steps of a window and record their statistics until the trainer has saved its policy."""
         recorded_at = time.monotonic()
 
         def on_poll() -> None:
@@ -114,8 +119,8 @@ class Training:
                 self._report_padding(steps)
                 advance(len(steps), **_summary(steps[-1:]))
                 if time.monotonic() - recorded_at > STATS_INTERVAL_S:
-                    # Once a rank has reported a step, all ranks have finished the steps before it.
-                    self._records.add_stats(steps[-1].step)
+                    # All ranks have finished the steps before the newest one that any rank has reported.
+                    self._records.add_stats(before=steps[-1].step)
                     recorded_at = time.monotonic()
             self._publish_checkpoint()
 
@@ -135,15 +140,15 @@ class Training:
         try:
             self._checkpoints.publish()
         except DeadlineError as failure:
-            message = f"the checkpoint stays on this node for now: {failure}"
+            message = f"the checkpoint is only on this node; copying it to the store is tried again later: {failure}"
             self._run.progress.say(f"{self._stage.name:<16} train    {message}")
 
 
 def _summary(steps: Sequence[StepMetrics]) -> dict[str, str]:
     """Values of these steps for the progress line.
 
-    `loss` is that of the last step, `staleness` the maximum; `reverse_kl`, `padding` and `data_wait` (share of the
-    step time) are over all steps.
+    `loss` is that of the last step, `staleness` the maximum. `reverse_kl` and `padding` are means over the steps;
+    `data_wait` is the total wait as a share of the total step time.
     """
     if not steps:
         return {}

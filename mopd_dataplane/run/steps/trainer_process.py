@@ -64,7 +64,7 @@ class TrainerProcess:
             return
         self.stop()
         # A kill between a policy and its checkpoint leaves a window to take again, by the job that it was taken by.
-        first = min(self._checkpoints.windows_done(), window)
+        first = min(self._checkpoints.checkpointed_window_count(), window)
         while (end := next_change(run.changes, name, first)) is not None and end <= window:
             self._start(first)
             self.wait_until(partial(self._has_windows, end))
@@ -101,7 +101,7 @@ class TrainerProcess:
 
     def _has_windows(self, count: int) -> bool:
         """Whether the checkpoint of that many windows is written."""
-        return self._checkpoints.windows_done() >= count
+        return self._checkpoints.checkpointed_window_count() >= count
 
     def _start(self, window: int) -> None:
         """Start a trainer that begins with a window and ends before the next one that goes by another job."""

@@ -21,8 +21,8 @@ FOLDER = "acknowledged"
 _NAME = re.compile(r"(\d+)(?:\.([0-9a-f]{8}))?")
 
 
-class Acknowledged:
-    """The newest acknowledged version of one table."""
+class AcknowledgedRecord:
+    """Record of the newest acknowledged version of one table."""
 
     def __init__(self, location: StoreLocation, table: str) -> None:
         self._location = location

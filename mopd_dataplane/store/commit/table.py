@@ -1,10 +1,10 @@
 """One dataset of a store: opens a version, appends payload rows, inserts rows with a key exactly once.
 
-An insert is a compare-and-swap on the dataset's version. Lance's Merge is the only operation that fails if any other
-data commit (an append, a merge, a compaction, another insert) came after the version it builds on; it is tested by
-tests/unit/store/test_lance_promises.py. So an insert looks up the keys in version v, writes the missing rows and
-commits on v; if that conflicts, it starts again with the newest version. Two committers, a retried commit, a lost reply
-or a process that resumes after an hour can never make a key visible twice.
+An insert is a compare-and-swap on the dataset's version. Only Lance's Merge operation fails whenever another data
+commit (an append, a merge, a compaction, another insert) came after its base version;
+tests/unit/store/test_lance_promises.py tests this. So an insert looks up the keys in version v, writes the missing rows
+and commits on v; if that conflicts, it starts again with the newest version. Two committers, a retried commit, a lost
+reply or a process that resumes after an hour can never make a key visible twice.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError, UnknownNameError
-from mopd_dataplane.store.commit.acknowledged import Acknowledged
+from mopd_dataplane.store.commit.acknowledged import AcknowledgedRecord
 from mopd_dataplane.store.commit.clean_up import RECENT_VERSIONS, VERSIONS_PER_CLEAN_UP, clean_up
 from mopd_dataplane.store.commit.durability import Barrier, LostFileError
 from mopd_dataplane.store.commit.fragments import merge_limit, merge_small
@@ -45,7 +45,7 @@ from mopd_dataplane.store.format.row_ids import ids_of_files
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.read.open_versions import VersionRemoved, hold_version
 from mopd_dataplane.store.read.row_reader import take_rows
-from mopd_dataplane.store.remote.network import answering
+from mopd_dataplane.store.remote.network import translate_network_errors
 
 COMMIT_ATTEMPTS = 64
 """Number of conflicting commits after which a writer gives up."""
@@ -81,18 +81,19 @@ class Table:
         self._keys = KeyDirectory(self.spec.key)
         self._keys_lock = threading.Lock()
         self._folder = location.root / name if location.root is not None else None
+        """Folder of the dataset; None on an object store."""
         self.barrier: Barrier | None = None
         if self._folder is not None and location.root is not None:
             self.barrier = Barrier(self._folder, location.root)
-        self._acknowledged = Acknowledged(location, name)
+        self._acknowledged_record = AcknowledgedRecord(location, name)
         self._next_clean_up = 0.0
         self._clean_up_threshold = RECENT_VERSIONS + VERSIONS_PER_CLEAN_UP
-        """The next commit after which the folder has this many versions starts a clean-up."""
+        """A commit that leaves at least this many versions in the folder starts a clean-up."""
         self._newest = 0
-        """Newest version that this process has seen, in a folder."""
-        self._torn: dict[int, Path] = {}
-        """{version: path} of the first manifest that a power cut tore and all later ones: none was acknowledged, and
-        readers ignore them."""
+        """Newest version that this process has seen; used only if the dataset is in a folder."""
+        self._torn_manifests: dict[int, Path] = {}
+        """{version: path} of the manifests from the first one that a power cut left incomplete. None of these versions
+        was acknowledged; readers ignore them."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -123,35 +124,40 @@ class Table:
         UnknownNameError when the dataset does not exist, MismatchError for another format version or other columns,
         DamagedError when an acknowledged version is gone.
         """
-        acknowledged = 0
+        acknowledged_version = 0
         if not self._format_checked:
-            acknowledged = self._acknowledged.newest()
-        if self._folder is not None and version is None and (not self._format_checked or self._torn):
-            self._torn, self._newest = torn_manifests(self._folder, acknowledged or self._acknowledged.newest())
-            version = self._newest if self._torn else None  # Lance would take a torn one for the newest
+            acknowledged_version = self._acknowledged_record.newest()
+        # Find manifests that a power cut left incomplete, once per object and again while there are any: Lance would
+        # open such a manifest as the newest version.
+        if self._folder is not None and version is None and (not self._format_checked or self._torn_manifests):
+            self._torn_manifests, self._newest = torn_manifests(
+                self._folder, acknowledged_version or self._acknowledged_record.newest()
+            )
+            version = self._newest if self._torn_manifests else None
         dataset = self._open_and_hold(version)
         if not self._format_checked:
             check_dataset(dataset, self.spec)
-            if dataset.version < acknowledged and version is None:
+            if dataset.version < acknowledged_version and version is None:
                 raise DamagedError(
-                    f"{self.uri}: version {acknowledged} was acknowledged, but the newest one is {dataset.version}; "
-                    "files were deleted or an older copy was put back: restore the missing files from a copy"
+                    f"{self.uri}: version {acknowledged_version} was acknowledged, but the newest one is "
+                    f"{dataset.version}; files were deleted or an older copy was put back: restore the missing "
+                    "files from a copy"
                 )
             self._format_checked = True
         return dataset
 
     def acknowledged(self) -> int:
         """Return the newest acknowledged version; 0 when there is none. Clean-up removes no newer version."""
-        return self._acknowledged.newest()
+        return self._acknowledged_record.newest()
 
     def manifest_damage(self) -> str:
-        """Describe damage to the last acknowledged manifest or to the record of it; empty when both are intact."""
-        if not (version := self._acknowledged.newest()):
+        """Describe damage to the newest acknowledged manifest or to the record of its version; "" if there is none."""
+        if not (version := self._acknowledged_record.newest()):
             # No record is normal if the creating process was killed before it recorded the first versions.
-            return "" if self.open().version <= FIRST_COMMIT else f"{self._acknowledged.uri} names no version"
+            return "" if self.open().version <= FIRST_COMMIT else f"{self._acknowledged_record.uri} records no version"
         if self._folder is None:
             return ""
-        recorded_crc = self._acknowledged.manifest_crc(version)
+        recorded_crc = self._acknowledged_record.manifest_crc(version)
         try:
             crc = crc_of_manifest(self._folder, version)
         except OSError as error:
@@ -167,9 +173,9 @@ class Table:
     def open_to_write(self) -> lance.LanceDataset:
         """Open the newest version for writing, after renaming torn manifests out of the way, with a warning."""
         dataset = self.open()
-        if not self._torn:
+        if not self._torn_manifests:
             return dataset
-        for version, path in self._torn.items():
+        for version, path in self._torn_manifests.items():
             with contextlib.suppress(FileNotFoundError):  # another writer has renamed it already
                 set_aside(path)
             warnings.warn(
@@ -177,7 +183,7 @@ class Table:
                 f"acknowledged; its manifest is set aside as {path.stem}.torn, nothing acknowledged is lost",
                 stacklevel=2,
             )
-        self._torn = {}
+        self._torn_manifests = {}
         return self.open()
 
     def _open_and_hold(self, version: int | str | None) -> lance.LanceDataset:
@@ -187,7 +193,7 @@ class Table:
         for _ in range(COMMIT_ATTEMPTS):
             target = version
             if version is None:
-                self._newest = newest_version(self._folder, max(self._newest, self._acknowledged.newest()))
+                self._newest = newest_version(self._folder, max(self._newest, self._acknowledged_record.newest()))
                 target = self._newest or None
             try:
                 dataset = self._open(target)
@@ -196,7 +202,8 @@ class Table:
             except VersionRemoved:
                 if version is not None:
                     break
-            except DamagedError:  # or clean-up removed the version after its number was looked up: look again
+            except DamagedError:
+                # Either the version is damaged, or clean-up removed it after its number was looked up: then try again.
                 if version is not None or target is None or manifest(self._folder, self._newest).exists():
                     raise
         raise DamagedError(
@@ -227,12 +234,12 @@ class Table:
 
     def ever_existed(self) -> bool:
         """Check if the dataset exists or existed, without opening it: it may be damaged."""
-        return self._acknowledged.newest() > 0 or bool(self._location.children(f"{self.name}/_versions"))
+        return self._acknowledged_record.newest() > 0 or bool(self._location.children(f"{self.name}/_versions"))
 
     def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
         """Look up keys in the newest version. Returns their row ids, [n] with -1 for missing keys, and the version
         that has them."""
-        with self._keys_lock, answering(self.uri):
+        with self._keys_lock, translate_network_errors(self.uri):
             dataset = self.open()
             return self._keys.find(dataset, keys), dataset
 
@@ -251,7 +258,7 @@ class Table:
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
         """Append rows to exactly this version. Returns None, with nothing changed, when another commit came first."""
         with commit_in_flight(self._location, self.name), writing(self.uri):
-            return self._commit_files_on(dataset, self._write(dataset, rows))
+            return self._commit_files_if_newest(dataset, self._write(dataset, rows))
 
     def insert(self, rows: pa.Table) -> InsertResult:
         """Insert the rows whose key is not in the table; only keys are compared."""
@@ -262,22 +269,26 @@ class Table:
         )
 
     def _insert(self, rows: pa.Table) -> InsertResult:
-        is_written = np.zeros(rows.num_rows, bool)
         fragments: list[FragmentMetadata] = []  # files of the new rows, which no version references yet
+        is_in_fragments = np.zeros(rows.num_rows, bool)
         first_index = _first_index_of_key(rows.select(self.spec.key))
         self.open_with_new_columns()
         for attempt in range(COMMIT_ATTEMPTS):
             matches, dataset = self.find(rows)
-            if fragments and _holds(dataset, fragments):  # an earlier attempt did commit: only its reply was lost
-                return InsertResult(matches, is_written, dataset)
+            if fragments and _contains_files(
+                dataset, fragments
+            ):  # an earlier attempt did commit: only its reply was lost
+                return InsertResult(matches, is_in_fragments, dataset)
             is_new = (matches < 0) & (first_index == np.arange(rows.num_rows))
             if not is_new.any():
                 return InsertResult(matches, is_new, dataset)
             with writing(self.uri):
-                if (is_new != is_written).any():  # the first attempt, or another writer committed some of the keys
-                    is_written, fragments = is_new, self._write(dataset, rows.filter(pa.array(is_new)))
+                # The files must have exactly the rows that are new: they are written at the first attempt, and again
+                # when another writer has committed some of the keys meanwhile.
+                if (is_new != is_in_fragments).any():
+                    is_in_fragments, fragments = is_new, self._write(dataset, rows.filter(pa.array(is_new)))
                 fault_point(f"{self.name}.insert.written")
-                committed = self._commit_files_on(dataset, fragments)
+                committed = self._commit_files_if_newest(dataset, fragments)
             if committed is not None:
                 fault_point(f"{self.name}.insert.committed")
                 matches[is_new] = ids_of_files(committed, _paths(fragments))
@@ -286,39 +297,43 @@ class Table:
                 return InsertResult(matches[first_index], is_new, committed)
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(
-            f"{self.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other writers; stop some or retry"
+            f"{self.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other writers; run fewer "
+            "writers at a time, or retry"
         )
 
     def raise_if_different(self, rows: pa.Table, columns: Sequence[str]) -> None:
-        """Raise MismatchError if the table, or an earlier row, has a row's key with another value in these columns."""
+        """Raise MismatchError if two rows have the same key but differ in these columns.
+
+        Each of `rows` is compared with the row in the table, else with the first one in `rows`.
+        """
         matches, dataset = self.find(rows)
         compared_columns = [*dict.fromkeys((*self.spec.key, *columns))]
         stored = take_rows(dataset, matches[matches >= 0], compared_columns).to_pylist()
         rows_by_key = {tuple(row[part] for part in self.spec.key): (row, "in the store") for row in stored}
         for new in rows.select(compared_columns).to_pylist():
             key = {part: new[part] for part in self.spec.key}
-            old, where = rows_by_key.setdefault(tuple(key.values()), (new, "in an earlier row"))
+            old_row, location_text = rows_by_key.setdefault(tuple(key.values()), (new, "in an earlier row"))
             for column in columns:
-                if old[column] != new[column]:
+                if old_row[column] != new[column]:
                     raise MismatchError(
-                        f"{self.name} {key}: {column} is {old[column]!r:.80} {where}, {new[column]!r:.80} now; "
-                        "use another name or another store"
+                        f"{self.name} {key}: {column} is {old_row[column]!r:.80} {location_text}, "
+                        f"{new[column]!r:.80} now; use another name or another store"
                     )
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
         """Sync a version to the disk, then record it as acknowledged. A write to an object store is always durable.
 
-        A newer acknowledged version contains everything in this one: then nothing is left to do, and missing files of
-        this one were removed by clean-up. Otherwise raises LostFileError for a missing file.
+        If a newer version is acknowledged already, it contains the rows of this one: then nothing is done, and files
+        that are missing were removed by clean-up. Otherwise raises LostFileError for a missing file.
         """
-        acknowledged = self._acknowledged.newest()
-        if self.barrier is None or acknowledged < dataset.version:
+        acknowledged_version = self._acknowledged_record.newest()
+        if self.barrier is None or acknowledged_version < dataset.version:
             try:
                 if self.barrier is not None:
-                    self.barrier.sync_version(dataset, since=acknowledged)
-                self._acknowledged.record(dataset.version)
+                    self.barrier.sync_version(dataset, since=acknowledged_version)
+                self._acknowledged_record.record(dataset.version)
             except LostFileError:
-                if self._acknowledged.newest() < dataset.version:
+                if self._acknowledged_record.newest() < dataset.version:
                     raise
         self._location.count_commit()
 
@@ -348,16 +363,16 @@ class Table:
         """
         self.check_files(new_files)
         try:
-            done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
+            committed = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
             if not is_commit_conflict(error):
                 raise
             return False
-        self.make_durable(done)
+        self.make_durable(committed)
         return True
 
     def open_with_new_columns(self) -> lance.LanceDataset:
-        """Open the newest version for writing, after adding the nullable columns that the schema has gained since."""
+        """Open the newest version for writing, after adding the nullable columns of this release that it lacks."""
         dataset = self.open_to_write()
         names = set(dataset.schema.names)
         missing = [field for field in self.schema if field.name not in names]
@@ -379,18 +394,19 @@ class Table:
     def compact_if_needed(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
         """Merge small files if there are too many, and drop old versions now and then. Returns the newest version after
         a merge, else `dataset`."""
-        limit = 0 if blob_columns(self.spec) else merge_limit(dataset)
+        # Files up to this size in bytes are merged; 0: none.
+        merge_below_bytes = 0 if blob_columns(self.spec) else merge_limit(dataset)
         try:
-            if limit:
+            if merge_below_bytes:
                 with commit_in_flight(self._location, self.name):
-                    merge_small(dataset, limit, self.barrier)
-            self._drop_old_versions(dataset, is_merged=bool(limit))
+                    merge_small(dataset, merge_below_bytes, self.barrier)
+            self._drop_old_versions(dataset, is_merged=bool(merge_below_bytes))
         except DamagedError as error:  # the commit itself succeeded; damaged files are just not merged
             warnings.warn(str(error), stacklevel=2)
         except OSError as error:
             if not is_commit_conflict(error):
                 raise
-        return self.open() if limit else dataset
+        return self.open() if merge_below_bytes else dataset
 
     def _drop_old_versions(self, dataset: lance.LanceDataset, *, is_merged: bool) -> None:
         """Drop old versions, but not after every commit, because Lance reads every manifest to do so."""
@@ -402,7 +418,7 @@ class Table:
             clean_up(self._location, self.name, dataset, self.acknowledged())
             self._clean_up_threshold = len(names_of_versions(self._folder)) + VERSIONS_PER_CLEAN_UP
 
-    def _commit_files_on(
+    def _commit_files_if_newest(
         self, dataset: lance.LanceDataset, new_files: list[FragmentMetadata]
     ) -> lance.LanceDataset | None:
         """Add files to exactly this version. Returns None when another commit came first or the reply was lost."""
@@ -415,7 +431,7 @@ class Table:
         try:
             return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
-            if is_commit_conflict(error) or _holds(self.open(), new_files):
+            if is_commit_conflict(error) or _contains_files(self.open(), new_files):
                 return None
             raise
 
@@ -431,7 +447,7 @@ def _paths(fragments: Iterable[FragmentMetadata]) -> set[str]:
     return {data_file.path for fragment in fragments for data_file in fragment.files}
 
 
-def _holds(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> bool:
+def _contains_files(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> bool:
     """Check if a version contains these very files: if so, they were committed, even if the reply was an error."""
     paths = {data_file.path for fragment in dataset.get_fragments() for data_file in fragment.data_files()}
     return _paths(fragments) <= paths

@@ -152,5 +152,6 @@ def _merge(location: StoreLocation, table: Table) -> tuple[int, lance.LanceDatas
         table.make_durable(dataset)
         return merged, table.open()
     raise ResourceError(
-        f"{table.uri}: {COMMIT_ATTEMPTS} merges in a row conflicted with other writers; stop some or retry"
+        f"{table.uri}: {COMMIT_ATTEMPTS} merges in a row conflicted with other writers; run fewer "
+        "writers at a time, or retry"
     )

@@ -239,14 +239,14 @@ def apply_deletions_since(store: OpenStore, earlier: Collection[str]) -> None:
                 pass
 
 
-def start_deletion_check(store: OpenStore, *, is_taken: bool = False) -> Callable[[Snapshot], bool]:
-    """Read the deletions before a snapshot is taken. Returns a function that checks, once it is pinned, whether it has
-    rows that a deletion has removed since.
+def make_deletion_check(store: OpenStore, *, snapshot_exists: bool = False) -> Callable[[Snapshot], bool]:
+    """Read the deletions before a snapshot is taken. Returns a function to call once the snapshot is pinned.
 
+    That function returns True if the snapshot has rows that a deletion has removed since.
     Either a deletion finds the tags of such a snapshot when it has removed the rows, or this finds the rows gone.
-    is_taken: True if the snapshot was taken before this call, so that any deletion may be later than it.
+    snapshot_exists: True if the snapshot was taken before this call, so that any deletion may be later than it.
     """
-    earlier = {deletion.name for deletion in store.deletions.all() if deletion.finished and not is_taken}
+    earlier = {deletion.name for deletion in store.deletions.all() if deletion.finished and not snapshot_exists}
 
     def is_overtaken(snapshot: Snapshot) -> bool:
         later = [deletion for deletion in store.deletions.all() if deletion.name not in earlier]

@@ -96,5 +96,6 @@ class CommittedQueue:
                     raise
             time.sleep(BACKOFF_S * (attempt + 1))
         raise ResourceError(
-            f"{self._queue.uri}: {COMMIT_ATTEMPTS} puts in a row conflicted with other writers; stop some or retry"
+            f"{self._queue.uri}: {COMMIT_ATTEMPTS} puts in a row conflicted with other writers; run fewer "
+            "writers at a time, or retry"
         )

@@ -1,10 +1,14 @@
 """Folds the logs of a queue: commits the batches of the writers' logs to the queue's dataset, exactly once.
 
 One commit appends the values of some batches and a row that names the last folded batch of each log. It is a
-compare-and-swap on the dataset's version: if two processes fold the same batches, one commit fails, whichever of them
-has the lease, and so does the commit of a process that was suspended meanwhile. Segments are removed only after the
-commit is durable. So nothing depends on the lease (lease.py), which only saves work. A recorder (recording.py) writes
-its rows durably before that commit; if the fold is repeated, it writes the same rows again, which changes nothing.
+compare-and-swap on the dataset's version: if two processes fold the same batches, only one commit succeeds, no matter
+which process has the lease; the commit of a process that was suspended meanwhile fails in the same way. Segments are
+removed only after the commit is durable. So nothing depends on the lease (lease.py), which only saves work.
+
+Optionally a recorder (recording.py) derives rows of other tables from the batches. It writes them durably before the
+commit; if the fold is repeated, it writes the same rows again, which changes nothing.
+
+A batch's stamp (clock.py) orders the batches of all writers.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from mopd_dataplane.store.queue.values import CLEARED, Key, Value, Write
 
 FOLD_BYTES = 64 << 20
 """Largest size of the values of one commit, in bytes; a batch that is larger is committed alone."""
-_REMOVED = ".removed"
+_REMOVED_SUFFIX = ".removed"
 """Suffix of the folder of a log that is being removed."""
 
 
@@ -49,12 +53,14 @@ def fold(queue: QueueTable, unfolded: UnfoldedLogs, clock: Clock) -> int:
     a damaged log or dataset.
     """
     queue.create()
-    unfolded.read_new()  # most of the reading, so that the pause is short
-    with clock.paused():  # no batch gets a stamp, so every batch that was acknowledged before the call is read
+    unfolded.read_new()  # reads most batches before the pause, to keep the pause short
+    # While the clock is paused, no writer can give a batch a stamp. So after this second read, every batch that was
+    # acknowledged before the call has been read.
+    with clock.paused():
         unfolded.read_new()
     batches = unfolded.pending_batches()
     last_stamp = batches[-1].stamp if batches else 0
-    folded = conflicts = 0
+    folded_count = conflicts = 0
     while conflicts < COMMIT_ATTEMPTS:
         with queue.location.committing(queue.table.name):
             dataset = queue.table.open_with_new_columns()
@@ -63,18 +69,18 @@ def fold(queue: QueueTable, unfolded: UnfoldedLogs, clock: Clock) -> int:
             batches = [batch for batch in unfolded.pending_batches() if batch.stamp <= last_stamp]
             if not batches:
                 _remove_folded(unfolded, last_folded)
-                return folded
+                return folded_count
             batches = _first_that_fit(batches)
             committed = _commit(queue, unfolded, dataset, last_folded, batches)
         if committed is None:
             conflicts += 1
             continue
         conflicts = 0
-        folded += len(batches)
+        folded_count += len(batches)
         queue.table.compact_if_needed(committed)
     raise ResourceError(
-        f"{queue.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other processes; nothing is lost, the next "
-        "fold goes on"
+        f"{queue.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with those of other processes; nothing is lost, "
+        "the next fold continues"
     )
 
 
@@ -105,9 +111,10 @@ def _commit(
             recorder.record(Part(batches, queue, unfolded, dataset))
             fault_point("queue.fold.recorded")
         items = _final_items(queue, unfolded, dataset, batches)
-    except SegmentGoneError:  # another process has folded and removed it: there is a newer version
+    except SegmentGoneError:
+        # Another process has folded this segment and removed it, so the dataset has a newer version.
         return None
-    # Logs that were removed are named no more.
+    # Leave out logs whose folder no longer exists.
     last_folded = {log: seq for log, seq in last_folded.items() if _has_folder(unfolded.folder, log)}
     for batch in batches:
         last_folded[batch.log] = batch.seq
@@ -128,9 +135,9 @@ def _commit(
 def _final_items(
     queue: QueueTable, unfolded: UnfoldedLogs, dataset: lance.LanceDataset, batches: list[Batch]
 ) -> list[tuple[Key, Value, Write | None]]:
-    """Return the items to append for the keys of some batches, each with its write.
+    """Return one item to append for each key of the batches, with its write.
 
-    The last value of a key; CLEARED if the batches clear it and the dataset has a value of it.
+    The item is the last value of the key, or CLEARED if the batches clear a key that the dataset has a value of.
     """
     last_stamp = batches[-1].stamp
     entries: dict[Key, list[Entry]] = {}
@@ -138,12 +145,12 @@ def _final_items(
         for entry in batch.entries:
             key = entry.item.key
             entries[key] = [other for other in unfolded.entries[key] if other.stamp <= last_stamp]
-    # Keys whose final entry depends on the write that the dataset has of them.
-    unsure = [key for key, key_entries in entries.items() if needs_stored_write(key_entries)]
-    stored = queue.writes(dataset, unsure)
+    # Keys whose final entry depends on their last write in the dataset.
+    keys_to_look_up = [key for key, key_entries in entries.items() if needs_stored_write(key_entries)]
+    stored = queue.writes(dataset, keys_to_look_up)
     final_entries = {key: last_entry(key_entries, stored.get(key)) for key, key_entries in entries.items()}
-    clearings = [key for key, entry in final_entries.items() if entry is not None and entry.is_clearing]
-    stored |= queue.writes(dataset, [key for key in clearings if key not in stored])
+    cleared_keys = [key for key, entry in final_entries.items() if entry is not None and entry.is_clearing]
+    stored |= queue.writes(dataset, [key for key in cleared_keys if key not in stored])
     items: list[tuple[Key, Value, Write | None]] = []
     for entry in sorted((entry for entry in final_entries.values() if entry is not None), key=Entry.order):
         if not entry.is_clearing:
@@ -154,7 +161,7 @@ def _final_items(
 
 
 def _remove_folded(unfolded: UnfoldedLogs, last_folded: dict[str, int]) -> None:
-    """Remove segments whose batches are all in the dataset, and logs of dead processes without other batches."""
+    """Remove segments whose batches are all in the dataset, and logs of dead processes that have no other batches."""
     for log, reader in unfolded.readers.items():
         for segment, last_seq in [*reader.finished.items()]:
             # The newest segment stays until the log itself is removed.
@@ -164,15 +171,16 @@ def _remove_folded(unfolded: UnfoldedLogs, last_folded: dict[str, int]) -> None:
                 fault_point("queue.segment.removed")
         if not unfolded.batches[log]:
             _remove_dead(reader.folder, last_folded.get(log, 0))
-    for removed in unfolded.folder.glob(f"*{_REMOVED}"):  # renamed by a process that was killed before it deleted it
-        _remove_dead(removed, last_folded.get(removed.name.removesuffix(_REMOVED), 0))
+    # Folders that a process renamed, and then was killed before it deleted them.
+    for removed in unfolded.folder.glob(f"*{_REMOVED_SUFFIX}"):
+        _remove_dead(removed, last_folded.get(removed.name.removesuffix(_REMOVED_SUFFIX), 0))
 
 
 def _remove_dead(folder: Path, last_seq: int) -> None:
     """Remove the log of a dead process whose batches up to `last_seq` are in the dataset; not if it has later ones.
 
-    If the writer is alive after all, and only lost its lock, it finds its folder renamed and acknowledges nothing more.
-    Batches that it acknowledged before are found by the second check here, which gives the log its name back.
+    A writer that lost its lock but still runs stops acknowledging when it sees that its folder was renamed. If it
+    acknowledged a batch just before that, the second check below finds the batch and the folder gets its name back.
     """
     try:
         lock = lock_dead_log(folder)
@@ -181,9 +189,10 @@ def _remove_dead(folder: Path, last_seq: int) -> None:
     if lock is None:
         return
     try:
-        name = folder.name.removesuffix(_REMOVED)
-        removed = folder.with_name(name + _REMOVED)
-        # Readers skip a renamed log, so it is not renamed if its writer wrote more since the last read, then died.
+        name = folder.name.removesuffix(_REMOVED_SUFFIX)
+        removed = folder.with_name(name + _REMOVED_SUFFIX)
+        # Checked before the rename too: readers skip a renamed log, and would miss batches that its writer added after
+        # the last read.
         if folder != removed and _has_batch_after(folder, last_seq):
             return
         folder.rename(removed)
@@ -203,4 +212,4 @@ def _has_batch_after(folder: Path, last_seq: int) -> bool:
 
 def _has_folder(logs: Path, log: str) -> bool:
     """Check if the folder of a log exists, under either name: as long as it does, its last folded batch is needed."""
-    return (logs / log).exists() or (logs / (log + _REMOVED)).exists()
+    return (logs / log).exists() or (logs / (log + _REMOVED_SUFFIX)).exists()

@@ -42,9 +42,9 @@ def newest(store: OpenStore) -> Iterator[Snapshot]:
     del handles
 
 
-StartCheck = Callable[[], Callable[[Snapshot], bool]]
-"""Called before a snapshot is taken; what it returns says, once the snapshot has its tags, whether a deletion has since
-removed rows that it holds."""
+MakeCheck = Callable[[], Callable[[Snapshot], bool]]
+"""Called before a snapshot is taken. Returns a function to call once the snapshot has its tags: True if a deletion has
+since removed rows of the snapshot."""
 
 
 def pin(
@@ -53,7 +53,7 @@ def pin(
     tag: str,
     target: Snapshot | None = None,
     *,
-    start_check: StartCheck = lambda: lambda snapshot: False,
+    make_check: MakeCheck = lambda: lambda snapshot: False,
 ) -> Snapshot:
     """Return the snapshot under this tag; without one, `target` gets it, or a snapshot taken now.
 
@@ -65,7 +65,7 @@ def pin(
     if (pinned_snapshot := _held(location, tag)) is not None:
         return pinned_snapshot
     while True:
-        is_overtaken = start_check()
+        is_overtaken = make_check()
         snapshot, handles = take_snapshot(location, tables) if target is None else (target, [])
         _set_tags(tables, tag, snapshot)
         del handles  # held until the tags were set

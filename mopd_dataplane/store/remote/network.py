@@ -48,7 +48,7 @@ def network_failure(where: str, error: BaseException) -> MopdError | None:
 
 
 @contextmanager
-def answering(where: str) -> Iterator[None]:
+def translate_network_errors(where: str) -> Iterator[None]:
     """Turn an object store's silence or refusal into an error of this package; other errors pass."""
     try:
         yield

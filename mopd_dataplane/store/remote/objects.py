@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.store.remote.network import answering
+from mopd_dataplane.store.remote.network import translate_network_errors
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -148,7 +148,7 @@ class ObjectFiles:
             self.remove([name])
 
     def _answering(self, name: str) -> AbstractContextManager[None]:
-        return answering(f"{self.uri}/{name}")
+        return translate_network_errors(f"{self.uri}/{name}")
 
 
 def refuse_credentials(uri: str) -> None:

@@ -1,6 +1,6 @@
 """The columns of the table of rollouts as Arrow arrays; each is read or computed at its first use.
 
-Lance reads a column of a million samples in some ten milliseconds, all of them in seconds.
+Of a million samples Lance reads one column in about ten milliseconds, and all columns in seconds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 HIGH_CARDINALITY = frozenset({"uid", "prompt_id", "group_id"})
 """String columns whose values are mostly distinct; all other string columns are dictionary-encoded."""
 UNUSED_COLUMNS = frozenset({"payload_crc", "schema_version", "writer_seq"})
-"""Columns of `samples` that no page needs."""
+"""Columns of `samples` that the table of rollouts leaves out."""
 COLUMNS_PER_READ = 4
-"""Number of columns of `samples` that `fill` reads at once."""
+"""Number of columns of `samples` that `load_in_background` reads at once."""
 STRETCH_SAMPLES = 1 << 18
-"""Samples per stretch: so many that the fixed cost of a statement does not matter."""
+"""Number of samples per stretch (samples in a row that are read together); large enough that the fixed cost of an SQL
+statement for each stretch is negligible."""
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 _EMPTY_TABLE = pa.table({})
 
@@ -50,14 +51,15 @@ class RolloutColumns:
     ) -> None:  # fmt: skip
         """Prepare the columns; reads none.
 
-        vocabularies: vocabulary size by teacher. sources: the optional sources in the store (columns.optional_sources).
+        vocabularies: vocabulary size by teacher. sources: those tables and columns that only some stores have and this
+        one has too (columns.optional_sources).
         check_cancelled: called every few milliseconds of reading; raise in it to cancel.
         """
         self._store, self._snapshot, self._check_cancelled = store, snapshot, check_cancelled
         samples = store.dataset("samples", snapshot)
-        ids = row_ids(samples)
-        self.sample_rows: NDArray[np.int64] = ids.between(0, ids.end)
-        """[n] ascending."""
+        id_index = row_ids(samples)
+        self.sample_rows: NDArray[np.int64] = id_index.between(0, id_index.end)
+        """[n] row ids of all samples, ascending."""
         self._schema = samples.schema
         self._sample_columns = [
             n for n in SAMPLES.schema.names if n in samples.schema.names and n not in UNUSED_COLUMNS
@@ -68,9 +70,9 @@ class RolloutColumns:
         self.names = (*self._sample_columns, *self._derived, "sample_row")
         self._loaded: dict[str, pa.Array] = {"sample_row": pa.array(self.sample_rows)}
         self._lock = threading.Lock()
-        self._fill_stopped = False
+        self._loading_stopped = False
         self.read_s = 0.0
-        """Seconds read_s on reading and computing."""
+        """Seconds spent on reading and computing columns."""
 
     @property
     def is_complete(self) -> bool:
@@ -87,37 +89,37 @@ class RolloutColumns:
         self.read(columns)
         return pa.table({name: self._loaded[name] for name in columns})
 
-    def stretches(self, names: Iterable[str], among: slice) -> Iterator[pa.Table]:
+    def stretches(self, names: Iterable[str], sample_range: slice) -> Iterator[pa.Table]:
         """Yield these columns and `sample_row` of about STRETCH_SAMPLES samples at a time, in the order of `table`.
 
-        among: positions of the samples. Only files with these samples are read, and their columns are not cached. The
-        exception are columns that compare samples: they are read for all samples, and cached. If there are no samples,
-        yields one empty table.
+        sample_range: positions of the samples to return. If there are none, yields one empty table. Reads only the
+        files that contain these samples, and caches nothing. Exception: columns that compare a sample with others are
+        computed for all samples and cached.
         """
         columns = dict.fromkeys((*names, "sample_row"))
         self.read(
             name for name in self._missing(columns) if name in self._derived and self._derived[name].compares_samples
         )
         missing = self._missing(columns)
-        computed = list(dict.fromkeys(self._derived[name] for name in missing if name in self._derived))
+        derivations = list(dict.fromkeys(self._derived[name] for name in missing if name in self._derived))
         columns_by_table: dict[str, set[str]] = {}
-        for derivation in computed:
+        for derivation in derivations:
             if derivation.table:
                 columns_by_table.setdefault(derivation.table, set()).update(derivation.table_columns)
-        row_range = self._row_range(among)
-        other_tables = {
+        row_range = self._row_range(sample_range)
+        table_rows = {
             table: TableRows(self._store, table, table_columns, self._snapshot, row_range)
             for table, table_columns in columns_by_table.items()
         }
-        begin = among.start
-        own = [name for name in missing if name not in self._derived]
-        for count, sample_columns in self._read_stretches(own, among):
+        begin = sample_range.start
+        stored_columns = [name for name in missing if name not in self._derived]
+        for count, sample_columns in self._read_stretches(stored_columns, sample_range):
             positions = slice(begin, begin + count)
             begin += count
             ids = self.sample_rows[positions]
             stretch = {name: column[positions] for name, column in self._loaded.items()} | sample_columns
-            rows_by_table = {table: rows.of(ids) for table, rows in other_tables.items()}
-            for derivation in computed:
+            rows_by_table = {table: rows.of(ids) for table, rows in table_rows.items()}
+            for derivation in derivations:
                 self._check_cancelled()
                 inputs = _chunked({name: stretch[name] for name in derivation.inputs})
                 stretch |= derivation.compute(Rows(ids), inputs, rows_by_table.get(derivation.table, _EMPTY_TABLE))
@@ -129,40 +131,41 @@ class RolloutColumns:
         if self.has(columns):
             return
         with self._lock:
-            began = time.monotonic()
+            start = time.monotonic()
             missing = self._missing(columns)
-            if own := [name for name in missing if name not in self._derived]:
-                self._scan(own)
+            if stored_columns := [name for name in missing if name not in self._derived]:
+                self._scan(stored_columns)
             for name in missing:
                 if name not in self._loaded:
                     self._check_cancelled()
                     self._compute(self._derived[name])
-            self.read_s += time.monotonic() - began
+            self.read_s += time.monotonic() - start
 
-    def fill(self, names: Iterable[str], yield_to_others: Callable[[], None]) -> None:
-        """Read or compute these columns in the background, a few at a time.
+    def load_in_background(self, names: Iterable[str], wait_for_queries: Callable[[], None]) -> None:
+        """Read or compute these columns in groups of a few.
 
-        yield_to_others: called before each few; blocks while other reads are waiting.
+        wait_for_queries: called before each group of columns; blocks while queries are waiting.
         """
         missing = self._missing(names)
-        own = [name for name in missing if name not in self._derived]
+        stored = [name for name in missing if name not in self._derived]
         derived = dict.fromkeys(self._derived[name].outputs for name in missing if name in self._derived)
-        for few in (*(own[at : at + COLUMNS_PER_READ] for at in range(0, len(own), COLUMNS_PER_READ)), *derived):
-            yield_to_others()
-            if self._fill_stopped:
+        stored_groups = (stored[at : at + COLUMNS_PER_READ] for at in range(0, len(stored), COLUMNS_PER_READ))
+        for group in (*stored_groups, *derived):
+            wait_for_queries()
+            if self._loading_stopped:
                 return
-            self.read(few)
+            self.read(group)
 
-    def stop_fill(self) -> None:
-        """End `fill` early."""
-        self._fill_stopped = True
+    def stop_loading(self) -> None:
+        """End `load_in_background` early."""
+        self._loading_stopped = True
 
     def positions(self, sample_rows: NDArray[np.int64]) -> pa.Array:
         """Return the indices of samples in the columns: [m]."""
         return pa.array(np.searchsorted(self.sample_rows, sample_rows))
 
     def _missing(self, names: Iterable[str]) -> list[str]:
-        """Return those of some columns and their inputs that were not read or computed yet, inputs first."""
+        """Return the columns that must still be loaded to have these, each after the columns it is computed from."""
         missing: dict[str, None] = {}
         for name in names:
             if name not in self._loaded:
@@ -174,27 +177,30 @@ class RolloutColumns:
     def _scan(self, names: Sequence[str]) -> None:
         """Read columns of `samples`."""
         types = [self._schema.field(name).type for name in names]
-        encode = [
-            pa.types.is_string(kind) and name not in HIGH_CARDINALITY for name, kind in zip(names, types, strict=True)
+        is_dictionary = [
+            pa.types.is_string(column_type) and name not in HIGH_CARDINALITY
+            for name, column_type in zip(names, types, strict=True)
         ]
         chunks: list[list[pa.Array]] = [[] for _ in names]
         for _, batch in self._store.scan_samples(names, self._snapshot):
             self._check_cancelled()
-            for column_chunks, column, is_encoded in zip(chunks, batch.columns, encode, strict=True):
+            for column_chunks, column, is_encoded in zip(chunks, batch.columns, is_dictionary, strict=True):
                 column_chunks.append(column.dictionary_encode() if is_encoded else column)
-        for name, kind, is_encoded in zip(names, types, encode, strict=True):
-            self._loaded[name] = _concat_chunks(chunks.pop(0), _DICTIONARY if is_encoded else kind)
+        for name, column_type, is_encoded in zip(names, types, is_dictionary, strict=True):
+            self._loaded[name] = _concat_chunks(chunks.pop(0), _DICTIONARY if is_encoded else column_type)
 
-    def _row_range(self, among: slice) -> ColumnRange | None:
-        """Return the range of the row ids of some samples; None if they are all samples."""
-        ids = self.sample_rows[among]
+    def _row_range(self, sample_range: slice) -> ColumnRange | None:
+        """Return the smallest range of row ids that covers these samples; None, no restriction, for all samples."""
+        ids = self.sample_rows[sample_range]
         if len(ids) == len(self.sample_rows):
             return None
         return ColumnRange(ROW, int(ids[0]), int(ids[-1])) if len(ids) else ColumnRange(ROW, 0, -1)  # an empty range
 
-    def _read_stretches(self, names: Sequence[str], among: slice) -> Iterator[tuple[int, dict[str, pa.ChunkedArray]]]:
+    def _read_stretches(
+        self, names: Sequence[str], sample_range: slice
+    ) -> Iterator[tuple[int, dict[str, pa.ChunkedArray]]]:
         """Yield for each stretch the number of its samples, and these columns of `samples`."""
-        ids = self.sample_rows[among]
+        ids = self.sample_rows[sample_range]
         if not names or not len(ids):  # nothing to read: only the bounds of the stretches are needed
             empty = self._schema.empty_table()
             for begin in range(0, max(len(ids), 1), STRETCH_SAMPLES):
@@ -219,15 +225,18 @@ class RolloutColumns:
             if derivation.table
             else _EMPTY_TABLE
         )
-        with freed_memory_kept():  # otherwise the kernel clears freed pages again, a quarter of the time
+        # Reuse freed memory: else the kernel zeroes its pages each time, which takes a quarter of the computing time.
+        with freed_memory_kept():
             columns = dict(derivation.compute(Rows(self.sample_rows), inputs, other))
-        while columns:  # copied: the originals lie between freed blocks, which the heap could not return
+        # Copy each result and drop the original: the originals are scattered between freed blocks, so the heap could
+        # not return those blocks to the kernel.
+        while columns:
             name = next(iter(columns))
             self._loaded[name] = _copy(columns.pop(name))
 
 
 def _concat_chunks(pieces: list[pa.Array], kind: pa.DataType) -> pa.Array:
-    """Concatenate the chunks of a column; the copy lets Lance's buffers be freed.
+    """Concatenate the chunks of a column. The result is a copy, so that Lance's buffers can be freed.
 
     A dictionary of fewer than 128 values gets int8 codes.
     """
@@ -244,7 +253,7 @@ def _concat_batches(batches: list[pa.RecordBatch]) -> tuple[int, dict[str, pa.Ch
 
 
 def _chunked(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> dict[str, pa.ChunkedArray]:
-    """Return the columns as chunked arrays, which those of a table are."""
+    """Convert all columns to chunked arrays."""
     table = pa.table(dict(columns))
     return {name: table[name] for name in columns}
 
