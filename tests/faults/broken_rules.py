@@ -20,8 +20,8 @@ BROKEN_RULES = [
     _rule("look at the deletions once", "store/dataset.py",
           "        apply_deletions_since(self, earlier_deletions)\n", ""),
     _rule("take back a sample that was deleted", "store/dataset.py",
-          "            deleted = self.deletions.are_deleted(batch)\n",
-          "            deleted = np.zeros(len(batch), np.bool_)\n"),
+          "            is_deleted = self.deletions.are_deleted(batch)\n",
+          "            is_deleted = np.zeros(len(batch), np.bool_)\n"),
     _rule("leave late samples of a deleted prompt", "store/maintain/delete_samples.py",
           "    if late := late_samples(store, deletion):", "    if late := {}:", "delete"),
     _rule("delete and leave the snapshots", "store/maintain/delete_samples.py",
@@ -53,7 +53,7 @@ BROKEN_RULES = [
     _rule("order labels by the clock", "view/labels.py", 'table("labels", filter=keys).to_pylist()',
           'table("labels", filter=keys).sort_by("created_at").to_pylist()', "label", "clock"),
     _rule("fail a commit whose version was merged meanwhile", "store/commit/table.py",
-          "                if self._acknowledged.newest() < dataset.version:\n                    raise\n",
+          "                if self._acknowledged_record.newest() < dataset.version:\n                    raise\n",
           "                raise\n"),
     # Commits and damage.
     _rule("ignore the key of a row", "store/commit/table.py",
@@ -66,7 +66,7 @@ BROKEN_RULES = [
           "        samples.make_durable(samples.insert(early).dataset)\n"
           "        payload_rows[absent], with_payload = place_payload("),
     _rule("acknowledge what is not synced", "store/commit/table.py",
-          "            self.barrier.sync_version(dataset, since=acknowledged)", "            pass"),
+          "                    self.barrier.sync_version(dataset, since=acknowledged_version)", "                    pass"),
     _rule("open a manifest with a hole", "store/format/manifests.py",
           " or any(not any(sector) for sector in sectors)", "", "power loss"),
     _rule("record another plan for a window", "store/dataset.py",
