@@ -66,7 +66,8 @@ BROKEN_RULES = [
           "        samples.make_durable(samples.insert(early).dataset)\n"
           "        payload_rows[absent], with_payload = place_payload("),
     _rule("acknowledge what is not synced", "store/commit/table.py",
-          "                    self.barrier.sync_version(dataset, since=acknowledged_version)", "                    pass"),
+          "                    self.barrier.sync_version(dataset, since=acknowledged_version)",
+          "                    pass"),
     _rule("open a manifest with a hole", "store/format/manifests.py",
           " or any(not any(sector) for sector in sectors)", "", "power loss"),
     _rule("record another plan for a window", "store/dataset.py",

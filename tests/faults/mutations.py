@@ -112,7 +112,8 @@ MUTATIONS = [
              "        samples.make_durable(samples.insert(early).dataset)\n"
              "        payload_rows[absent], with_payload = place_payload(", "8"),
     Mutation("skip the store's barrier", "store/commit/table.py",
-             "                    self.barrier.sync_version(dataset, since=acknowledged_version)", "                    pass", "9"),
+             "                    self.barrier.sync_version(dataset, since=acknowledged_version)",
+             "                    pass", "9"),
     Mutation("name data that is not synced", "store/commit/durability.py",
              "        self._sync(paths)\n\n    def sync_version",
              "\n    def sync_version", "9"),
