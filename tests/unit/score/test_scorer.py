@@ -215,7 +215,7 @@ def test_a_token_outside_the_teachers_vocabulary_is_refused(pool: TeacherPool) -
     (sample,) = make_samples(1)
     tokens = sample.tokens.copy()
     tokens[-1] = 5000
-    with pytest.raises(MismatchError, match="token 5000"):
+    with pytest.raises(MismatchError, match="token id 5000"):
         list(score_samples(pool, "math", ("logprob",), [replace(sample, tokens=tokens)], SETTINGS))
 
 
