@@ -232,9 +232,9 @@ def test_what_log_probs_of_text_do_not_tell_is_read_from_states(folders: dict[st
     warm = model_input(replace(sample(), temperature=0.7), None)
     reader: Any = Text()
     with advises("teacher's own top-k only; set score.reads = "):
-        list(scorer._said_of_text(reader, "one", [signal_kind("hidden", ())], [item], reads))
+        list(scorer._score_from_prompt_logprobs(reader, "one", [signal_kind("hidden", ())], [item], reads))
     with advises("identical models; set score.reads = "):
-        list(scorer._said_of_text(reader, "one", [signal_kind("logprob", ())], [warm], reads))
+        list(scorer._score_from_prompt_logprobs(reader, "one", [signal_kind("logprob", ())], [warm], reads))
     with closing(pool_of(folders, "one")) as pool:
         samples = [sample(), replace(sample(), uid="1" * 32, temperature=0.7)]
         signals = list(score_samples(pool, "one", ("logprob", "hidden"), samples, sections.Score(batch_tokens=64)))
