@@ -17,7 +17,7 @@ from mopd_dataplane.job.load import check_job
 from mopd_dataplane.job.read import STAGE_TABLES
 from mopd_dataplane.job.reference import Key, tables
 from mopd_dataplane.job.section import ChangeClass
-from mopd_dataplane.run.changes import in_force, job_at, last_change, never, next_change, remember_job
+from mopd_dataplane.run.changes import in_force, job_at, last_change, next_change, refuse_changes, remember_job
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
@@ -141,7 +141,7 @@ def test_a_key_changes_as_its_class_promises(begun: Run, job: Job, key: Key) -> 
         return
     if key.change == ChangeClass.FROM_HERE:
         with pytest.raises(MismatchError, match=r"(?s)has trained:\n.*student: .*go back .*--from-here"):
-            remember_job(run, old, never)
+            remember_job(run, old, refuse_changes)
         assert read_changes(begun.store) == before, "a change that is not accepted leaves no trace"
     questions: list[str] = []
     recorded = remember_job(run, old, lambda text: not questions.append(text))
@@ -181,29 +181,29 @@ def edited(job: Job, **values: Any) -> Job:
 
 def test_more_iterations_under_a_constant_rate_need_no_question(tmp_path: Path, job: Job) -> None:
     run = begun_run(tmp_path, job)
-    (row,) = remember_job(with_job(run, edited(job, iterations=6)), job, never)
+    (row,) = remember_job(with_job(run, edited(job, iterations=6)), job, refuse_changes)
     assert (row.key, row.iteration, row.before, row.after) == ("stages.student.iterations", BEGUN, "3", "6")
 
 
 def test_fewer_iterations_and_a_rate_that_ends_are_asked_for(tmp_path: Path, job: Job) -> None:
     run = begun_run(tmp_path, job)
     with advises("go back to those values, accept the change for what is still to come") as refused:
-        remember_job(with_job(run, edited(job, iterations=2)), job, never)
+        remember_job(with_job(run, edited(job, iterations=2)), job, refuse_changes)
     assert "iterations: 3 → 2 (from iteration 1 on)" in str(refused.value)
-    assert remember_job(with_job(run, job), job, never) == ()
+    assert remember_job(with_job(run, job), job, refuse_changes) == ()
     other = begun_run(tmp_path / "other", job, trained=0)
-    assert remember_job(with_job(other, edited(job, iterations=2)), job, never) == ()
+    assert remember_job(with_job(other, edited(job, iterations=2)), job, refuse_changes) == ()
     [accepted] = remember_job(with_job(run, edited(job, iterations=2)), job, lambda text: True)
     assert accepted.after == "2"
     ending = edited(job, train__schedule="linear")
     with pytest.raises(MismatchError, match=r"iterations: 3 → 6 \(from iteration 1 on\)"):
-        remember_job(with_job(run, edited(ending, iterations=6)), ending, never)
+        remember_job(with_job(run, edited(ending, iterations=6)), ending, refuse_changes)
 
 
 def test_what_has_not_begun_may_change_and_is_no_change(tmp_path: Path, job: Job) -> None:
     run = begun_run(tmp_path, job, trained=0)
     new = edited(job, iterations=9, train__learning_rate=1.0, rollout__temperature=0.5)
-    assert remember_job(with_job(run, new), job, never) == ()
+    assert remember_job(with_job(run, new), job, refuse_changes) == ()
 
 
 def test_a_stage_that_others_stand_on_gets_no_more_iterations(tmp_path: Path, job: Job) -> None:
@@ -218,25 +218,25 @@ def test_a_stage_that_others_stand_on_gets_no_more_iterations(tmp_path: Path, jo
     assert "go back to 1, or give another store" in str(refused.value)
     assert len(remember_job(with_job(run, edited(job, iterations=1)), job, lambda text: True)) == 1
     other = begun_run(tmp_path / "other", job, trained=0)
-    assert remember_job(with_job(other, edited(job, iterations=6)), job, never) == ()
+    assert remember_job(with_job(other, edited(job, iterations=6)), job, refuse_changes) == ()
 
 
 def test_a_concurrent_stage_takes_free_keys_only(tmp_path: Path, job: Job) -> None:
     job = edited(job, concurrent=True, discriminator=None)
     run = begun_run(tmp_path, job)
-    assert len(remember_job(with_job(run, edited(job, train__checkpoint_steps=3)), job, never)) == 1
+    assert len(remember_job(with_job(run, edited(job, train__checkpoint_steps=3)), job, refuse_changes)) == 1
     with advises("change; go back to that value, or give another store (--store runs/NAME)") as refused:
         remember_job(with_job(run, edited(job, train__learning_rate=1.0)), job, lambda text: True)
     assert "only free keys may" in str(refused.value)
-    remember_job(with_job(run, job), job, never)
+    remember_job(with_job(run, job), job, refuse_changes)
     other = begun_run(tmp_path / "other", job, trained=0)
-    assert remember_job(with_job(other, edited(job, train__learning_rate=1.0)), job, never) == ()
+    assert remember_job(with_job(other, edited(job, train__learning_rate=1.0)), job, refuse_changes) == ()
 
 
 def test_a_change_is_recorded_once_after_a_kill_before_the_job_was_written(tmp_path: Path, job: Job) -> None:
     run, new = begun_run(tmp_path, job), edited(job, train__learning_rate=1.0)
     first = remember_job(with_job(run, new), job, lambda text: True)
-    assert remember_job(with_job(run, new), job, never) == first
+    assert remember_job(with_job(run, new), job, refuse_changes) == first
 
 
 def test_each_window_goes_by_the_changes_before_it(tmp_path: Path, job: Job) -> None:
@@ -266,7 +266,7 @@ def test_a_finished_stage_is_open_again_with_more_iterations(tmp_path: Path, job
 
 def test_a_command_line_is_recorded_without_secrets(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/mopd", "run", "job.toml", "--store", "s3://me:password@host/x"])
-    (row,) = remember_job(with_job(begun_run(tmp_path, job), edited(job, iterations=6)), job, never)
+    (row,) = remember_job(with_job(begun_run(tmp_path, job), edited(job, iterations=6)), job, refuse_changes)
     assert row.command == "mopd run job.toml --store s3://***@host/x"
 
 
