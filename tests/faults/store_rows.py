@@ -25,10 +25,9 @@ import store_builders as build
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.store.commit import fragments, table
+from mopd_dataplane.store.commit import clean_up, fragments, table
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.location import StoreLocation
-from mopd_dataplane.store.maintain import compaction
 
 # Nothing here touches Lance before it forks: Lance's threads do not survive a fork, its modules do.
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
@@ -168,7 +167,7 @@ def cleaned_while_read(count: int, seed: int) -> Tally:
 def read_while_cleaned(home: Path, pinned_at: int) -> list[str]:
     """Pin, go on committing, drop everything that may be dropped, and read the pinned version to its end."""
     fragments.TIERS = ((4 << 20, 2),)
-    compaction.KEEP = timedelta(0)
+    clean_up.KEEP = timedelta(0)
     store, reader = Store.open(home), Store.open(home)
     pinned = None
     for number, first in enumerate(range(0, SAMPLES, BATCH), start=1):

@@ -137,9 +137,9 @@ def batch_of(contents: list[dict[str, Any]]) -> TensorDict:
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
     monkeypatch.setattr(backend, "opened", lambda own: open_queue(own.store, own.queue, starts_folding=False))
-    made = Framework(tmp_path)
-    yield made
-    made.client.close()
+    framework_run = Framework(tmp_path)
+    yield framework_run
+    framework_run.client.close()
 
 
 def signal_of(own: teacher_fields.Trajectory, number: int, teacher: str = "tutor") -> TeacherFields:

@@ -220,9 +220,9 @@ def test_an_attempt_at_a_shorter_context_counts_once_it_was_taken_up() -> None:
 
 
 def test_the_reward_of_a_trace_is_the_weighted_sum_of_its_rewards() -> None:
-    question, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    question, answer_message = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     nodes = [{"message": question, "token_ids": [1]},
-             {"message": said, "parent": 0, "sampled": True, "token_ids": [2], "mask": [True]}]  # fmt: skip
+             {"message": answer_message, "parent": 0, "sampled": True, "token_ids": [2], "mask": [True]}]  # fmt: skip
     rewards = {"right": {"score": 0.5, "weight": 2.0}, "short": {"score": 1.0}, "seen": {"score": 9.0, "weight": 0.0}}
     [row] = read_traces({"nodes": nodes, "rewards": rewards}, "here")
     assert row.rewards == {("verifiers", ""): 2.0}

@@ -130,8 +130,8 @@ def test_signals_of_a_teacher_whose_model_scores_in_the_store_are_not_recorded(t
     queue.fold()
     assert len(rows(store)) == 2
     assert store.sql("select teacher, kind from scores").to_pylist() == [{"teacher": "other", "kind": "logprob"}]
-    said = store.sql("select kind, detail from events where kind in ('unrecorded', 'unmapped')").to_pylist()
-    assert not [row for row in said if row["kind"] == "unrecorded" or "teacher" in row["detail"]]
+    reported_events = store.sql("select kind, detail from events where kind in ('unrecorded', 'unmapped')").to_pylist()
+    assert not [row for row in reported_events if row["kind"] == "unrecorded" or "teacher" in row["detail"]]
 
 
 def test_a_sample_outlives_its_clearing_and_the_next_one_of_its_number(tmp_path: Path) -> None:

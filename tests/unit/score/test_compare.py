@@ -79,11 +79,11 @@ def test_figures_are_those_of_the_teachers_own_logits(student: TeacherForward, f
     teacher = TeacherForward((HfReader(model),))
     shifted_answers = answers(shift=3)
     comparison = compare(student, teacher, shifted_answers, k=8, batch=7)
-    said = [logprobs(model, answer) for answer in shifted_answers]
+    teacher_logprobs = [logprobs(model, answer) for answer in shifted_answers]
     written = [torch.from_numpy(answer.student.tokens[answer.student.loss_positions]) for answer in shifted_answers]
-    support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(said, written, strict=True)]
+    support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(teacher_logprobs, written, strict=True)]
     assert comparison.mean_logprob == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
-    entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in said])
+    entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in teacher_logprobs])
     assert comparison.entropy == pytest.approx(float(entropy.mean()), abs=1e-5)
     means = np.array([float(values.mean()) for values in support])
     assert comparison.discrimination == pytest.approx(

@@ -126,8 +126,8 @@ def test_each_damage_is_named_and_nothing_else(scored: Store, name: str) -> None
     damage, expected = DAMAGES[name]
     damage(scored)
     findings = Store.open(scored.uri).verify().findings
-    said = [(f.table, f.row, f.uid) for f in findings if not (f.row == -1 and "cannot be read" in f.problem)]
-    assert said == [expected_finding[:3] for expected_finding in expected], findings
+    reported_rows = [(f.table, f.row, f.uid) for f in findings if not (f.row == -1 and "cannot be read" in f.problem)]
+    assert reported_rows == [expected_finding[:3] for expected_finding in expected], findings
     for finding, (*_, problem) in zip((f for f in findings if f.row >= 0), expected, strict=True):
         assert problem in finding.problem
 
