@@ -84,6 +84,11 @@ COMPARED: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("self-taught", "base", ("sorting", SPELLING, SPIRALS)),
         ("self-taught", "reader", ("sorting", "hinted")),
     ),
+    "other-tokenizer": (
+        *((stage, "base", (SORTING, SPELLING, SPIRALS)) for stage in ("same", "of-finer", "of-across")),
+        *((teacher, "sorter", (SORTING,)) for teacher in ("finer", "across")),
+        *((stage, "same", (SORTING,)) for stage in ("of-finer", "of-across")),
+    ),
     "qwen3": (
         ("off-policy", "weak", (MEAN,)),
         ("on-policy", "off-policy", (MEAN,)),

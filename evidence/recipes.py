@@ -4,9 +4,9 @@
 
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
-them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt, and
-what its steps and samples were like. The page shows what is there: tables by recipe_tables.py, and the text of
-each recipe's README.
+them once. Teachers of another tokenizer are jobs of their own in a recipe's folder, and are trained before it. A run
+that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt, and what its steps
+and samples were like. The page shows what is there: tables by recipe_tables.py, and the text of each recipe's README.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from results import JOBS, results
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.query.answers import held_out
 from mopd_dataplane.run.provenance import provenance
@@ -107,16 +108,38 @@ def run(recipe: str, seed: int) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         shutil.copytree(STORES / f"shared-{seed}", staging, symlinks=True)
         staging.rename(store)
-    mopd("run", str(JOBS / recipe), "--seed", str(seed), "--store", str(store))
+    teachers = {file.parent.name: train_teacher(file, seed) for file in sorted((JOBS / recipe).glob("*/job.toml"))}
+    sources = [f'teachers.{name}.source="{folder}"' for name, folder in teachers.items()]
+    overrides = [part for source in sources for part in ("--set", source)]
+    mopd("run", str(JOBS / recipe), "--seed", str(seed), "--store", str(store), *overrides)
     out.parent.mkdir(exist_ok=True)
     publish_file(out, (json.dumps(figures(recipe, seed, store), indent=1) + "\n").encode())
 
 
+def train_teacher(file: Path, seed: int) -> Path:
+    """Run the job of a teacher that has another tokenizer to its end. Returns the folder of its last stage's policy."""
+    store = STORES / f"{load_job(file).name}-{seed}"
+    mopd("run", str(file), "--seed", str(seed), "--store", str(store))
+    return store / "policies" / load_job(file).stages[-1].name / "v1"
+
+
 def figures(recipe: str, seed: int, store: Path) -> Result:
-    """What every stage of a finished run made of every held-out prompt at its end."""
+    """What every stage of a finished run, and every teacher of another tokenizer, answered to each held-out prompt."""
     job = load_job(JOBS / recipe)
     opened = open_store(str(store))
-    answered = held_out(opened)
+    stages = last_answers(job, opened)
+    for file in sorted((JOBS / recipe).glob("*/job.toml")):
+        teacher = load_job(file)
+        answers = last_answers(teacher, open_store(str(STORES / f"{teacher.name}-{seed}")))
+        stages[file.parent.name] = answers[teacher.stages[-1].name]
+    split = held_out(opened).split
+    result = {"job": recipe, "seed": seed, "split": split, "stages": stages, "training": training(opened)}
+    return {**result, **provenance(job)}
+
+
+def last_answers(job: Job, store: Store) -> dict[str, dict[str, Any]]:
+    """Stage -> domain -> which held-out prompts its last policy answered entirely right, and the mean reward."""
+    answered = held_out(store)
     stages = {}
     for stage in job.stages:
         answers = answered.newest(stage.name)
@@ -129,8 +152,7 @@ def figures(recipe: str, seed: int, store: Path) -> Result:
                 for domain in answers.prompts
                 if domain in answers.reward
             }
-    result = {"job": recipe, "seed": seed, "split": answered.split, "stages": stages, "training": training(opened)}
-    return {**result, **provenance(job)}
+    return stages
 
 
 def training(store: Store) -> dict[str, Any]:

@@ -13,6 +13,7 @@ fork.py          a fork by the size of its run
 wal.py           speed of the token log
 queue.py         the queue under 1 to 64 writers, beside the disk
 queue_client.py  one of these writers
+queue_backends.py  a real TransferQueue over this store and over its own memory
 sample.py        cost of drawing a token
 decode.py        a decode step beside transformers' generate
 adapters.py      many teachers that are adapters on one base

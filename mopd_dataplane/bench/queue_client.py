@@ -23,15 +23,20 @@ from mopd_dataplane.store.queue.values import Key, Value
 
 CLEAR_BEHIND = 128
 """Trajectories of a process that are not cleared yet; from then on 64 are cleared together."""
-_CLEARED_TOGETHER = 64
+CLEARED_TOGETHER = 64
 _BYTES = (2_000, 30_000)
 """Smallest and largest trajectory, drawn log-uniformly."""
 _TAGS = ("status", "global_steps")
 
 
+def draw_length(rng: np.random.Generator) -> int:
+    """Draw the tokens of one trajectory, each of which takes 9 bytes."""
+    return int(np.exp(rng.uniform(*np.log(_BYTES)))) // 9
+
+
 def trajectory(rng: np.random.Generator) -> tuple[list[str], list[Value]]:
     """Fields and values of one trajectory: token ids, log-probs, a mask and two tags."""
-    tokens = int(np.exp(rng.uniform(*np.log(_BYTES)))) // 9
+    tokens = draw_length(rng)
     values = [
         Value("tensor", rng.bytes(4 * tokens), "int32", (tokens,)),
         Value("tensor", rng.bytes(4 * tokens), "float32", (tokens,)),
@@ -89,7 +94,7 @@ def _queue_put(folder: Path, number: int) -> Callable[[int, list[str], list[Valu
         queue.put(keys, values)
         present.append(keys)
         if len(present) >= CLEAR_BEHIND:
-            queue.clear([key for _ in range(_CLEARED_TOGETHER) for key in present.popleft()])
+            queue.clear([key for _ in range(CLEARED_TOGETHER) for key in present.popleft()])
 
     return put
 

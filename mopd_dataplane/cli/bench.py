@@ -173,20 +173,31 @@ def queue(
         list[int] | None, Option("--processes", min=1, help="Writers; repeatable (default: 1, 4, 16, 64).")
     ] = None,
     seconds: Annotated[float, Option("--seconds", min=0.1, help="Seconds of each part.")] = 5.0,
+    backends: Annotated[
+        bool, Option("--backends", help="Measure a real TransferQueue over this store and over its own memory.")
+    ] = False,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
     """The queue under many small writers: puts, folding, gets and memory, beside the disk's own syncs."""
-    from mopd_dataplane.bench.queue import FIGURES, measure
+    from mopd_dataplane.bench import queue as store_queue
+    from mopd_dataplane.bench import queue_backends
 
     rows = []
     for count in processes or [1, 4, 16, 64]:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-queue-") as scratch:
-            rows.append(measure(Path(scratch), count, seconds))
+        for backend in queue_backends.BACKENDS if backends else [""]:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-queue-") as scratch:
+                if backend:
+                    rows.append(queue_backends.measure(backend, Path(scratch), count, seconds))
+                else:
+                    rows.append(store_queue.measure(Path(scratch), count, seconds))
     if as_json:
         print_json(rows)
         return
-    print_fitting(FIGURES, [[round(row[name], 2) for name in FIGURES] for row in rows])
+    names = queue_backends.FIGURES if backends else store_queue.FIGURES
+    print_fitting(
+        names, [[row[name] if isinstance(row[name], str) else round(row[name], 2) for name in names] for row in rows]
+    )
 
 
 def sample(
@@ -403,7 +414,13 @@ def add_to(app: Typer) -> None:
     register(group, commits, "mopd bench commits --commits 2000 --json")
     register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
-    register(group, queue, "mopd bench queue", "mopd bench queue --processes 16 --seconds 10 --json")
+    register(
+        group,
+        queue,
+        "mopd bench queue",
+        "mopd bench queue --processes 16 --seconds 10 --json",
+        "mopd bench queue --backends --processes 4",
+    )
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, decode, "mopd bench decode", "mopd bench decode --size tiny --model llama --json")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
