@@ -25,7 +25,8 @@ $ mopd query --help
 $ mopd query runs/quickstart "select domain, count(*) as samples from samples group by domain" --json
 ```
 
-`make docs` writes this page from the help texts. Answers go to stdout, progress and notes to stderr; with `--json` stdout is exactly one JSON value.
+`make docs` writes this page from the help texts. Answers go to stdout, progress and notes to stderr; with `--json`
+stdout is exactly one JSON value.
 
 | exit code | meaning |
 |---|---|
