@@ -78,7 +78,9 @@ def find(path: str) -> Table | Key:
     if len(ends) == 1:
         return find(ends[0])
     if ends:
-        raise UnknownNameError(f"{asked_key!r} is the name of {len(ends)} keys: {', '.join(ends)}; name one of them")
+        raise UnknownNameError(
+            f"{asked_key!r} is the name of {len(ends)} keys: {', '.join(ends)}; write one of these in full"
+        )
     hint = nearest(asked_key, paths).partition("; ")[2]
     raise UnknownNameError(f"no key or table {path!r} in a job file; {hint or 'list the tables with: mopd help'}")
 
