@@ -47,14 +47,28 @@ SHARED = ("base", "speller", "sorter", "walker")
 OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "smollm2-long", "near", "teacher-count", "selection")
 """Jobs whose results evidence/figures.py shows."""
 HEAD = """
-Accuracy is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of several
-seeds the mean and, in brackets, the lowest and the highest, of one seed its 95 % interval over prompts. Differences are
-in points of accuracy, paired by prompt, with their 95 % interval over prompts and McNemar's p; of comparisons in which
-nothing differs one in twenty has a p below 0.05. A seed is another run from the beginning, base and specialists
-included, and answers the same prompts. Where a mean reward stands beside accuracy, it pays partial credit: letters in
-the right place. Settings were chosen while looking at these prompts, so that figures are optimistic; small models and
-tasks: directions, not records. Processor times are of commit 1a01221, 2026-11-21 and 22, on 2 cores that other work
-used at the same time."""
+Find a published method here, see what it reached at a small size, and run it. Each recipe is a commented job that you
+can copy and change:
+
+```sh run
+mopd init opd mine
+```
+
+```sh job
+mopd run mine
+```
+
+The models and tasks are small, so the figures show directions and not records. Settings were chosen while looking at
+these prompts, so the figures are optimistic.
+
+- **Accuracy** is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of
+  several seeds the mean and, in brackets, the lowest and the highest; of one seed its 95 % interval over prompts.
+- **Differences** are in points of accuracy, paired by prompt, with their 95 % interval over prompts and McNemar's p. Of
+  comparisons in which nothing differs, one in twenty has a p below 0.05.
+- **A seed** is another run from the beginning, base and specialists included. It answers the same prompts.
+- **Mean reward**, where it stands beside accuracy, pays partial credit: letters in the right place.
+- **Processor times** are of commit 1a01221, 2026-11-21 and 22, on 2 cores that other work used at the same time.
+"""
 TRAINED = """
     select stage, count(*) as steps, sum(staleness_mean * samples) / sum(samples) as staleness,
            max(staleness_max) as oldest, sum((extra->>'$.dropped')::double * loss_tokens) / sum(loss_tokens) as dropped,
@@ -215,8 +229,7 @@ def section(recipe: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    head = textwrap.fill(" ".join(HEAD.split()), 120, break_on_hyphens=False)
-    return f"# Recipes\n\n{head}\n\n" + "\n".join([*gallery(shown()), "", *map(section, shown())])
+    return f"# Recipes\n{HEAD}\n" + "\n".join([*gallery(shown()), "", *map(section, shown())])
 
 
 def main() -> None:

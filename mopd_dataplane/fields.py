@@ -185,8 +185,8 @@ def plugin_field(kind: str) -> Field:
     the package. Raises UnknownNameError for a name that no kind may have."""
     if not PLUGIN_KIND.fullmatch(kind) or kind in _TAKEN:
         raise UnknownNameError(
-            f"no signal {kind!r:.40}: {nearest(kind, SIGNAL_KINDS)}; another package's is named with 1 to 24 of "
-            "a-z, 0-9 and '_', a letter first, and unlike every field of fields.py"
+            f"no signal {kind!r:.40}: {nearest(kind, SIGNAL_KINDS)}; a signal of another package has a name of 1 to 24 "
+            "characters of a-z, 0-9 and '_' that begins with a letter and is not a field of docs/fields.md"
         )
     return Field(
         name=kind, column=PLUGIN_COLUMN, dtype="<f4", axis="response", table=SIGNALS + kind,

@@ -57,7 +57,9 @@ def read_checksums(folder: Path) -> dict[str, Recorded] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DamagedError(f"{folder / CHECKSUMS} cannot be read ({error.strerror or error})") from None
+        raise DamagedError(
+            f"{folder / CHECKSUMS} cannot be read ({error.strerror or error}); restore it from a copy"
+        ) from None
     files: dict[str, Recorded] = unseal(content, str(folder / CHECKSUMS))["files"]
     return files
 
@@ -66,9 +68,9 @@ def read_recorded(folder: Path, name: str) -> bytes:
     """Read a small file of a recorded folder. Raises DamagedError when it differs from its record, or has none."""
     record = (read_checksums(folder) or {}).get(name)
     if record is None:
-        raise DamagedError(f"{folder / name} is not in {CHECKSUMS}; use another one")
+        raise DamagedError(f"{folder / name} has no checksum in {CHECKSUMS}; use another folder")
     if problem := file_damage(folder / name, record):
-        raise DamagedError(f"{folder / name} {problem}; use another one")
+        raise DamagedError(f"{folder / name} {problem}; use another folder")
     return (folder / name).read_bytes()
 
 
@@ -124,7 +126,7 @@ def file_damage(path: Path, record: Recorded) -> str:
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     if measured["bytes"] != record["bytes"]:
-        return f"has {measured['bytes']:,} bytes, written were {record['bytes']:,}"
+        return f"has {measured['bytes']:,} bytes, but {record['bytes']:,} were written"
     if measured["crc32c"] != record["crc32c"]:
-        return f"has crc32c {measured['crc32c']}, {record['crc32c']} was written"
+        return f"has crc32c {measured['crc32c']}, but {record['crc32c']} was recorded when it was written"
     return ""

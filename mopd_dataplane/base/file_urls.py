@@ -97,7 +97,7 @@ def read_file(location: PathOrUrl, most: int | None = None) -> bytes:
             return file.read() if most is None else file.read(most + 1)
         except OSError as error:
             problem = error.strerror or str(error)
-            raise InputError(f"{location} cannot be read as a file: {problem}; give another one") from None
+            raise InputError(f"{location} cannot be read as a file: {problem}; give another file") from None
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def open_file(location: PathOrUrl) -> Iterator[BinaryIO]:
     A file at a URL is downloaded first, since not every server supports byte ranges. Raises the errors of read_file.
     """
     if not is_url(location) and not local_path(location).is_file():
-        raise UnknownNameError(f"no file {local_path(location)}")
+        raise UnknownNameError(f"no file {local_path(location)}; check the path")
     with local_copy(location) as path, path.open("rb") as file:
         yield file
 
@@ -171,7 +171,7 @@ def kept_copy(location: PathOrUrl, cache_folder: Path) -> Path:
     with _reached(location) as (system, path):
         listing = system.find(path, detail=True)
         if not listing:
-            raise UnknownNameError(f"nothing at {location}")
+            raise UnknownNameError(f"nothing at {location}; check the path")
         state = sorted(
             (name, entry.get("size"), str(entry.get("e_tag") or entry.get("ETag") or entry.get("blob_id") or ""),
              str(entry.get("last_modified") or entry.get("created") or ""))
@@ -200,7 +200,7 @@ def _download(location: PathOrUrl, target: Path) -> None:
             return
         names = system.find(path)
         if not names:
-            raise UnknownNameError(f"nothing at {location}")
+            raise UnknownNameError(f"nothing at {location}; check the path")
         root = path.rstrip("/") + "/"
         for name in names:
             below = name.removeprefix(root)
@@ -230,11 +230,11 @@ def check_new(location: PathOrUrl) -> None:
     if is_url(location):
         _check_writable(location)
     if exists(location):
-        raise InputError(f"{location} exists; give a new place")
+        raise InputError(f"{location} exists; give a path that does not exist")
     if not is_url(location):
         above = next(folder for folder in local_path(location).absolute().parents if folder.exists())
         if not above.is_dir():
-            raise InputError(f"{location} cannot be written: {above} is a file, not a folder; give a new place")
+            raise InputError(f"{location} cannot be written: {above} is a file, not a folder; give another path")
 
 
 @contextmanager
@@ -285,7 +285,7 @@ def _upload(file: Path, location: PathOrUrl) -> None:
 def _check_writable(location: PathOrUrl) -> None:
     if (protocol := str(location).partition("://")[0]) in _READ_ONLY:
         raise InputError(
-            f"{location} cannot be written: {protocol} is for reading; give a file, or an object store's URL"
+            f"{location} cannot be written: {protocol}:// can only be read; give a local file, or an object store's URL"
         )
 
 
@@ -298,7 +298,10 @@ def _reached(location: PathOrUrl) -> Iterator[tuple[Any, str]]:
     url = str(location)
     host = url.partition("://")[2].partition("/")[0]
     if "@" in host and not url.startswith("hf://"):
-        raise InputError("a URL must not carry a user or a password, which would be stored; use the environment")
+        raise InputError(
+            "a URL must not carry a user or a password, which would be stored; put them into environment variables "
+            "(docs/storage.md)"
+        )
     try:
         import fsspec
 

@@ -75,7 +75,7 @@ def publish_figure(figure: Any, target: Path, *, dpi: int) -> None:
     """Write a matplotlib figure to a file, in the format of its suffix, as publish_file does. Raises InputError."""
     forms = figure.canvas.get_supported_filetypes()
     if (form := target.suffix[1:].lower()) not in forms:
-        raise InputError(f"{target} ends in none of .{', .'.join(sorted(forms))}; give a picture's name")
+        raise InputError(f"{target} does not end like a picture; give a name that ends in .{', .'.join(sorted(forms))}")
     drawn = io.BytesIO()
     figure.savefig(drawn, format=form, dpi=dpi)
     publish_file(target, drawn.getvalue())
@@ -100,7 +100,7 @@ def unlink_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise InputError(f"{path} exists and is not a socket: it is left alone; give another place")
+        raise InputError(f"{path} exists and is not a socket: it is left alone; give another path")
     path.unlink(missing_ok=True)
 
 
@@ -114,7 +114,9 @@ def _owned(staging: Path) -> Iterator[BinaryIO]:
                 yield file
                 return
         time.sleep(_LOOK_S)
-    raise DeadlineError(f"{staging} has been another process's for {_PUBLISH_S:g} s; end that process and run again")
+    raise DeadlineError(
+        f"another process has been writing {staging} for {_PUBLISH_S:g} s; end that process and run again"
+    )
 
 
 def try_lock(file: BinaryIO | int, seconds: float = 0.0) -> bool:
@@ -177,7 +179,9 @@ def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
                 _fill(staging, target, fill)
                 return
         if time.monotonic() > until:
-            raise DeadlineError(f"{staging} has been another process's for {_MAKE_S:g} s; end that and run again")
+            raise DeadlineError(
+                f"another process has been filling {staging} for {_MAKE_S:g} s; end that process and run again"
+            )
         time.sleep(0.05)
 
 

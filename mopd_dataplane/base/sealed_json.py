@@ -40,7 +40,9 @@ def unseal(content: bytes | str, where: str) -> dict[str, Any]:
         raise DamagedError(f"{where} lacks its checksum ({SEAL!r}); restore it from a copy")
     said = value.pop(SEAL)
     if said != (crc := _crc(value)):
-        raise DamagedError(f"{where} has crc32c {crc}, {said!r:.20} was written; restore it from a copy")
+        raise DamagedError(
+            f"{where} has crc32c {crc}, but {said!r:.20} was recorded when it was written; restore it from a copy"
+        )
     return value
 
 

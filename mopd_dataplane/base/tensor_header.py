@@ -49,7 +49,9 @@ def read_tensor_header(file: Path) -> TensorHeader:
             length = int.from_bytes(stored.read(8), "little")
             longest = min(size - 8, MAX_HEADER_BYTES)
             if not 2 <= length <= longest:
-                raise _damage(file, f"its header is said to be {length:,} bytes long, allowed are 2 to {longest:,}")
+                raise _damage(
+                    file, f"its first 8 bytes say that its header has {length:,} bytes; allowed are 2 to {longest:,}"
+                )
             header = json.loads(stored.read(length))
             if not isinstance(header, dict):
                 raise ValueError(f"{type(header).__name__} instead of an object")
@@ -81,7 +83,11 @@ def _entry(file: Path, name: str, entry: object, first: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise _damage(file, f"tensor {name!r:.80} has dtype {dtype!r:.40}, allowed are {', '.join(_BITS)}")
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise _damage(file, f"tensor {name!r:.80} has shape {shape!r:.80} at {start!r:.20} to {end!r:.20}: no sizes")
+        raise _damage(
+            file,
+            f"tensor {name!r:.80} has shape {shape!r:.80} and data_offsets {start!r:.20} to {end!r:.20}; whole numbers "
+            "from 0 on are needed",
+        )
     nbytes = -(-math.prod(shape) * _BITS[dtype] // 8)
     if end - start != nbytes:
         raise _damage(
@@ -95,14 +101,16 @@ def _require_cover(file: Path, tensors: dict[str, TensorEntry], first: int, size
     spans = sorted((entry.start, entry.end, name) for name, entry in tensors.items())
     for start, end, name in spans:
         if end > size:
-            raise _damage(file, f"tensor {name!r:.80} lies in bytes {start:,} to {end:,}, the file has {size:,}")
+            raise _damage(file, f"tensor {name!r:.80} lies in bytes {start:,} to {end:,}, but the file has {size:,}")
     for (_, before, other), (start, _, name) in pairwise([(0, first, ""), *spans]):
         if start != before:
             neighbour = f"tensor {other!r:.80}" if other else "the header"
-            raise _damage(file, f"tensor {name!r:.80} begins at byte {start:,}, {neighbour} ends at {before:,}")
+            raise _damage(
+                file, f"tensor {name!r:.80} begins at byte {start:,}, but {neighbour} ends at byte {before:,}"
+            )
     end = spans[-1][1] if spans else first
     if end != size:
-        raise _damage(file, f"its tensors end at byte {end:,}, the file has {size:,}")
+        raise _damage(file, f"its tensors end at byte {end:,}, but the file has {size:,} bytes")
 
 
 def _damage(file: Path, problem: str) -> DamagedError:

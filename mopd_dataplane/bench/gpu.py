@@ -87,10 +87,13 @@ def render(raw: Path) -> str:
     """The page of the figures in a folder; a part without figures was never run."""
     lines = [
         "# On a GPU", "",
-        "`make gpu` writes this page: figures of parts that are developed and tested on CPUs. Each part is a process",
-        "of its own with a time limit, twelve minutes together; `make gpu PYTHON=… PARTS=kernels,sampler` runs",
-        "some of them, in an interpreter with torch and triton. Tests rehearse their steps on a CPU",
-        "(`tests/unit/run/test_gpu_parts.py`).", "",
+        "This page shows how exact and how fast the kernels, the sampler and the models are on a GPU. They are "
+        "developed",
+        "and tested on CPUs. To measure a GPU of your own and write this page anew:", "",
+        "```sh gpu", "make gpu", "```", "",
+        "Each part is a process of its own with a time limit, twelve minutes together; `make gpu PYTHON=…",
+        "PARTS=kernels,sampler` runs some of them, in an interpreter with torch and triton. Tests rehearse their steps",
+        "on a CPU (`tests/unit/run/test_gpu_parts.py`).", "",
     ]  # fmt: skip
     for name in PARTS:
         file = raw / f"{name}.json"

@@ -64,7 +64,7 @@ class _InterruptedVllm(Interrupted, VllmEngine):
     def forget(self) -> None:
         """Drop the prefixes that a killed process would not have kept."""
         if not self._engine.reset_prefix_cache():
-            raise EngineError("vLLM did not drop its cached prefixes, so nothing can be said of a fresh engine")
+            raise EngineError("vLLM did not drop its cached prefixes, so a fresh engine cannot be measured")
 
 
 _Interrupted = _InterruptedHf | _InterruptedVllm

@@ -114,7 +114,7 @@ def _known(error: BaseException) -> MopdError:
             f"out of memory ({reason:.300}); what is stored stays: use a smaller model, or a device with more memory"
         )
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename:
-        return InputError(f"{str(error.filename)[:200]}: {error.strerror}; give another place, or the right to use it")
+        return InputError(f"{str(error.filename)[:200]}: {error.strerror}; give another path, or the right to use it")
     trace = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(trace[-1].filename).name}:{trace[-1].lineno}" if trace else ""
     return MopdError(

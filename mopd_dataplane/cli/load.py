@@ -92,7 +92,8 @@ def _check_names(uri: str, stage: str, signals: list[str]) -> None:
         if kind not in there | coming:
             raise UnknownNameError(
                 f"--signal {kind}: {uri} has no table signals/TEACHER/{kind}, and stage {stage!r} of its job writes "
-                f"none; there: {', '.join(sorted(there)) or 'none'}; score them first (mopd score), or leave it out"
+                f"none; the store has {', '.join(sorted(there)) or 'none'}; score them first (mopd score), or leave it "
+                "out"
             )
 
 

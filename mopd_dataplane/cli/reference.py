@@ -18,10 +18,15 @@ from mopd_dataplane.fields import FIELDS, Field
 
 _HEAD = """# The command line
 
-Every command of `mopd` with its options and examples, made from the help texts (`make docs`); `mopd COMMAND --help`
-prints the same on a terminal.
+Look up a command of `mopd` here: what it does, its options, and examples. The same text on a terminal:
 
-Answers go to stdout, progress and notes to stderr; with `--json` stdout is exactly one JSON value.
+```console run
+$ mopd query --help
+$ mopd query runs/quickstart "select domain, count(*) as samples from samples group by domain" --json
+```
+
+`make docs` writes this page from the help texts. Answers go to stdout, progress and notes to stderr; with `--json`
+stdout is exactly one JSON value.
 
 | exit code | meaning |
 |---|---|
@@ -38,16 +43,34 @@ Answers go to stdout, progress and notes to stderr; with `--json` stdout is exac
 
 _FIELDS_HEAD = """# Per-token fields
 
-For whoever reads payload or packs. Every array that is stored for each token, or that a pack carries, is one row of
-`mopd_dataplane/fields.py`; this page is made from it (`make docs`). Columns and schemas, checks, checksums, the layout
-of a slot, how a pack is cut, what a micro-batch carries, import and export follow from the row. A record keeps a field
-as an attribute where its class declares one, else in `extra` by its name.
+Look up here what is stored for each token of a sample, with which shape and dtype, and what a pack carries. To read
+the tokens and log-probs of one sample:
 
-Axes: **token** all tokens of a sample; **read** all but the last; **response** those after the prompt; **trained**
-those with `loss_mask` 1; **ragged** several for each trained token; **span** one for each stretch of one policy
-version; **sample** and **bound** one for each sample of a pack. A field of some tokens has a value for every token of a
-pack, 0 or its blank where the store has none. Packs carry a record where `LoadSpec.recorded` names it and some sample
-of the window has it, and a signal where `LoadSpec.signals` names it.
+```python run
+from mopd_dataplane import open_store
+
+store = open_store("runs/quickstart")
+rows, samples = next(store.scan_samples(["uid", "prompt_len"], limit=1))
+print(samples.to_pylist(), store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask"]).to_pylist())
+```
+
+Every such array is one row of `mopd_dataplane/fields.py`, from which `make docs` writes this page. Columns and schemas,
+checks, checksums, the layout of a slot, how a pack is cut, what a micro-batch carries, import and export follow from
+the row. A record keeps a field as an attribute where its class declares one, else in `extra` by its name.
+
+| axis | values |
+|---|---|
+| **token** | one for every token of a sample |
+| **read** | one for every token but the last |
+| **response** | one for every token after the prompt |
+| **trained** | one for every token with `loss_mask` 1 |
+| **ragged** | several for each trained token |
+| **span** | one for each stretch of one policy version |
+| **sample**, **bound** | one for each sample of a pack; bounds have one more |
+
+In a pack a field of some tokens has a value for every token: 0, or its blank, where the store has none. Packs carry a
+record if `LoadSpec.recorded` names it and some sample of the window has it. They carry a signal if `LoadSpec.signals`
+names it.
 
 | field | where: table, column | axis | dtype | in a pack | record | meaning |
 |---|---|---|---|---|---|---|

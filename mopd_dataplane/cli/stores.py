@@ -265,7 +265,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InputError(f"{question} Nobody is there to ask: give --yes, or look first with --dry-run")
+        raise InputError(f"{question} There is no terminal to ask on: give --yes, or look first with --dry-run")
     if not confirm(question, err=True):
         raise InputError("nothing was deleted")
 

@@ -70,7 +70,9 @@ def _seeds(text: str) -> list[int]:
     except ValueError:
         seeds = [-1]
     if min(seeds) < 0:
-        raise InputError(f"--seeds takes whole numbers from 0 on with commas between them, found {text!r}; as 0,1,2")
+        raise InputError(
+            f"--seeds takes whole numbers from 0 on with commas between them, found {text!r}; for example 0,1,2"
+        )
     return seeds
 
 

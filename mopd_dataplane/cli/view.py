@@ -81,10 +81,13 @@ def view(
     """
     if export is None and (where or order or sample or limit is not None or as_json):
         raise InputError(
-            "--where, --order, --limit, --sample and --json say what --export DIR writes; the page filters by itself"
+            "--where, --order, --limit, --sample and --json only go with --export; without it, choose samples in the "
+            "page"
         )
     if export is not None and follow:
-        raise InputError("an export shows a store as it is; --follow is of the page that a server shows")
+        raise InputError(
+            "--follow updates the page of a running server, and an export never changes; leave --follow out"
+        )
 
     if export is None:
         with suppress(KeyboardInterrupt):  # this is how it ends
@@ -95,7 +98,7 @@ def view(
 
     opened = [open_store(uri) for uri in stores]
     if len(opened) != 1:
-        raise InputError(f"an export is of one store, {len(opened)} were given")
+        raise InputError(f"an export shows one store, and {len(opened)} are named; name one")
     done = _export(opened[0], export, tokenizer, sample=sample, where=where, order=order, limit=limit)
     if as_json:
         print_json(done)
@@ -173,8 +176,8 @@ def _export(
         return export_folder(shown, path, where=where, order=order or NEWEST, limit=limit or EXPORTED)
     if where or order or limit is not None:
         raise InputError(
-            f"{path} is the first page as one file, which --where, --order and --limit do not change; "
-            "leave them out, or name a folder without .html to export the samples that they choose"
+            f"{path} becomes one file with the first page, on which --where, --order and --limit have no effect; leave "
+            "them out, or name a folder without .html to export the samples that they choose"
         )
     return export_redpen(shown, path)
 

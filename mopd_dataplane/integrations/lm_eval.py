@@ -76,7 +76,8 @@ def policy_folder(store: Store, policy: str, version: int | None, work: str = ""
     names = work_folder.published(f"policies/{policy}")
     versions = sorted(int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdigit())
     if not versions or (version is not None and version not in versions):
-        raise UnknownNameError(f"{store.uri}: policy {policy!r} has versions {versions}, asked for {version}")
+        missing = f"version {version}; it has {versions}" if versions else "version that is stored"
+        raise UnknownNameError(f"{store.uri}: policy {policy!r} has no {missing}")
     chosen = versions[-1] if version is None else version
     name = f"policies/{policy}/v{chosen}"
     work_folder.fetch(name)
@@ -108,7 +109,7 @@ def _tasks(names: Sequence[str], settings: EvalSettings) -> Any:
     from lm_eval.tasks import TaskManager
 
     if settings.include_path and not Path(settings.include_path).is_dir():
-        raise InputError(f"no folder {settings.include_path} with task definitions")
+        raise InputError(f"--include-path {settings.include_path} is not a folder; name one with task definitions")
     manager = TaskManager(include_path=settings.include_path or None)
     for name in names:
         require_known(name, manager.all_tasks, "lm-eval knows no task")

@@ -35,8 +35,9 @@ def parsed_objective(objective: Objective | Mapping[str, Any]) -> Objective:
     if not isinstance(objective, Objective):
         objective = parse_section(Objective, json.dumps(objective), "objective")
     if ObjectiveLoss(objective).needs_proximal:
-        raise InputError("objective.policy_gradient: clip beside a correction needs the policy at the window's start; "
-                         "leave one of them out, or train with mopd run")  # fmt: skip
+        raise InputError("objective.policy_gradient: clip and correction together need the log-probs of the policy at "
+                         "the window's start, which this trainer does not compute; leave one of them out, or train "
+                         "with mopd run")  # fmt: skip
     return objective
 
 

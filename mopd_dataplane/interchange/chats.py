@@ -101,7 +101,7 @@ def read_preference(fields: Fields, location: str) -> Iterator[Row]:
         while shared < min(map(len, both)) - 1 and both[0][shared] == both[1][shared]:
             shared += 1
         if not shared:
-            raise InputError(f"{location}: chosen and rejected begin with other messages, and there is no 'prompt'")
+            raise InputError(f"{location}: chosen and rejected begin with different messages, and there is no 'prompt'")
         prompt, answers = (
             both[0][:shared],
             [as_response(said[shared:], "chosen or rejected", location) for said in both],

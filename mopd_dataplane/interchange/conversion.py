@@ -136,8 +136,8 @@ def _converted(
         log_probs(np.array(row.teacher_logprobs, np.float64), "teacher_logprobs")
     if fields.get("tokenizer", vocabulary.digest) != vocabulary.digest:
         raise InputError(
-            f"{row.location}: token ids of tokenizer {fields['tokenizer']!r:.40}, the given one is "
-            f"{vocabulary.digest}; give the tokenizer that made them"
+            f"{row.location}: the token ids come from the tokenizer with digest {fields['tokenizer']!r:.40}, and "
+            f"--tokenizer names one with digest {vocabulary.digest}; give the tokenizer that made them"
         )
     prompt = _question(row, domain, settings)
     trained = [1] * len(response_ids) if row.loss_mask is None else row.loss_mask
@@ -260,7 +260,10 @@ def _checked_ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]
     prompt_ids, response_ids = row.prompt_ids or [], row.response_ids or []
     highest = max([*prompt_ids, *response_ids], default=0)
     if highest >= vocabulary.size:
-        raise InputError(f"{row.location}: token id {highest}, the tokenizer has {vocabulary.size}; give the right one")
+        raise InputError(
+            f"{row.location}: the row has token id {highest}, and the ids of the tokenizer end at "
+            f"{vocabulary.size - 1}; give the tokenizer that made the ids"
+        )
     if not prompt_ids or not response_ids:
         raise InputError(f"{row.location}: the {'response' if prompt_ids else 'prompt'} has no tokens")
     return prompt_ids, response_ids
@@ -280,8 +283,8 @@ def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vo
     array = np.array(row.sample[field.name], np.float64 if field.is_float else np.int64)
     if field.token_ids and array.max(initial=0) >= vocabulary.size:
         raise InputError(
-            f"{row.location}: {field.name} holds {array.max()}, the tokenizer has {vocabulary.size} ids; "
-            "give the right one"
+            f"{row.location}: {field.name} holds token id {array.max()}, and the ids of the tokenizer end at "
+            f"{vocabulary.size - 1}; give the tokenizer that made the ids"
         )
     if field.values is not None:
         whole_numbers(array, *field.values, field.name)
@@ -290,8 +293,8 @@ def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vo
         places = axes[field.axis]
         if not places or len(array) % places:
             raise InputError(
-                f"{row.location}: {field.name} has {len(array)} values up to {array.max(initial=0)}; expected as many "
-                f"for each of {places} places"
+                f"{row.location}: {field.name} has {len(array)} values, which cannot be divided evenly among the "
+                f"sample's {places} tokens of this field"
             )
         array = array.reshape(places, -1)
     return array.astype(field.dtype)

@@ -219,7 +219,10 @@ def teacher_arrays(
     if logprobs.shape[1] == 1:
         return name, None, logprobs[begin : begin + count]
     if ids is None or ids.size != logprobs.size:
-        raise InputError(f"{row.location}: {logprobs.shape[1]} log-probs a token of a teacher, without their token ids")
+        raise InputError(
+            f"{row.location}: the teacher has {logprobs.shape[1]} log-probs for each token, and no token ids that go "
+            "with them"
+        )
     return name, ids.reshape(logprobs.shape)[begin : begin + count], logprobs[begin : begin + count]
 
 
@@ -243,7 +246,9 @@ def _tokens(
         prompt, response = prompt.reshape(-1), response.reshape(-1)
         mask = np.ones(len(response), np.int64) if mask is None else mask.reshape(-1)[-len(response) :]
         if len(mask) != len(response):
-            raise InputError(f"{location}: {len(mask)} values of {mapping.mask} for {len(response)} tokens")
+            raise InputError(
+                f"{location}: {len(mask)} values of {mapping.mask} for {len(response)} tokens; expected one each"
+            )
         return prompt, response, mask
     tokens = reader.array("tokens", np.int64)
     if tokens is None or mask is None:
@@ -251,7 +256,9 @@ def _tokens(
     length = reader.number("length", tokens.size)
     tokens, mask = tokens.reshape(-1)[:length], mask.reshape(-1)[:length]
     if len(mask) != len(tokens):
-        raise InputError(f"{location}: {len(mask)} values of {mapping.mask} for {len(tokens)} tokens")
+        raise InputError(
+            f"{location}: {len(mask)} values of {mapping.mask} for {len(tokens)} tokens; expected one each"
+        )
     if not mask.any():
         raise InputError(f"{location}: {mapping.mask} is 0 everywhere, so no token is the policy's")
     begin = int(mask.argmax())

@@ -134,7 +134,10 @@ def chat_options(fields: Fields, location: str) -> ChatOptions:
             raise InputError(f"{location}: field 'tools' is {tools!r:.60}, expected a list of JSON schemas") from None
     variables = part(fields, "chat_template_kwargs", location)
     if taken := sorted(_OPTIONS & variables.keys()):
-        raise InputError(f"{location}: chat_template_kwargs holds {taken[0]!r}, which is no variable of a template")
+        raise InputError(
+            f"{location}: chat_template_kwargs holds {taken[0]!r}, which is an argument of apply_chat_template and no "
+            "variable of a template"
+        )
     return ChatOptions(tools=objects({"tools": tools}, "tools", location), variables=variables)
 
 

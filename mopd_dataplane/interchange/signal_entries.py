@@ -146,7 +146,9 @@ def _said(entry: Fields, location: str) -> TeacherSignal:
     for field in described_by:
         array = _bytes(entry, field.name, location) if field.blob else _numbers(entry, field, location)
         if field.width and (width < 1 or len(array) % width):
-            raise InputError(f"{location}: {field.name} has {len(array)} values, {width} at each position")
+            raise InputError(
+                f"{location}: {field.name} has {len(array)} values, which is no multiple of the field 'width', {width}"
+            )
         arrays[field.name] = array.reshape(-1, width) if field.width else array
     return TeacherSignal(
         _teacher(described, location),

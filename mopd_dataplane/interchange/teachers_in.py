@@ -41,8 +41,8 @@ class Teachers:
         teacher, signal = said.teacher, said.signal
         if teacher.tokenizer_digest != self._digest:
             raise InputError(
-                f"{location}: teacher {teacher.name!r} reads tokenizer {teacher.tokenizer_digest!r:.40}, the given one "
-                f"is {self._digest}; give the tokenizer that made the ids"
+                f"{location}: teacher {teacher.name!r} reads a tokenizer with digest {teacher.tokenizer_digest!r:.40}, "
+                f"and --tokenizer names one with digest {self._digest}; give the tokenizer that made the ids"
             )
         self._check_identity(teacher, location, needs_head=signal.kind == "hidden")
         try:
@@ -50,7 +50,10 @@ class Teachers:
         except (MismatchError, EngineError) as error:
             raise InputError(f"{location}: {error}") from None
         if signal.topk_ids is not None and signal.topk_ids.max(initial=0) >= self._size:
-            raise InputError(f"{location}: topk_ids holds {signal.topk_ids.max()}, the tokenizer has {self._size} ids")
+            raise InputError(
+                f"{location}: topk_ids holds token id {signal.topk_ids.max()}, and the ids of the tokenizer end at "
+                f"{self._size - 1}"
+            )
 
     def bring(self, store: Store) -> None:
         """Write the heads and teachers to the store."""
@@ -68,8 +71,9 @@ class Teachers:
         earlier = self._stored.get(teacher.name) or self._new.get(teacher.name)
         if earlier is not None and earlier.weights_digest != teacher.weights_digest:
             raise InputError(
-                f"{location}: teacher {teacher.name!r} has weights {teacher.weights_digest!r:.20}, the one of that "
-                f"name in the store or in a row before has {earlier.weights_digest!r:.20}; rename one of them"
+                f"{location}: teacher {teacher.name!r} has weights with digest {teacher.weights_digest!r:.20}, but a "
+                f"teacher of the same name in the store or in an earlier row has {earlier.weights_digest!r:.20}; "
+                "rename one of them"
             )
         if teacher.name not in self._stored:
             self._new.setdefault(teacher.name, teacher)
@@ -89,8 +93,8 @@ class Teachers:
                     digest = file_digest(file)
                 if digest != teacher.head_digest:
                     raise InputError(
-                        f"{head} has sha256 {digest[:16]}…, the rows of {location} name {teacher.head_digest[:16]}…; "
-                        "export again"
+                        f"{head} has sha256 {digest[:16]}…, but the rows of {location} name "
+                        f"{teacher.head_digest[:16]}…; export again"
                     )
                 return head
         raise InputError(

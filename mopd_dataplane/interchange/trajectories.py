@@ -48,7 +48,10 @@ def _steps(trajectory: list[Any], location: str) -> Iterator[_Turn]:
         raw_logprobs = tokens.get("completion_logprobs")
         logprobs = None if raw_logprobs is None else floats(raw_logprobs, f"{name}.completion_logprobs", location)
         if len(mask) != len(completion_ids) or (logprobs is not None and len(logprobs) != len(completion_ids)):
-            raise InputError(f"{location}: {name}: completion ids, mask and log-probs differ in length")
+            counts = f"{len(completion_ids)} completion_ids, {len(mask)} values of completion_mask"
+            if logprobs is not None:
+                counts += f" and {len(logprobs)} completion_logprobs"
+            raise InputError(f"{location}: {name} has {counts}; expected one value of each for every id")
         yield prompt, completion_ids, mask, logprobs
 
 

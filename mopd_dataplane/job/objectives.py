@@ -140,9 +140,15 @@ class PolicyGradientTerm(Term):
     @model_validator(mode="after")
     def _sum_has_terms(self) -> PolicyGradientTerm:
         if self.kl_coef and not self.reference:
-            raise ValueError(f"kl_coef = {self.kl_coef:g} is a distance to a policy: name its teacher as `reference`")
+            raise ValueError(
+                f"kl_coef = {self.kl_coef:g} weighs the distance to a reference policy, and none is named: name its "
+                "teacher as `reference`"
+            )
         if self.extrapolation != 1 and not self.reference:
-            raise ValueError(f"extrapolation = {self.extrapolation:g} leads away from a policy: name it as `reference`")
+            raise ValueError(
+                f"extrapolation = {self.extrapolation:g} starts from a reference policy, and none is named: name its "
+                "teacher as `reference`"
+            )
         if self.early_weight and (self.reward_coef or not self.teacher_coef):
             raise ValueError(
                 f"early_weight = {self.early_weight:g} weighs by a teacher's log-ratios alone, and teacher_coef is "

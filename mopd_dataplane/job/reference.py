@@ -78,7 +78,9 @@ def find(path: str) -> Table | Key:
     if len(ends) == 1:
         return find(ends[0])
     if ends:
-        raise UnknownNameError(f"{asked_key!r} is the name of {len(ends)} keys: {', '.join(ends)}; name one of them")
+        raise UnknownNameError(
+            f"{asked_key!r} is the name of {len(ends)} keys: {', '.join(ends)}; write one of these in full"
+        )
     hint = nearest(asked_key, paths).partition("; ")[2]
     raise UnknownNameError(f"no key or table {path!r} in a job file; {hint or 'list the tables with: mopd help'}")
 
@@ -195,9 +197,30 @@ def json_schema() -> dict[str, Any]:
 
 _HEAD = """# The job file
 
-One TOML file is one whole run. This page is made from the sections that a file is checked against (`make docs`);
-`mopd help train.schedule` says the same on a terminal, and `mopd init` writes a file with the JSON Schema that lets an
-editor complete and check it.
+One TOML file is one whole run. Look up every key of such a file here: its type, default, meaning and an example. The
+smallest job distils a teacher into a student on prompts of your own:
+
+```toml
+name = "mine"
+store = "runs/mine"
+student.path = "models/student"
+teachers.expert.source = "models/expert"
+domains.math = { source = "prompts.jsonl", reward = "exact" }
+routing.math = "expert"
+plan = { batch_samples = 32 }
+objectives.opd.divergence.kind = "reverse"
+stages = [{ name = "student", objective = "opd" }]
+```
+
+To print the entry of a key on a terminal, or to copy a recipe with a JSON Schema that lets an editor complete and check
+its keys:
+
+```sh run
+mopd help train.schedule
+mopd init opd mine
+```
+
+`make docs` writes this page from the sections that a file is checked against.
 
 - A key that is left out has its default. An unknown key is refused, with the nearest one there is.
 - `[rollout]`, `[score]`, `[plan]` and `[train]` are defaults of every stage; a stage overrides single keys of them.
@@ -210,19 +233,6 @@ editor complete and check it.
 - The last column says what a new value does to a run that has begun ([changing a run](change.md)): **free** holds at
   once; **from here on** holds from the next iteration on, and only with `mopd run JOB --from-here` or a yes on a
   terminal; **fixed** is refused.
-
-```toml
-# the smallest job: distil a teacher into a student on prompts of one's own
-name = "mine"
-store = "runs/mine"
-student.path = "models/student"
-teachers.expert.source = "models/expert"
-domains.math = { source = "prompts.jsonl", reward = "exact" }
-routing.math = "expert"
-plan = { batch_samples = 32 }
-objectives.opd.divergence.kind = "reverse"
-stages = [{ name = "student", objective = "opd" }]
-```
 """
 
 

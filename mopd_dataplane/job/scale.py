@@ -37,5 +37,7 @@ class Scale(Section):
     @model_validator(mode="after")
     def _whole_groups(self) -> Scale:
         if self.ranks % self.context_parallel:
-            raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
+            raise ValueError(
+                f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}; use a divisor of it"
+            )
         return self

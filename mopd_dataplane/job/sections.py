@@ -137,7 +137,7 @@ class Teacher(Section):
         if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
             raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
         if idle := [name for name, weight in self.blend.items() if not weight]:
-            raise ValueError(f"blend gives {', '.join(idle)} weight 0, which would be read for nothing; leave it out")
+            raise ValueError(f"blend gives {', '.join(idle)} weight 0, which has no effect; leave it out")
         if self.blend and self.quantisation != "none":
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
         return self
@@ -189,7 +189,7 @@ class Engine(Section):
     @model_validator(mode="after")
     def _of_one_server(self) -> Engine:
         if self.url and (self.options or self.dtype or not self.keep):
-            raise ValueError("options, dtype and keep are for vLLM started here; a server (url) has its own")
+            raise ValueError("options, dtype and keep apply to a vLLM that the run starts; beside url leave them out")
         if self.reload and not self.url:
             raise ValueError("reload is for a running server; give its url")
         return self
@@ -313,7 +313,7 @@ class Score(Section):
         fixed = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
         if strange := set(fixed) - set(SCORING[self.engine].settings):
             able = engines_that(lambda one: strange <= set(one.settings))
-            raise ValueError(f"{', '.join(fixed)}: only for engine = {able}")
+            raise ValueError(f"{', '.join(fixed)}: only for engine = {able}, found {self.engine!r}; leave them out")
         return self
 
 

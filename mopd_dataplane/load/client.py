@@ -209,11 +209,14 @@ class LoaderClient:
         header = read_header(slot.memory)
         if header.generation != lease.generation or header.pack != int(entry["pack"]):
             raise DamagedError(
-                f"slot {lease.slot} holds pack {header.pack} generation {header.generation}, expected was pack "
-                f"{entry['pack']} generation {lease.generation}; connect again"
+                f"slot {lease.slot} of the shared memory holds pack {header.pack} (generation {header.generation}) "
+                f"instead of pack {entry['pack']} (generation {lease.generation}); connect again"
             )
         if self._verify and slot_crc(slot.memory, header.fields) != header.crc:
-            raise DamagedError(f"slot {lease.slot} (pack {header.pack}) does not have the checksum it was filled with")
+            raise DamagedError(
+                f"pack {header.pack} in slot {lease.slot} of the shared memory does not have the checksum with which "
+                "the loader wrote it"
+            )
         if self._views == "torch":
             arrays: dict[str, Any] = {field.name: slot.torch_view(field) for field in header.fields}
         else:
@@ -255,7 +258,7 @@ class LoaderClient:
                 raise self._gone(error) from None
             except DeadlineError:
                 silence = f"the loader said nothing for {self._deadline_s:g} s"
-                raise DeadlineError(f"{silence} when asked for {token!r}; start it again") from None
+                raise DeadlineError(f"{silence} in answer to the request {token!r}; start it again") from None
             if "wait" not in answer:
                 return answer, fds
             if time.monotonic() - started > self._window_deadline_s:
@@ -333,7 +336,10 @@ class _LazyPacks(Sequence[Pack]):
             return [self[i] for i in range(*index.indices(len(self)))]
         ordinal = range(len(self))[index]
         if ordinal in self._released:
-            raise ResourceError(f"pack {self.entries[ordinal]['pack']} of step {self._step} was released before")
+            raise ResourceError(
+                f"pack {self.entries[ordinal]['pack']} of step {self._step} was released already, and a released pack "
+                "cannot be read again"
+            )
         if ordinal not in self._packs:
             if ordinal in self._leases:
                 self._client._used_at.append(time.monotonic())

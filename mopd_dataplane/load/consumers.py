@@ -115,9 +115,11 @@ def refusal(groups: Iterable[ConsumerGroup], rank: int, ranks: int, members: int
     """Return why a trainer cannot join these groups now, or an empty string if it can."""
     for group in groups:
         if group.ranks != ranks:
-            return f"a trainer of {ranks} ranks joins while others say {group.ranks}"
+            return f"a trainer says that there are {ranks} ranks, and the trainers before it said {group.ranks}"
         if group.rank == rank and (group.members != members or len(group.consumers) == members):
-            return f"rank {rank} is served already ({len(group.consumers)} of {group.members} members)"
+            return (
+                f"rank {rank} is taken: {len(group.consumers)} of {group.members} trainers of this rank are connected"
+            )
     return ""
 
 

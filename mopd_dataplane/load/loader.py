@@ -73,7 +73,10 @@ class Loader:
         trainers disagree on the number of ranks.
         """
         if not 0 <= rank < ranks or not 0 <= member < members:
-            raise InputError(f"rank {rank} of {ranks}, member {member} of {members}; allowed: 0 to one less")
+            raise InputError(
+                f"rank {rank} of {ranks}, member {member} of {members}; ranks count from 0 to {ranks - 1}, members to "
+                f"{members - 1}"
+            )
         with self._changed:
             arguments = (self._groups.values(), rank, ranks, members)
             self._changed.wait_for(lambda: not refusal(*arguments), timeout=JOIN_S)
@@ -96,7 +99,9 @@ class Loader:
         source = self._windows.wait_for(window, beat)
         self._wait_for_members(consumer, beat)
         if not 0 <= step <= source.steps:
-            raise InputError(f"step {step} is outside window {window} of {self._spec.stage!r}, of {source.steps} steps")
+            raise InputError(
+                f"step {step} is outside window {window} of {self._spec.stage!r}, which has {source.steps} steps"
+            )
         with self._changed:
             consumer.source, consumer.step = source, step
             group = consumer.group

@@ -87,7 +87,8 @@ class Payload:
         for index in np.flatnonzero(starts.lengths != versions.lengths):
             row, counts = self._placed.rows[index], (starts.lengths[index], versions.lengths[index])
             raise DamagedError(
-                f"sample row {row} has {counts[0]} starts of {counts[1]} policy versions; run `mopd store verify`"
+                f"sample row {row} has {counts[0]} version_starts and {counts[1]} versions, which must have one "
+                "length; run `mopd store verify`"
             )
         self._wrong_spans = np.flatnonzero(versions.lengths != self._placed.spans)
         bounds = np.concatenate(([0], np.cumsum(versions.lengths)))

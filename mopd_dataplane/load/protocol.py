@@ -60,16 +60,16 @@ class Channel:
         """Send one message, with descriptors. Raises PeerGone, or DeadlineError when the peer does not read."""
         body = json.dumps({**message, "fds": len(fds)} if fds else message).encode()
         if len(body) > MAX_MESSAGE:
-            raise DamagedError(f"message of {len(body):,} bytes exceeds {MAX_MESSAGE:,}")
+            raise DamagedError(f"the message has {len(body):,} bytes, at most {MAX_MESSAGE:,} are allowed")
         data = memoryview(_LENGTH.pack(len(body)) + body)
         self._socket.settimeout(deadline_s)
         try:
             sent = socket.send_fds(self._socket, [data], fds) if fds else 0
             self._socket.sendall(data[sent:])
         except TimeoutError:
-            raise DeadlineError(f"the peer read nothing for {deadline_s:g} s") from None
+            raise DeadlineError(f"the process at the other end read nothing for {deadline_s:g} s") from None
         except OSError as error:
-            raise PeerGone(f"the peer is gone: {error.strerror}") from error
+            raise PeerGone(f"the process at the other end is gone: {error.strerror}") from error
 
     def receive(self, *, deadline_s: float) -> tuple[Message, list[int]]:
         """Wait for one message. Returns it and its descriptors.
@@ -80,7 +80,7 @@ class Channel:
             message = self._next(time.monotonic() + deadline_s)
             announced = message.pop("fds", 0)
             if not isinstance(announced, int) or not 0 <= announced <= len(self._fds):
-                raise DamagedError(f"a message announces {announced!r} descriptors, {len(self._fds)} came with it")
+                raise DamagedError(f"a message announces {announced!r} descriptors, but {len(self._fds)} came with it")
         except DamagedError:
             self._drop_fds()
             raise
@@ -119,19 +119,19 @@ class Channel:
         while len(self._read_ahead) < size:
             left = until - time.monotonic()
             if left <= 0:
-                raise DeadlineError("the peer sent nothing before the deadline")
+                raise DeadlineError("the process at the other end sent nothing before the deadline")
             self._socket.settimeout(left)
             try:
                 data, beside, _, _ = self._socket.recvmsg(READ_BYTES, _FD_SPACE)
             except TimeoutError:
-                raise DeadlineError("the peer sent nothing before the deadline") from None
+                raise DeadlineError("the process at the other end sent nothing before the deadline") from None
             except OSError as error:
-                raise PeerGone(f"the peer is gone: {error.strerror}") from error
+                raise PeerGone(f"the process at the other end is gone: {error.strerror}") from error
             for level, kind, raw in beside:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     self._fds.extend(array("i", raw[: len(raw) // _FD * _FD]))
             if not data:
-                raise PeerGone("the peer closed the connection")
+                raise PeerGone("the process at the other end closed the connection")
             self._read_ahead += data
 
 

@@ -146,7 +146,7 @@ def make_slot(number: int, nbytes: int) -> Slot:
     free = available_memory()
     if capacity > free:
         raise ResourceError(
-            errno.ENOMEM, f"no room for a slot of {capacity:,} bytes: {free:,} bytes of memory are available"
+            errno.ENOMEM, f"no room for {capacity:,} bytes of shared memory: {free:,} bytes are available"
         )
     fd = os.memfd_create(f"mopd-slot-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -155,7 +155,9 @@ def make_slot(number: int, nbytes: int) -> Slot:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(fd)
-        raise ResourceError(error.errno, f"no room for a slot of {capacity:,} bytes: {error.strerror}") from error
+        raise ResourceError(
+            error.errno, f"no room for {capacity:,} bytes of shared memory: {error.strerror}"
+        ) from error
     return Slot(number, fd, capacity, memoryview(memory))
 
 

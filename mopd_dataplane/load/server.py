@@ -178,7 +178,7 @@ def _ages(values: list[Any]) -> list[float]:
     """Convert the `used` list of a message to seconds since packs were used. Raises ValueError for other types."""
     ages = [float(age) for age in values]
     if not all(age >= 0 for age in ages):
-        raise ValueError(f"ages {ages}")
+        raise ValueError(f"ages must not be negative, found {ages}")
     return ages
 
 

@@ -89,7 +89,9 @@ def read_header(memory: memoryview) -> Header:
     """Read a slot's header. Raises DamagedError when the memory is no slot of this format."""
     magic, version, count, generation, pack, crc, _ = HEADER.unpack_from(memory, 0)
     if magic != MAGIC or version != FORMAT:
-        raise DamagedError(f"slot starts with {magic!r} format {version}, expected {MAGIC!r} format {FORMAT}")
+        raise DamagedError(
+            f"the slot begins with {magic!r} and format {version}, expected {MAGIC!r} and format {FORMAT}"
+        )
     table_end = HEADER_BYTES + FIELD_BYTES * count
     if not count or table_end > len(memory):
         raise DamagedError(f"slot of {len(memory):,} bytes says that it has {count} fields")
@@ -99,7 +101,7 @@ def read_header(memory: memoryview) -> Header:
         shape = (first, second) if axes == 2 else (first,)
         nbytes = _nbytes(dtype, shape)
         if axes not in (1, 2) or offset < table_end or offset + nbytes > len(memory):
-            raise DamagedError(f"slot field {name!r} reaches out of the slot's {len(memory):,} bytes")
+            raise DamagedError(f"slot field {name!r} ends beyond the slot's {len(memory):,} bytes")
         fields.append(Field(name, dtype, shape, offset, nbytes))
     return Header(generation, pack, crc, tuple(fields))
 

@@ -109,7 +109,7 @@ def base_folder(folder: str | Path) -> Path:
         if not base.location or not (is_hub_name(base.location) or Path(base.location).is_dir()):
             raise UnknownNameError(
                 f"adapter {folder}: its base {base.location!r} is no folder here and no name on the hub; write the "
-                f"base's place as base_model_name_or_path into {ADAPTER_CONFIG}"
+                f"base's path as base_model_name_or_path into {ADAPTER_CONFIG}"
             )
         base_path = model_folder(base.location, base.revision if is_hub_name(base.location) else "")
     if is_adapter(base_path):

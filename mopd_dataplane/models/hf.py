@@ -60,7 +60,10 @@ def weights_digest(folder: str | Path) -> str:
         return _adapter_digest(root)
     files = [*sorted(root.glob("*.safetensors")), root / "config.json"]
     if len(files) == 1:
-        raise UnknownNameError(f"no model weights (*.safetensors) in {root}; pickled weights are refused")
+        raise UnknownNameError(
+            f"no model weights (*.safetensors) in {root}; pickled weights (*.bin) are never read: save the model as "
+            "safetensors"
+        )
     recorded = check_folder(root)
     if recorded is not None:
         return _digest_of([(file.name, recorded[file.name]["sha256"]) for file in files])
@@ -132,7 +135,10 @@ def check_model_folder(folder: str | Path) -> None:
         folder = base_folder(folder)
     _require_folder(folder)
     if not any(Path(folder).glob("*.safetensors")):
-        raise UnknownNameError(f"no model weights (*.safetensors) in {folder}; pickled weights are refused")
+        raise UnknownNameError(
+            f"no model weights (*.safetensors) in {folder}; pickled weights (*.bin) are never read: save the model as "
+            "safetensors"
+        )
     check_tensor_files(Path(folder))
     from transformers import AutoConfig
 

@@ -62,7 +62,7 @@ class TokenBytes:
             return self._added[index].encode()
         text: Any = self._tokenizer.convert_ids_to_tokens(index)
         if text is None:
-            raise MismatchError(f"token {index} is not one of {self._tokenizer.name_or_path}")
+            raise MismatchError(f"token {index} is not in the vocabulary of {self._tokenizer.name_or_path}")
         if self._is_byte_level:
             return bytes(_ALPHABET[character] for character in text)
         if single := _BYTE.fullmatch(text):

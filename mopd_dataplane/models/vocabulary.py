@@ -122,8 +122,8 @@ def _differences(
         if ours.roles[role] != theirs.roles[role]:
             sentences.append(
                 f"the {role} token is {_shown(ours, ours.roles[role])} for the student and "
-                f"{_shown(theirs, theirs.roles[role])} for teacher {name!r}: nothing follows, texts are written with "
-                "the student's"
+                f"{_shown(theirs, theirs.roles[role])} for teacher {name!r}. This has no effect: texts are written "
+                "with the student's"
             )
     if relabelled:
         shown = ", ".join(f"{i} {ours.texts[i]!r} / {theirs.texts[i]!r}" for i in relabelled[:_EXAMPLES])

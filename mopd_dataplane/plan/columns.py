@@ -289,8 +289,8 @@ class _Numbers:
             rounds, places = int(iteration.max()) - oldest + 1, int(admission.max()) - lowest + 1
             if rounds * places * len(names) > np.iinfo(np.int64).max:
                 raise InputError(
-                    f"{rounds:,} iterations of up to {places:,} samples from {len(names)} writers do not fit one "
-                    "order; plan fewer iterations in one call"
+                    f"{rounds:,} iterations of up to {places:,} samples from {len(names)} writers are more than can be "
+                    "ordered in one call; plan fewer iterations at a time"
                 )
             for first in range(0, self._count, BLOCK):
                 here = slice(first, first + BLOCK)

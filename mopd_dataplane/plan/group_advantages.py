@@ -48,7 +48,9 @@ def group_outcomes(
         require_known(verifier, names, "no rewards by verifier", MismatchError)
         rewards = rewards.filter(pc.equal(rewards["verifier"], verifier))
     elif pc.count_distinct(rewards["sample_row"]).as_py() < len(rewards):
-        raise MismatchError(f"samples are rewarded by several verifiers: {', '.join(names)}; name the one to train on")
+        raise MismatchError(
+            f"samples are rewarded by several verifiers: {', '.join(names)}; name one of them in LoadSpec.verifier"
+        )
     value = np.full(len(groups), np.nan, dtype=np.float64)
     value[np.searchsorted(rows, rewards["sample_row"].to_numpy())] = rewards["reward"].to_numpy()
     has = ~np.isnan(value)

@@ -37,7 +37,7 @@ def read_states(
     """
     if store.root is None:
         raise UnknownNameError(
-            "the teacher's head lies on an object store; copy the store to a folder to multiply by it"
+            "the teacher's LM head lies on an object store and is read from folders only; copy the store to a folder"
         )
     states, stored = np.zeros((len(positions), teacher.hidden_size), np.float32), np.zeros(len(positions), np.bool_)
     rows = list(dict.fromkeys(row for row, _ in positions))
@@ -125,7 +125,10 @@ def head_logits(path: Path, states: NDArray[np.float32]) -> NDArray[np.float32]:
     except (OSError, ValueError, KeyError) as error:
         raise DamagedError(f"head file {path}: {error!r}; score again to rewrite it") from None
     if width != states.shape[-1]:
-        raise DamagedError(f"head file {path} is {width} wide, the stored states are {states.shape[-1]}")
+        raise DamagedError(
+            f"head file {path} has rows of {width} values, the stored states have {states.shape[-1]}; score again to "
+            "rewrite it"
+        )
     logits = np.empty((*states.shape[:-1], rows), np.float32)
     for start in range(0, rows, HEAD_ROWS):
         logits[..., start : start + HEAD_ROWS] = states @ _floats(matrix[start : start + HEAD_ROWS]).T

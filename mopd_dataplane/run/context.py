@@ -187,10 +187,10 @@ def _ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) 
             continue
         if stored and domain.tune:
             raise PromptError(
-                f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
-                f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; tuning prompts follow the training "
-                "prompts in the source, so more of these would be drawn from those: add a new domain, or use another "
-                "store"
+                f"domain {name!r}: the store at {store.uri} holds {stored} prompts, and the job asks for "
+                f"{domain.train} train + {domain.eval} eval + {domain.tune} tune. In the source the tuning prompts "
+                "come after the training prompts, so more training prompts would be prompts that were used for "
+                "tuning: add a new domain, or use another store"
             )
         prompts = loaded[name] if name in loaded else load_prompts(name, domain)
         deleted = store.deletions.prompts()

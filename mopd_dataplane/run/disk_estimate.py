@@ -97,9 +97,9 @@ def estimate_disk(
         if stage.discriminator:
             sizes.parts[f"{stage.name} discriminator"] = "its checkpoints are not estimated"
         if "experts" in stage.rollout.record:
-            sizes.parts[f"{stage.name} recorded experts"] = "their number a token is the model's"
+            sizes.parts[f"{stage.name} recorded experts"] = "the model decides how many a token has"
         if other := [kind for kind in stage.score.signals if kind not in SIGNAL_KINDS]:
-            sizes.parts[f"{stage.name} signals {', '.join(other)}"] = "their size is their package's"
+            sizes.parts[f"{stage.name} signals {', '.join(other)}"] = "the package that adds them decides their size"
     sizes.parts["report"] = REPORT_BYTES
     return sizes
 

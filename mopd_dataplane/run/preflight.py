@@ -197,7 +197,11 @@ def _student(look: _Look, store: Store | None) -> None:
 def _template(look: _Look, key: str, template: str) -> None:
     if template == "chat":
         if look.tokenizer is not None and not look.tokenizer.chat_template:
-            look.refuse(key, "the student's tokenizer has no chat template; write one out, with `{prompt}` in it")
+            look.refuse(
+                key,
+                "the student's tokenizer has no chat template; instead of 'chat' write the form of a prompt, with "
+                "`{prompt}` in it",
+            )
     elif "{prompt}" not in template:
         problem = f"{template!r:.80} has no {{prompt}}, so the model would never read it"
         look.refuse(key, f"{problem}; write it where the prompt's text belongs, or set `chat`")

@@ -49,7 +49,9 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
     old, location = _folder(source), StoreLocation(target)
     root = _folder(target)
     if root == old or root.is_relative_to(old) or old.is_relative_to(root):
-        raise InputError(f"{target} and {source} overlap; give a folder of its own")
+        raise InputError(
+            f"{target} and {source} are one folder, or one lies in the other; give a folder outside of both"
+        )
     open_source(old)
     with one_writer(location):
         yield from _upgrade(old, location, root)
@@ -99,7 +101,7 @@ def _begin(old: Path, location: StoreLocation, root: Path) -> dict[str, int]:
         return now
     if begun["uuid"] != identity:
         raise MismatchError(
-            f"{root} is half a copy of {begun['source']}, not of {old}; delete it, or give another folder"
+            f"{root} is the unfinished copy of {begun['source']}, not of {old}; delete it, or give another folder"
         )
     if (begun["versions"], begun["snapshots"]) != (now, pins):
         raise MismatchError(f"{old} was written to since its copy {root} began; delete the copy and start again")

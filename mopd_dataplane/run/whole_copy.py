@@ -116,7 +116,9 @@ def _take_cut(source: Store, scratch: Path) -> Cut:
         if _moving(source) == before:
             state = state_of(files, tables.newest)
             return Cut(state, finished, logs, metrics, before[0], before[1], tables)
-    raise ResourceError(f"{source.uri} changed in each of {CUTS} looks at it; run the same command again")
+    raise ResourceError(
+        f"{source.uri} changed during each of {CUTS} attempts to read its state; run the same command again"
+    )
 
 
 def _moving(source: Store) -> tuple[dict[str, str], list[str], list[str]]:

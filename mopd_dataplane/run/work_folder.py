@@ -87,8 +87,8 @@ def open_work(store: Store, folder: str) -> Work:
     owner = json.loads(mark.read_text()) if mark.is_file() else {"uuid": store.uuid}
     if owner["uuid"] != store.uuid:
         raise MismatchError(
-            f"work folder {root} belongs to store {owner['uuid']} that lay at {owner['uri']}, {store.uri} is now "
-            f"{store.uuid}; delete the folder, or name another one: --set work='\"DIR\"'"
+            f"work folder {root} belongs to the store {owner['uuid']}, which was at {owner['uri']}, and the store at "
+            f"{store.uri} is {store.uuid}; delete the folder, or name another one: --set work='\"DIR\"'"
         )
     publish_file(mark, json.dumps({"uuid": store.uuid, "uri": store.uri}).encode())
     return Work(root, store.files, ArtifactStore(store.files))

@@ -87,7 +87,9 @@ class TimedReward:
         reply = self._reply(self._process, _START_S)
         if reply is None or json.loads(reply or b'""') != _READY:
             self.close()
-            raise DeadlineError(f"reward {self.reward.name!r} did not start in a process of its own; see above")
+            raise DeadlineError(
+                f"reward {self.reward.name!r} did not start in a process of its own; see its messages above"
+            )
         return self._process
 
     def _reply(self, process: subprocess.Popen[bytes], timeout_s: float) -> bytes | None:

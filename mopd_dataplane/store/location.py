@@ -56,8 +56,8 @@ class StoreLocation:
         text = str(uri).removeprefix("file://")
         if not text.strip() or _REFUSED.search(text):
             raise InputError(
-                f"{text!r:.80} is not the place of a store; give a folder without control characters (newline, tab) "
-                "and in UTF-8, or s3://bucket/prefix"
+                f"{text!r:.80} cannot name a store; give a folder without control characters (newline, tab) and in "
+                "UTF-8, or s3://bucket/prefix"
             )
         remote = "://" in text
         self.root: Path | None = None if remote else Path(text).absolute()
@@ -98,7 +98,7 @@ class StoreLocation:
         uuid = str((self.read_json(MARK) or {}).get("uuid", ""))
         if uuid != self._uuid:
             raise MismatchError(
-                f"{self.uri}: store {self._uuid} lay here when it was opened, store {uuid} lies here now; open it again"
+                f"{self.uri}: the store {self._uuid} was opened, and another store is there now ({uuid}); open it again"
             )
         self._mark_seen = seen
 
@@ -109,8 +109,8 @@ class StoreLocation:
         """
         if any(self.has(name) for name in UNFINISHED):
             raise InputError(
-                f"{self.uri} is half a copy; continue it with the command that began it, or delete it, or give another "
-                "place for the store"
+                f"{self.uri} is an unfinished copy; continue it with the command that began it, or delete it, or give "
+                "another path for the store"
             )
         if self.root is not None:
             make_durable_folder(self.root, 0o700)
@@ -292,9 +292,9 @@ class StoreLocation:
                 f"{str(self.root)[:200]} cannot be a store: {error.strerror}; give another folder"
             ) from None
         if not nearest.is_dir():
-            raise InputError(f"{nearest} is a file, a store is a folder; give another place for the store")
+            raise InputError(f"{nearest} is a file, and a store is a folder; give another path for the store")
         if not os.access(nearest, os.W_OK) or nearest.stat().st_dev in _kernel_devices():
-            raise InputError(f"{nearest} is not a folder that can be written to; give another place for the store")
+            raise InputError(f"{nearest} is not a folder that can be written to; give another path for the store")
 
 
 def _kernel_devices() -> set[int]:

@@ -230,7 +230,7 @@ def _position_of(folder: Path, name: str) -> tuple[Position, Identity]:
     try:
         return Position(**state["position"]), Identity(**state["identity"])
     except (LookupError, TypeError) as error:
-        raise DamagedError(f"checkpoint {name} in {folder}: {error}; use an older one") from None
+        raise DamagedError(f"checkpoint {name} in {folder}: {error}; use an older checkpoint") from None
 
 
 def check_identity(saved: Identity, identity: Identity, folder: Path, *, inside_window: bool) -> None:
@@ -257,11 +257,15 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(content)
         file_format = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DamagedError(f"checkpoint {file}: {error}; point {folder / LATEST} at another one") from None
+        raise DamagedError(f"checkpoint {file}: {error}; point {folder / LATEST} at another checkpoint") from None
     if file_format != FORMAT:
-        raise MismatchError(f"{file} has format {file_format}, this version reads {FORMAT}; use the one that wrote it")
+        raise MismatchError(
+            f"{file} has format {file_format}, this version reads {FORMAT}; use the version that wrote it"
+        )
     if recorded is None:
-        raise DamagedError(f"checkpoint {file} lies without its {CHECKSUMS}; point {folder / LATEST} at another one")
+        raise DamagedError(
+            f"checkpoint {file} has no {CHECKSUMS} beside it; point {folder / LATEST} at another checkpoint"
+        )
     return state
 
 
@@ -270,8 +274,10 @@ def _check_parameters(folder: Path, parameters: dict[str, nn.Parameter], saved: 
     there = {name: size for name, size in saved.items() if name.startswith("policy/")}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
-            shapes = f"{list(there.get(name, ()))} there, {list(here.get(name, ()))} here"
-            raise MismatchError(f"{folder}: parameter {name.partition('/')[2]!r} is {shapes}: another model")
+            shapes = f"{list(there.get(name, ()))} in the checkpoint and {list(here.get(name, ()))} in this model"
+            raise MismatchError(
+                f"{folder}: parameter {name.partition('/')[2]!r} has shape {shapes}; the checkpoint is of another model"
+            )
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

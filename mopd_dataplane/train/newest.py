@@ -63,7 +63,10 @@ def newest_checkpoint(folder: Path) -> str:
     if not NAME.fullmatch(name) and content[:1] == b"{":
         name = str(unseal(content, str(pointer)).get("checkpoint"))
     if not NAME.fullmatch(name):
-        raise DamagedError(f"{pointer} names {name!r:.80}, not a checkpoint; write step-… into it")
+        raise DamagedError(
+            f"{pointer} names {name!r:.80}, which is not the name of a checkpoint; write the name of a folder step-… "
+            "into it"
+        )
     return name
 
 

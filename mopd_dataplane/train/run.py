@@ -130,8 +130,8 @@ class Run:
                     return False
         if self._position.window_step != window.steps:
             raise MismatchError(
-                f"window {window.window} has {window.steps} steps by its plan, the loader gave "
-                f"{self._position.window_step}; plan and loader disagree"
+                f"window {window.window} has {window.steps} steps in its plan, but the loader delivered "
+                f"{self._position.window_step}; both must follow one plan"
             )
         return True
 

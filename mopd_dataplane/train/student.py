@@ -261,11 +261,12 @@ def _check_shares(model: PreTrainedModel, layout: Layout, members: int) -> None:
     if layout == "packed" and LayerTypes(model.config).has_states:
         raise MismatchError(
             f"scale.context_parallel = {members}: {name} keeps a state from token to token, which ranks cannot share; "
-            "set 1"
+            "set scale.context_parallel = 1"
         )
     if layout != "packed":
         raise MismatchError(
-            f"scale.context_parallel = {members}: {name} brings attention of its own, which cannot share a pack; set 1"
+            f"scale.context_parallel = {members}: {name} brings attention of its own, which cannot share a pack; set "
+            "scale.context_parallel = 1"
         )
     check_heads(model.config.num_attention_heads, members, name)
 

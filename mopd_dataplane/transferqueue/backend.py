@@ -60,7 +60,10 @@ def read_section(config: Any) -> Backend:
     try:
         return Backend(**keys)
     except TypeError as error:
-        raise InputError(f"backend.{NAME} = {keys}: {error}; give store, and queue for a name of its own") from None
+        raise InputError(
+            f"backend.{NAME} = {keys}: {error}; give `store`, the folder of the store, and if you like `queue`, the "
+            "name of the queue"
+        ) from None
 
 
 def opened(backend: Backend) -> LoggedQueue | CommittedQueue:

@@ -235,7 +235,7 @@ def _student(shown: Shown, query: dict[str, str]) -> Any:
     row, position = index.row(query.get("uid", "")), _number(query, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask) or not payload.mask[position]:
-        raise InputError(f"position {position} is no token that the policy wrote; choose one")
+        raise InputError(f"the policy did not write the token at position {position}; choose one that it wrote")
     try:
         return with_pieces(shown.student.candidates(row, payload, position), shown.decoder)
     except (MopdError, OSError) as error:

@@ -53,7 +53,7 @@ def write(
     find_row: the metadata of a sample by its uid. Raises InputError (shape, length), UnknownNameError (sample).
     """
     if not isinstance(body, dict) or not all(isinstance(body.get(key, ""), str) for key in ("uid", "label", "note")):
-        raise InputError('a label is {"uid": …, "label": …, "note": …, "removed": false}')
+        raise InputError('not a label; expected {"uid": …, "label": …, "note": …, "removed": false}')
     label, note = body.get("label", "").strip(), body.get("note", "").strip()
     if not label or len(label) > LABEL_CHARACTERS or len(note) > NOTE_CHARACTERS:
         raise InputError(f"a label has 1 to {LABEL_CHARACTERS} characters, a note up to {NOTE_CHARACTERS:,}")

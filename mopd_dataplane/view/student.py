@@ -41,7 +41,7 @@ class Student:
         Raises UnknownNameError (no weights, no torch), InputError (more than a page waits for), MismatchError (damage).
         """
         if row["policy"] == "reference":
-            raise UnknownNameError("a reference answer: no policy wrote it")
+            raise UnknownNameError("this sample is a reference answer, which no policy wrote; choose a sampled answer")
         version = version_at(payload, position)
         folder = policy_folder(self._store, row["policy"], version)
         if len(payload.tokens) > MOST_TOKENS:

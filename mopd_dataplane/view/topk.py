@@ -75,7 +75,9 @@ def _from_states(
 ) -> Iterator[tuple[Any, Any]]:
     states, stored = read_states(store, teacher, [(row, ordinal) for ordinal in ordinals], snapshot)
     if not stored.all():
-        raise DamagedError(f"{teacher.name}: hidden states of row {row} were freed")
+        raise DamagedError(
+            f"teacher {teacher.name!r}: the hidden states of sample row {row} were freed after training ([retain])"
+        )
     for state in states:
         logprobs = log_softmax(head_logits(store.path(teacher.head_file), state))
         yield np.arange(len(logprobs)), logprobs

@@ -61,7 +61,8 @@ def ask(store: Store, snapshot: Snapshot, query: str) -> bytes:
                 process.kill()
         if not answer.exists():  # the kernel, or a library that had no memory left, ended it
             raise QueryError(
-                f"the query ended without an answer (exit code {process.returncode}): narrow it, or ask `mopd query`"
+                f"the query ended without an answer (exit code {process.returncode}): narrow it, or run it with `mopd "
+                "query`, which has no such limit"
             )
         content = answer.read_bytes()
     if process.returncode:
@@ -74,9 +75,15 @@ def _watch(process: subprocess.Popen[bytes]) -> None:
     began = time.monotonic()
     while process.poll() is None:
         if _private_mb(process.pid) > MEMORY_MB:
-            raise QueryError(f"the query takes more than {MEMORY_MB} MB of memory: narrow it, or ask `mopd query`")
+            raise QueryError(
+                f"the query takes more than {MEMORY_MB} MB of memory: narrow it, or run it with `mopd query`, which "
+                "has no such limit"
+            )
         if time.monotonic() - began > SECONDS + LATE_S:
-            raise DeadlineError(f"the query was stopped after {SECONDS:g} s: narrow it, or ask `mopd query`")
+            raise DeadlineError(
+                f"the query was stopped after {SECONDS:g} s: narrow it, or run it with `mopd query`, which has no such "
+                "limit"
+            )
         time.sleep(LOOK_S)
 
 
@@ -101,7 +108,10 @@ def _answer(request: dict[str, Any]) -> str:
     rows = list(zip(*values_of(table.slice(0, ROWS)), strict=True))
     text = to_json({"columns": table.column_names, "rows": rows, "more": table.num_rows > ROWS})
     if len(text) > ANSWER_MB * 1e6:
-        raise QueryError(f"the answer is {len(text) / 1e6:,.0f} MB, {ANSWER_MB} MB are shown: select less of it")
+        raise QueryError(
+            f"the answer has {len(text) / 1e6:,.0f} MB, and at most {ANSWER_MB} MB are shown: select fewer columns or "
+            "rows"
+        )
     return text
 
 

@@ -78,7 +78,7 @@ def test_a_score_has_lm_evals_own_standard_error(
 def test_what_does_not_exist_is_named(store: Store, settings: EvalSettings) -> None:
     with pytest.raises(UnknownNameError, match=r"no policy 'studnet'.*did you mean 'student'"):
         evaluate_policy(store, "studnet", 1, settings)
-    with pytest.raises(UnknownNameError, match=r"has versions \[1, 2\], asked for 7"):
+    with pytest.raises(UnknownNameError, match=r"has no version 7; it has \[1, 2\]"):
         evaluate_policy(store, "student", 7, settings)
     with pytest.raises(UnknownNameError, match="lm-eval knows no task 'sumz'"):
         evaluate_policy(store, "student", 1, EvalSettings(tasks=("sumz",), include_path=settings.include_path))

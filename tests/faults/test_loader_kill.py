@@ -165,7 +165,7 @@ def test_a_killed_loader_is_noticed_and_a_new_one_resumes(store, expected, tmp_p
     if state == "claimed":
         assert packs[0].tokens.tobytes() == expected[0][0][1], "what was handed out stays readable"
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"peer .*; start the loader again and resume at"):
+    with pytest.raises(DeadlineError, match=r"the process at the other end .*; start the loader again and resume at"):
         read_on([batch] if state == "opened" else [], stream, done)
     assert time.monotonic() - started < 2, "the end of a process is seen at once, not at the deadline"
     client.close()

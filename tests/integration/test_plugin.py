@@ -153,7 +153,7 @@ MISTAKES = [
     ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus, margin-loss"),
     ("terms.margin-loss", "terms.margin", "no objective 'margin': known: entropy-bonus, margin-loss; did you mean"),
     ("signals = {}", 'signals = { m = "marginn" }', "no signal 'marginn': known: hidden, logprob, margin, topk"),
-    ("signals = {}", 'signals = { logprobs = "margin" }', "unlike every field of fields.py"),
+    ("signals = {}", 'signals = { logprobs = "margin" }', "is not a field of docs/fields.md"),
     ("base = 2.0", "bass = 2.0", "bass"),
     (
         'track = "lines"',

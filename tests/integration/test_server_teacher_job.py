@@ -132,7 +132,9 @@ def test_a_sampling_server_with_other_weights_is_refused(tmp_path: Path, models:
         events = run.store.table("events", filter="kind = 'server_identity'")["event_id"].to_pylist()
         assert events == [f"server/policy/{engine.policy_digest}"]
         server.exchange_weights(models / "other")
-        with pytest.raises(MismatchError, match=f"has samples of as the policy with digest {engine.policy_digest}"):
+        with pytest.raises(
+            MismatchError, match=f"has samples of the latter as the policy with digest {engine.policy_digest}"
+        ):
             check_policy_server(run, stage, engine)
         engine.close()
 

@@ -288,10 +288,12 @@ def test_the_prompts_of_chosen_samples_are_answered_once_more(home: Path, mopd: 
 def test_a_store_that_is_gone_or_another_is_named(home: Path) -> None:
     store = linked_store(home, str(home / "a"))
     (home / "a").rename(home / "moved")
-    with pytest.raises(UnknownNameError, match=r"samples of .*/a are trained on where they are, and that store is not"):
+    with pytest.raises(
+        UnknownNameError, match=r"refers to samples of the store .*/a without a copy of them, and that store is not"
+    ):
         open_store(store.uri).read_tokens([0])
     shutil.copytree(home / "b", home / "a")
-    with pytest.raises(MismatchError, match=r"another store .* is there now; move it away"):
+    with pytest.raises(MismatchError, match=r"another store is there now .*; move it away"):
         open_store(store.uri).read_tokens([0])
     report = open_store(store.uri).verify()
     assert not report.ok

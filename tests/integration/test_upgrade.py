@@ -289,7 +289,7 @@ def test_a_source_with_other_rows_or_snapshots_is_refused(old: Path, tmp_path: P
     other = lance.write_dataset(events, str(old / "events"))
     while other.version < version:
         other.update_config({"mopd:test": str(other.version)})
-    with pytest.raises(MismatchError, match=r"events: rows 0 to \d+ of version \d+ are other rows .*; delete the copy"):
+    with pytest.raises(MismatchError, match=r"events: rows 0 to \d+ of version \d+ differ from .*; delete the copy"):
         list(upgrade_store(old, new))
     with pytest.raises(InputError, match="no store at"):
         Store.open(new)
@@ -303,7 +303,7 @@ def test_what_cannot_be_upgraded_is_refused_and_nothing_is_written(
     (taken / "file").write_text("mine")
     with advises(" is not empty; give a folder that does not exist"):
         list(upgrade_store(old, taken))
-    with advises(" overlap; give a folder of its own"):
+    with advises(" are one folder, or one lies in the other; give a folder outside of both"):
         list(upgrade_store(old, old / "inside"))
     with advises(" is a store already; give another folder"):
         list(upgrade_store(old, upgraded[1]))

@@ -31,5 +31,5 @@ def test_the_weights_say_what_the_sampler_recorded(finished_job: Path) -> None:
             assert sum(np.exp(candidates["logprobs"])) + candidates["tail"] == pytest.approx(1, abs=1e-5)
             assert candidates["logprobs"] == sorted(candidates["logprobs"], reverse=True)
     reference = index.rows("select * from rollouts where policy = 'reference' limit 1")[0]
-    with pytest.raises(UnknownNameError, match="no policy wrote it"):
+    with pytest.raises(UnknownNameError, match="no policy wrote"):
         shown.student.candidates(reference, read_payload(shown.store, reference, index.snapshot), 0)

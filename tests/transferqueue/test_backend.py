@@ -124,7 +124,7 @@ def test_a_mapping_needs_a_folder_and_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
-    with advises("; give store, and queue for a name of its own"):
+    with advises("; give `store`, the folder of the store"):
         MopdStorageClient({"stroe": str(tmp_path)})
     MopdStorageClient({"store": str(tmp_path)})
     MopdStorageClient({"store": str(tmp_path), "queue": "mine"})

@@ -139,8 +139,8 @@ class _Wide(TokenSignal):
         (_Ranks("rank"), "with the samples beside it"),
         (_Squares("square"), "states were changed"),
         (_Wide("wide"), "one for each trained token"),
-        (_Ranks("teacher_logprobs"), "unlike every field"),
-        (_Ranks("Rank"), "a letter first"),
+        (_Ranks("teacher_logprobs"), "is not a field"),
+        (_Ranks("Rank"), "begins with a letter"),
     ],
 )
 def test_a_signal_that_breaks_the_contract_is_found(broken: TokenSignal, said: str) -> None:

@@ -89,7 +89,7 @@ def test_a_file_that_is_gone_shorter_or_new_is_named(folder: Path) -> None:
     (folder / "sub" / "config.json").unlink()
     (folder / "extra.bin").write_bytes(b"x")
     assert dict(find_damage(folder)) == {
-        "model.safetensors": "has 5 bytes, written were 70,000",
+        "model.safetensors": "has 5 bytes, but 70,000 were written",
         "sub/config.json": "cannot be read (No such file or directory)",
         "extra.bin": "was not there when checksums.json was written",
     }
@@ -118,5 +118,5 @@ def test_a_folder_is_read_once_per_process_and_again_when_it_is_another(
 def test_a_folder_without_a_record_is_not_checked(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"from elsewhere")
     assert check_folder(tmp_path) is None
-    with pytest.raises(DamagedError, match=r"not in checksums\.json"):
+    with pytest.raises(DamagedError, match=r"has no checksum in checksums\.json"):
         read_recorded(tmp_path, "model.safetensors")

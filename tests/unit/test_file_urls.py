@@ -175,7 +175,7 @@ def test_a_web_server_is_read_and_never_written(web: tuple[str, Path]) -> None:
     assert read_job(f"{url}/job.toml", [])[0]["name"] == "far"
     with pytest.raises(UnknownNameError, match="nothing at"):
         file_urls.read_file(f"{url}/none.jsonl")
-    with pytest.raises(InputError, match="http is for reading"):
+    with pytest.raises(InputError, match="http:// can only be read"):
         file_urls.write_file(f"{url}/x", b"")
     assert sorted(file.name for file in folder.iterdir()) == ["dump.jsonl", "job.toml", "prompts.jsonl"]
 

@@ -76,7 +76,10 @@ class Flusher:
             while self.synced < lsn:
                 self.check()
                 if not self._changed.wait(timeout=deadline - time.monotonic()):
-                    raise DeadlineError(f"no sync of the log in {_SYNC_DEADLINE_S:.0f} s: the disk does not answer")
+                    raise DeadlineError(
+                        f"the log could not be synced within {_SYNC_DEADLINE_S:.0f} s, because the disk does not "
+                        "answer; check the disk"
+                    )
 
     def check(self) -> None:
         """Raise the failure that killed the log, if any."""

@@ -103,7 +103,7 @@ def pack_record(salt: int, lsn: int, synced_lsn: int, epoch: int, kind: int, bod
 def read_segment(path: Path, *, limit: int | None = None) -> Segment:
     """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is damaged."""
     if not path.is_file():  # reading a device or a pipe would never end
-        raise DamagedError(f"{path} is no regular file; a segment of a log is one: put it back from a copy")
+        raise DamagedError(f"{path} is not a regular file, and a segment of a log must be one: restore it from a copy")
     data = path.read_bytes()[:limit]
     header = read_header(path, data)
     salt = header.salt
@@ -122,15 +122,19 @@ def read_segment(path: Path, *, limit: int | None = None) -> Segment:
 
 def read_header(path: Path, data: bytes) -> SegmentHeader:
     if len(data) < SEGMENT_HEADER:
-        raise DamagedError(f"{path}: {len(data)} bytes, too short for a segment header of {SEGMENT_HEADER}")
+        raise DamagedError(f"{path} has {len(data)} bytes, but the header of a log segment alone has {SEGMENT_HEADER}")
     (crc,) = _CRC.unpack_from(data, _SEGMENT.size)
     fields = _SEGMENT.unpack_from(data)
     magic, version, size, epoch, algorithm, log_uuid, segment, first_lsn, previous = fields
     if magic == MAGIC and version != VERSION:
-        raise DamagedError(f"{path}: log format {version}, this release reads {VERSION}; use the one that wrote it")
+        raise DamagedError(
+            f"{path} has log format {version}, and this release reads {VERSION}; use the release that wrote it"
+        )
     is_known = (magic, version, size, algorithm) == (MAGIC, VERSION, SEGMENT_HEADER, CRC32C)
     if not is_known or crc != _masked(crc32c(data[: _SEGMENT.size])):
-        raise DamagedError(f"{path}: the segment header is not what was written")
+        raise DamagedError(
+            f"{path}: the header of this log segment differs from what was written; restore the file from a copy"
+        )
     return SegmentHeader(epoch, log_uuid, segment, first_lsn, previous)
 
 

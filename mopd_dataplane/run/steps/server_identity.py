@@ -35,8 +35,8 @@ def check_teacher_server(run: Run, stage: Stage, pool: TeacherPool, teacher: str
     difference = now.difference(before)
     if difference > TOLERANCE or (settings.is_remote and now.name != before.name):
         raise MismatchError(
-            f"{_differs(settings.url, now, before, difference)}, which the store has signals of as teacher "
-            f"{teacher!r}; allowed are the same name and {TOLERANCE:g} nat: serve that model again, or give the new "
+            f"{_differs(settings.url, now, before, difference)}. The store has signals of the latter as teacher "
+            f"{teacher!r}. Allowed are the same name and {TOLERANCE:g} nat: serve that model again, or give the new "
             "teacher another name"
         )
     return hashlib.sha256(json.dumps(detail, sort_keys=True).encode()).hexdigest()
@@ -53,8 +53,8 @@ def check_policy_server(run: Run, stage: Stage, engine: Engine) -> None:
     before = _identity(_remembered(run, stage, f"server/policy/{engine.policy_digest}", now))
     if (difference := now.difference(before)) > TOLERANCE:
         raise MismatchError(
-            f"{_differs(engine.url, now, before, difference)}, which the store has samples of as the policy with "
-            f"digest {engine.policy_digest}; allowed are {TOLERANCE:g} nat: start the server with that policy's folder"
+            f"{_differs(engine.url, now, before, difference)}. The store has samples of the latter as the policy with "
+            f"digest {engine.policy_digest}. Allowed are {TOLERANCE:g} nat: start the server with that policy's folder"
         )
 
 

@@ -52,7 +52,10 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
             check_width(array, field, columns.field(field.width).type, where)
             first, width = widths.setdefault(field.width, (field.name, array.shape[1]))
             if width != array.shape[1]:
-                raise MismatchError(f"{where}: {first} has {width} values a row and {field.name} {array.shape[1]}")
+                raise MismatchError(
+                    f"{where}: {first} has {width} values a row and {field.name} {array.shape[1]}; both must have the "
+                    "same number"
+                )
 
 
 def _check_values(array: NDArray[Any], field: Field, what: str) -> None:

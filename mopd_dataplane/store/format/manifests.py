@@ -84,10 +84,10 @@ def torn_manifests(root: Path, acknowledged: int) -> tuple[dict[int, Path], int]
         return above, versions[len(above)]
     if acknowledged:
         older = names_of_versions(root)[len(above) :]
-        newest = f"the newest one there is {older[0]}" if older else "there is none"
+        newest = f"the newest version there is {older[0]}" if older else "no version is there"
         raise DamagedError(
-            f"{root}: version {acknowledged} was acknowledged, {newest}; manifests were deleted or an older copy was "
-            "put back: restore the folder `_versions` from a copy"
+            f"{root}: version {acknowledged} was acknowledged, but {newest}; manifests were deleted or an older copy "
+            "was put back: restore the folder `_versions` from a copy"
         )
     if above:
         raise DamagedError(f"{root}: no manifest is whole; restore the folder `_versions` from a copy")

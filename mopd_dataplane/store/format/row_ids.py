@@ -54,7 +54,7 @@ class RowIds:
         offsets = self.find(ids)
         if len(ids) and offsets.min() < 0:
             span = f"rows 0 to {self.end - 1}" if self.total == self.end else f"{self.total} rows below {self.end}"
-            raise InputError(f"{self._uri} has {span}, asked for {ids[np.argmin(offsets)]}")
+            raise InputError(f"{self._uri} has no row {ids[np.argmin(offsets)]}; it has {span}")
         return offsets
 
     def find(self, rows: ArrayLike) -> Rows:

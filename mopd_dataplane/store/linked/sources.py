@@ -94,7 +94,7 @@ class Sources:
             value = self._location.read_json(f"{FOLDER}/{number}.json")
             if value is None:
                 file = self._location.of(f"{FOLDER}/{number}.json")
-                raise DamagedError(f"{file} is gone, to which rows of this store refer; restore it from a copy")
+                raise DamagedError(f"{file} is gone, and rows of this store refer to it; restore it from a copy")
             self._records[number] = SourceRecord(str(value["uri"]), str(value["uuid"]))
         return self._records[number]
 
@@ -106,20 +106,20 @@ class Sources:
         if number in self._stores:
             return self._stores[number]
         record = self.record(number)
-        here = f"{self._location.uri}: samples of {record.uri} are trained on where they are"
+        here = f"{self._location.uri} refers to samples of the store {record.uri} without a copy of them"
         try:
             options = self._location.storage_options if "://" in record.uri else {}
             store = self._open_store(record.uri, options)
         except UnknownNameError:
             raise UnknownNameError(
-                f"{here}, and that store is not there; bring it back, or copy what is needed while it is there: "
+                f"{here}, and that store is not there; bring it back. While it is there, its samples can be copied: "
                 "mopd store copy"
             ) from None
         except MopdError as error:
             raise type(error)(f"{here}: {error}") from error
         if store.uuid != record.uuid:
             raise MismatchError(
-                f"{here}, and another store ({store.uuid}, not {record.uuid}) is there now; move it away"
+                f"{here}, and another store is there now ({store.uuid}, not {record.uuid}); move it away"
             )
         store.cache = self.cache
         self._stores[number] = store

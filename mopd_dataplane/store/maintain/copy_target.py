@@ -29,7 +29,9 @@ def refuse_overlap(source: Store, location: StoreLocation) -> None:
     """Check that source and target do not contain each other. Raises InputError if they do."""
     here, there = (str(at.uri if at.root is None else at.root.resolve()) for at in (source, location))
     if f"{here}/".startswith(f"{there}/") or f"{there}/".startswith(f"{here}/"):
-        raise InputError(f"{location.uri} and {source.uri} overlap; give a place of its own")
+        raise InputError(
+            f"{location.uri} and {source.uri} are one folder, or one lies in the other; give a path outside of both"
+        )
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def one_writer(location: StoreLocation) -> Iterator[None]:
         if not try_lock(descriptor):
             raise ResourceError(
                 f"{location.uri} is being written by {', '.join(holders(descriptor))}; wait for it to end, or give "
-                "another place for the copy"
+                "another path for the copy"
             )
         yield
     finally:
@@ -68,7 +70,7 @@ class Ownership:
         if self._location.read_json(PROGRESS) != self._record:
             raise ResourceError(
                 f"another process has taken over the copy {self._location.uri}; wait for it to end, or give another "
-                "place for the copy"
+                "path for the copy"
             )
 
     def forbid_continuation(self) -> None:
@@ -87,12 +89,12 @@ def begin_copy(source: Store, location: StoreLocation, where: str, state: str) -
     begun = location.read_json(PROGRESS)
     if begun is None:
         if location.has(MARK) or (location.root is not None and any(location.root.iterdir())):
-            raise InputError(f"{location.uri} is not empty; give a place where nothing is")
+            raise InputError(f"{location.uri} is not empty; give a path where nothing is yet")
         location.check_preconditions()
     elif {name: begun[name] for name in record} != record:
         raise MismatchError(
-            f"{location.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
-            "another place"
+            f"{location.uri} is the unfinished copy of another store, or of samples with where {begun['where']!r:.80}; "
+            "delete it, or give another path"
         )
     elif begun.get("state") != state:
         _clear(location)

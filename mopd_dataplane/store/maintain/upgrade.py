@@ -117,7 +117,7 @@ def _require_same_rows(old: lance.LanceDataset, table: Table) -> None:
         rows = _converted(old.to_table(offset=first, limit=limit), table.spec).select(columns)
         if not rows.equals(target.to_table(columns=columns, offset=first, limit=limit)):
             raise MismatchError(
-                f"{old.uri}: rows {first} to {first + limit - 1} of version {old.version} are other rows than those in "
+                f"{old.uri}: rows {first} to {first + limit - 1} of version {old.version} differ from those in "
                 f"{table.uri}, the copy that an earlier call began; delete the copy and upgrade again"
             )
 
@@ -167,7 +167,9 @@ def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None
     target, root = lance.dataset(table.uri), Path(table.uri)
     theirs, ours = old.get_fragments(), target.get_fragments()
     if [field.id() for field in old.lance_schema.fields()] != [field.id() for field in target.lance_schema.fields()]:
-        raise InputError(f"{old.uri}: its columns are numbered otherwise than those of format 2; score it again")
+        raise InputError(
+            f"{old.uri}: the ids of its columns are not those of format 2, so its files cannot be used; score it again"
+        )
     replaced = {index for index, (a, b) in enumerate(zip(theirs, ours, strict=False)) if _files(a) != _files(b)}
     if fresh := theirs[len(ours) :]:
         for fragment in fresh:

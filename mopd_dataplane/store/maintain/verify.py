@@ -227,7 +227,10 @@ def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Generator[Finding
     prompt, response, total, scored = (samples[name].to_numpy() for name in LENGTHS)
     fitting: NDArray[np.bool_] = (prompt + response == total) & (scored <= response) & (scored >= 0) & (prompt >= 0)
     for row in np.flatnonzero(~fitting).tolist():
-        problem = f"lengths P {prompt[row]}, R {response[row]}, L {total[row]}, M {scored[row]} do not fit together"
+        problem = (
+            f"prompt_len {prompt[row]}, response_len {response[row]}, total_len {total[row]} and loss_tokens "
+            f"{scored[row]} do not fit together"
+        )
         yield Finding("samples", int(numbers[row]), samples["uid"][row].as_py(), problem)
     return fitting
 
@@ -261,7 +264,7 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
         teacher, kind, digest = teacher.as_py(), kind.as_py(), digest.as_py()
         name, chosen = signal_table(teacher, kind), np.intersect1d(places.values.to_numpy(), own)
         if digests.get(teacher) != digest:
-            problem = f"scored by {teacher!r} with digest {digest}, the store knows {digests.get(teacher)}"
+            problem = f"scored by {teacher!r} with digest {digest}, but the table teachers has {digests.get(teacher)}"
             yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
         if name not in opened and len(chosen):
             problem = f"points to {name!r}, which cannot be read"
@@ -346,7 +349,7 @@ def _heads(location: StoreLocation, opened: Mapping[str, lance.LanceDataset], de
         if not location.has(name):
             yield Finding("teachers", row, teacher["name"], f"head file {name} is missing")
         elif deep and (digest := location.sha256(name)) != teacher["head_digest"]:
-            problem = f"head file {name} has sha256 {digest}, recorded was {teacher['head_digest']}"
+            problem = f"head file {name} has sha256 {digest}, but {teacher['head_digest']} was recorded"
             yield Finding("teachers", row, teacher["name"], problem)
 
 

@@ -74,7 +74,10 @@ class LoggedQueue:
                 except SegmentGoneError:
                     continue
                 return chosen(self._queue.uri, keys, writes or [None] * len(keys), values)
-        raise ResourceError(f"{self._queue.uri}: values were folded during each of {ATTEMPTS} reads; read again")
+        raise ResourceError(
+            f"{self._queue.uri}: another process moved values from the logs into the dataset during each of {ATTEMPTS} "
+            "reads; read again"
+        )
 
     def keys(self) -> list[Key]:
         """Return every key that has a value, once, in any order: a sweep moves values to the end."""

@@ -87,7 +87,9 @@ class QueueLog(LogWriter):
             self._lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             if not try_lock(self._lock):
                 os.close(self._lock)
-                raise LogRemovedError(f"{folder} was taken for that of a dead process while it was made; try again")
+                raise LogRemovedError(
+                    f"while the log {folder} was being created, another process took its writer for dead; try again"
+                )
             fsync(logs)
         except LogRemovedError:
             raise

@@ -82,11 +82,13 @@ def run_sql(store: OpenStore, query: str, snapshot: Snapshot | None = None, limi
         except duckdb.Error as error:
             if limits is not None and isinstance(error, duckdb.InterruptException):
                 raise DeadlineError(
-                    f"the query was stopped after {limits.seconds:g} s: narrow it, or ask `mopd query`"
+                    f"the query was stopped after {limits.seconds:g} s: narrow it, or run it with `mopd query`, which "
+                    "has no such limit"
                 ) from None
             if limits is not None and isinstance(error, duckdb.OutOfMemoryException):
                 raise QueryError(
-                    f"the query needs more than {limits.memory} of memory: narrow it, or ask `mopd query`"
+                    f"the query needs more than {limits.memory} of memory: narrow it, or run it with `mopd query`, "
+                    "which has no such limit"
                 ) from None
             _raise_damage(error, store.uri)
             raise QueryError(_explain(error, store)) from error

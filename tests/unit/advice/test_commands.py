@@ -76,7 +76,7 @@ def test_comparisons(demo_store: Store, tmp_path: Path) -> None:
 def test_deletions_ask_somebody(make_store: MakeStore, tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", prompts=2)
     where = ("store", "delete", store.uri, "--where", "domain = 'chain_sum' AND iteration = 0")
-    with advises(" Nobody is there to ask: give --yes, or look first with --dry-run"):
+    with advises(" There is no terminal to ask on: give --yes, or look first with --dry-run"):
         mopd(*where)
     assert mopd(*where, "--dry-run")
     assert mopd(*where, "--yes")

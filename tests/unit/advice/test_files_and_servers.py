@@ -198,12 +198,12 @@ def test_files_by_name_and_url(tmp_path: Path) -> None:
         file_urls.files_at(tmp_path / "empty", [".jsonl"])
     for there in (rows, tmp_path, tmp_path / "*.jsonl"):
         assert file_urls.files_at(there, [".jsonl"]) == [str(rows)]
-    with advises(" exists; give a new place"):
+    with advises(" exists; give a path that does not exist"):
         file_urls.check_new(rows)
-    with advises(" is a file, not a folder; give a new place"):
+    with advises(" is a file, not a folder; give another path"):
         file_urls.check_new(rows / "below")
     file_urls.check_new(tmp_path / "new")
-    with advises(" is for reading; give a file, or an object store's URL"):
+    with advises(" can only be read; give a local file, or an object store's URL"):
         file_urls.write_file("https://example.org/x", b"")
     for there in (tmp_path / "x", "memory://advice/x"):
         file_urls.write_file(there, b"here")
@@ -244,7 +244,7 @@ def test_a_url_is_read_once_its_server_is_well(web: Web) -> None:
 def test_targets(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    with advises("; give a picture's name"):
+    with advises("does not end like a picture; give a name"):
         files.publish_figure(Figure(), tmp_path / "curve.txt", dpi=10)
     files.publish_figure(Figure(), tmp_path / "curve.png", dpi=10)
     (tmp_path / "file").write_bytes(b"")
@@ -253,7 +253,7 @@ def test_targets(tmp_path: Path) -> None:
     with advises(" is not a regular file and is left alone; give another file"):
         files.check_target(tmp_path)
     files.check_target(tmp_path / "other")
-    with advises(" exists and is not a socket: it is left alone; give another place"):
+    with advises(" exists and is not a socket: it is left alone; give another path"):
         files.unlink_socket(tmp_path / "file")
     files.unlink_socket(tmp_path / "other")
 
@@ -266,14 +266,14 @@ def test_what_another_process_writes_is_written_once_it_has_ended(
     staging = tmp_path / ".file.tmp"
     with staging.open("wb") as other:
         assert files.try_lock(other)
-        with advises(" s; end that process and run again"):
+        with advises("another process has been writing "):
             files.publish_file(tmp_path / "file", b"new")
     files.publish_file(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
     (tmp_path / ".folder.tmp").mkdir()
     descriptor = os.open(tmp_path / ".folder.tmp", os.O_RDONLY)
     assert files.try_lock(descriptor)
-    with advises(" s; end that and run again"):
+    with advises("another process has been filling "):
         files.make_folder(tmp_path / "folder", lambda folder: None)
     os.close(descriptor)
     files.make_folder(tmp_path / "folder", lambda folder: None)
@@ -425,6 +425,6 @@ def test_a_part_that_ended_is_started_by_the_same_command() -> None:
 def test_a_place_that_the_system_refuses(tmp_path: Path) -> None:
     """The system's refusal is stood in for: nobody refuses root."""
     refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "closed"))
-    with advises("; give another place, or the right to use it"):
+    with advises("; give another path, or the right to use it"):
         raise app_errors._known(refused)
     (tmp_path / "open").write_bytes(b"")

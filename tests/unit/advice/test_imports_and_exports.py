@@ -73,10 +73,10 @@ def test_rows_of_token_ids(bring: Bring) -> None:
         bring(IDS | {"tokenizer": "another"})
     assert bring(IDS | {"tokenizer": "another"}, vocabulary=Letters("another")).samples == 1
     large = {"prompt_ids": [1, 2], "response_ids": [3, 5000]}
-    with advises(": token id "):
+    with advises(": the row has token id "):
         bring(large)
     assert bring(large, vocabulary=Letters(size=6000)).samples == 1
-    with advises(" ids; give the right one"):
+    with advises(" holds token id "):
         bring(IDS | {"sampling_mask_ids": [3, 5000], "sampling_mask_sizes": [1, 1]})
     assert (
         bring(
@@ -105,7 +105,7 @@ def test_rows_of_text_and_messages(bring: Bring) -> None:
 def test_signals_of_another_tokenizer(bring: Bring) -> None:
     teacher = asdict(build.teacher("expert", tokenizer_digest="another", head_file="", head_digest=""))
     row = IDS | {"signals": [{"teacher": teacher, "kind": "logprob", "logprob": [-1.0, -1.0]}]}
-    with advises("; give the tokenizer that made the ids"):
+    with advises(" reads a tokenizer with digest "):
         bring(row)
     assert bring(row, vocabulary=Letters("another")).samples == 1
 

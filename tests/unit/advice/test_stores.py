@@ -42,9 +42,9 @@ def test_places_for_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with advises("; give a folder without control characters (newline, tab)"):
         StoreLocation("runs/\n")
     (tmp_path / "file").write_bytes(b"")
-    with advises(" is a file, a store is a folder; give another place for the store"):
+    with advises(" is a file, and a store is a folder; give another path for the store"):
         create_store(str(tmp_path / "file" / "store"))
-    with advises(" is not a folder that can be written to; give another place for the store"):
+    with advises(" is not a folder that can be written to; give another path for the store"):
         create_store("/proc/store")
     too_long = str(tmp_path / ("x" * 300))
     with advises(" cannot be a store: "):
@@ -77,10 +77,12 @@ def test_half_a_copy_is_deleted_or_continued(tmp_path: Path, store: Store) -> No
     parts = copy_whole(store, target)
     next(parts)
     parts.close()
-    with advises(" is half a copy; continue it with the command that began it, or delete it, or give another place"):
+    with advises(
+        " is an unfinished copy; continue it with the command that began it, or delete it, or give another path"
+    ):
         create_store(target)
     create_store(str(tmp_path / "another"))
-    with advises(" is half a copy of another store, or with where "):
+    with advises(" is the unfinished copy of another store, or of samples with where "):
         list(copy_samples(store, target, "domain = 'chain_sum'"))
     list(copy_samples(store, str(tmp_path / "some"), "domain = 'chain_sum'"))
     list(copy_whole(store, target))
@@ -88,12 +90,12 @@ def test_half_a_copy_is_deleted_or_continued(tmp_path: Path, store: Store) -> No
 
 
 def test_targets_of_copies(tmp_path: Path, store: Store) -> None:
-    with advises(" overlap; give a place of its own"):
+    with advises(" are one folder, or one lies in the other; give a path outside of both"):
         list(copy_whole(store, f"{store.uri}/inside"))
     target = tmp_path / "copy"
     target.mkdir()
     (target / "letter").write_bytes(b"")
-    with advises(" is not empty; give a place where nothing is"):
+    with advises(" is not empty; give a path where nothing is yet"):
         list(copy_whole(store, str(target)))
     (target / "letter").unlink()
     descriptor = os.open(target, os.O_RDONLY)
@@ -119,7 +121,7 @@ def test_a_store_that_changes_while_it_is_copied(tmp_path: Path, store: Store, m
     looks = iter(range(100))
     with monkeypatch.context() as restless:
         restless.setattr(whole_copy, "_moving", lambda source: next(looks))
-        with advises(" looks at it; run the same command again"):
+        with advises(" attempts to read its state; run the same command again"):
             list(copy_whole(store, str(tmp_path / "copy")))
     list(copy_whole(store, str(tmp_path / "copy")))
 

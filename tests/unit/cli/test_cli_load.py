@@ -34,7 +34,9 @@ def test_a_stage_that_the_store_does_not_have_is_named_with_those_it_has(begun: 
 
 
 def test_a_signal_that_nobody_writes_is_named_with_those_that_are_there(begun: Store) -> None:
-    with pytest.raises(UnknownNameError, match=r"--signal topk: .* has no table signals/TEACHER/topk.*; there: none"):
+    with pytest.raises(
+        UnknownNameError, match=r"--signal topk: .* has no table signals/TEACHER/topk.*; the store has none"
+    ):
         serve(begun.uri, stage="student", signal=["topk"], slots=4)
     with pytest.raises(UnknownNameError, match="--signal 'nothing': known"):
         serve(begun.uri, stage="student", signal=["nothing"], slots=4)

@@ -51,7 +51,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one(
 @pytest.mark.parametrize("path", ["file/rows.jsonl", "file/a/b/rows.parquet", "file/folder"])
 def test_a_place_below_a_file_is_refused(demo_store: Store, tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match=rf"{tmp_path}/file is a file, not a folder; give a new place"):
+    with pytest.raises(InputError, match=rf"{tmp_path}/file is a file, not a folder; give another path"):
         export_samples(demo_store, tmp_path / path)
     assert (tmp_path / "file").read_text() == "mine"
 

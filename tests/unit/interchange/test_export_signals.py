@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no base64": (lambda row: row["signals"][2].update(hidden="*"), "hidden is no base64"),
     "no teacher": (lambda row: row["signals"][0].update(teacher=None), "names the teacher"),
     "a name that leaves the store": (lambda row: row["signals"][0]["teacher"].update(name="../x"), "teacher name"),
-    "another tokenizer": (lambda row: row["signals"][0]["teacher"].update(tokenizer_digest="f"), "reads tokenizer 'f'"),
+    "another tokenizer": (lambda row: row["signals"][0]["teacher"].update(tokenizer_digest="f"), "with digest 'f'"),
     "two teachers of one name": (
         lambda row: row["signals"][1]["teacher"].update(weights_digest="1" * 64),
         "rename one of them",

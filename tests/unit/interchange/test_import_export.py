@@ -230,7 +230,7 @@ def test_a_filter_chooses_what_is_exported(demo_store: Store, tmp_path: Path) ->
     count = export_samples(demo_store, tmp_path / "some.parquet", "parquet", where="domain = 'chain_sum'")
     assert set(pq.read_table(tmp_path / "some.parquet")["domain"].to_pylist()) == {"chain_sum"}
     assert 0 < count < len(demo_store.samples(["uid"]))
-    with pytest.raises(InputError, match="exists; give a new place"):
+    with pytest.raises(InputError, match="exists; give a path that does not exist"):
         export_samples(demo_store, tmp_path / "some.parquet", "parquet")
     with pytest.raises(UnknownNameError, match="no sample fits"):
         export_samples(demo_store, tmp_path / "none.parquet", "parquet", where="domain = 'x'")
@@ -271,7 +271,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts of some tokens": (
         {**GOOD, "experts": [1, 2, 3]},
-        "experts has 3 values up to 3; expected as many for each",
+        "experts has 3 values, which cannot be divided evenly",
     ),
     "an expert that none is": ({**GOOD, "experts": [40000, 2]}, "allowed: 0 to 32767"),
     "prompt longer than all": ({"tokens": [1], "prompt_len": 2}, "prompt_len is 2"),

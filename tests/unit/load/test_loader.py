@@ -149,7 +149,7 @@ def test_a_whole_batch_may_be_held_and_packs_may_go_one_by_one(store, loader):
         first = packs[0].tokens.tolist()
         batch.release(*packs[1:])
         assert packs[0].tokens.tolist() == first
-        with pytest.raises(ResourceError, match="was released"):
+        with pytest.raises(ResourceError, match="was released already"):
             batch.packs[1]
         assert batch.packs[0] is packs[0]
 
@@ -226,9 +226,9 @@ def test_refusals(loader, tmp_path):
             next(client.batches("other", 0))
         with pytest.raises(InputError, match="step 99 is outside window 0"):
             next(client.batches(STAGE, 0, 99))
-        with pytest.raises(MismatchError, match="rank 0 is served already"):
+        with pytest.raises(MismatchError, match="rank 0 is taken"):
             connect(loader)
-        with pytest.raises(MismatchError, match="of 2 ranks joins while others say 1"):
+        with pytest.raises(MismatchError, match="there are 2 ranks, and the trainers before it said 1"):
             connect(loader, 1, 2)
         with pytest.raises(InputError, match="rank 3 of 2"):
             connect(loader, 3, 2)

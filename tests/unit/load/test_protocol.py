@@ -44,7 +44,7 @@ def test_messages_and_their_descriptors_arrive(ends):
 @pytest.mark.parametrize("announced", [1, -1, "2", None])
 def test_descriptors_that_did_not_come_are_damage(ends, announced):
     ends[0].send({"fds": announced}, deadline_s=1)
-    with pytest.raises(DamagedError, match="descriptors, 0 came"):
+    with pytest.raises(DamagedError, match="descriptors, but 0 came"):
         ends[1].receive(deadline_s=1)
 
 

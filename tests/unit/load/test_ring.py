@@ -89,7 +89,7 @@ def test_a_pack_that_never_fits_is_refused():
 
 
 def test_more_than_the_machine_has_is_refused_before_any_page_is_touched():
-    with pytest.raises(ResourceError, match="no room for a slot"):
+    with pytest.raises(ResourceError, match="no room for"):
         make_slot(1, available_memory() + (1 << 30))
 
 
@@ -182,17 +182,17 @@ def test_every_flipped_bit_of_table_and_fields_is_seen():
 
 def test_what_is_no_slot_is_refused():
     memory, _ = filled()
-    with pytest.raises(DamagedError, match="slot starts with"):
+    with pytest.raises(DamagedError, match="the slot begins with"):
         read_header(memoryview(bytes(1024)))
-    with pytest.raises(DamagedError, match="reaches out of"):
+    with pytest.raises(DamagedError, match="ends beyond"):
         read_header(memoryview(memory)[:260])
     inside_the_table = bytearray(memory)
     FIELD.pack_into(inside_the_table, HEADER_BYTES, b"tokens".ljust(24, b"\0") + b"<i4", 1, 5, 0, HEADER_BYTES)
-    with pytest.raises(DamagedError, match="'tokens' reaches out of"):
+    with pytest.raises(DamagedError, match="'tokens' ends beyond"):
         read_header(memoryview(inside_the_table))
     for kind, axes, message in (
-        (b"<i4", 0, "reaches out of"),
-        (b"<i4", 3, "reaches out of"),
+        (b"<i4", 0, "ends beyond"),
+        (b"<i4", 3, "ends beyond"),
         (b"<c8", 1, "type '<c8'"),
     ):
         strange = bytearray(memory)

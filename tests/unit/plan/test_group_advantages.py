@@ -38,7 +38,7 @@ def test_equal_rewards_give_no_advantage():
 
 def test_two_verifiers_must_be_told_apart():
     both = pa.concat_tables([rewards([0], [1.0], "exact"), rewards([0], [0.0], "style")])
-    with pytest.raises(MismatchError, match="exact, style; name the one"):
+    with pytest.raises(MismatchError, match="exact, style; name one of them"):
         group_outcomes(both, ROWS, GROUPS, np.arange(2))
     assert group_outcomes(both, ROWS, GROUPS, np.arange(1), verifier="style").rewards.tolist() == [0.0]
     with pytest.raises(MismatchError, match="did you mean 'exact'"):
@@ -49,7 +49,7 @@ def test_verifiers_of_other_groups_do_not_matter():
     """A store holds many stages; only the planned samples' groups must agree, and each sample on its own."""
     mixed = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([5], [0.3], "style"), rewards([5], [1.0])])
     assert group_outcomes(mixed, ROWS, GROUPS, np.array([0, 2])).advantages.tolist() == [0.5, -0.5]
-    with pytest.raises(MismatchError, match="style, v; name the one"):
+    with pytest.raises(MismatchError, match="style, v; name one of them"):
         group_outcomes(mixed, ROWS, GROUPS, np.array([0, 5]))
     two_domains = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([1, 4], [0.0, 1.0], "style")])
     outcomes = group_outcomes(two_domains, ROWS, GROUPS, np.array([0, 1, 2, 4]))

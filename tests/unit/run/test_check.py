@@ -155,8 +155,8 @@ def test_sizes_that_make_no_model_are_refused(
 @pytest.mark.parametrize(
     ("store", "words"),
     [
-        ("\n", "'\\n' is not the place of a store; give a folder"),
-        ("   ", "is not the place of a store; give a folder"),
+        ("\n", "'\\n' cannot name a store; give a folder"),
+        ("   ", "cannot name a store; give a folder"),
         ("ftp://host/runs", "no store can be at ftp://; give a folder, or an object store: s3://bucket/prefix"),
     ],
 )

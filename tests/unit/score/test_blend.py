@@ -127,7 +127,7 @@ def test_what_cannot_be_blended_is_refused(folders: dict[str, Path]) -> None:
     ("teacher", "words"),
     [
         ({"blend": {"a": 0.5, "b": 0.4}}, "weights of a blend sum to 1; these sum to 0.9"),
-        ({"blend": {"a": 1.0, "b": 0.0}}, "gives b weight 0, which would be read for nothing; leave it out"),
+        ({"blend": {"a": 1.0, "b": 0.0}}, "gives b weight 0, which has no effect; leave it out"),
         ({"blend": {"a": float("nan"), "b": 0.5}}, "blend.a`: Input should be a finite number, found nan"),
         ({"blend": {"a": 1.0}, "source": "x"}, "give exactly one of source, blend"),
         ({}, "give exactly one of source, blend"),

@@ -143,6 +143,8 @@ def test_a_whole_copy_whose_source_is_as_it_was_is_continued(source: Store, tmp_
 def test_an_unfinished_target_is_no_place_for_a_new_store(source: Store, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     kill_copy(source, target, "")
-    with pytest.raises(ValueError, match=r"is half a copy; continue it with the command that began it, or delete"):
+    with pytest.raises(
+        ValueError, match=r"is an unfinished copy; continue it with the command that began it, or delete"
+    ):
         Store.create(target)
     assert json.loads((target / "copy.json").read_text())["source"] == source.uuid

@@ -172,7 +172,7 @@ def test_a_copy_that_was_killed_goes_on(source: Store, tmp_path: Path, point: st
     assert done.returncode == -signal.SIGKILL
     with pytest.raises(UnknownNameError, match="no store at"):
         Store.open(target)
-    with pytest.raises(MismatchError, match="half a copy"):
+    with pytest.raises(MismatchError, match="unfinished copy"):
         list(copy_samples(source, target, "domain = 'spell_backward'"))
     list(copy_samples(source, target, WHERE))
     check(source, Store.open(target), uids(source, WHERE))

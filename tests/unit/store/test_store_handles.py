@@ -85,7 +85,7 @@ def test_an_old_handle_does_not_read_another_store_made_at_the_same_path(
     shutil.rmtree(used.uri)
     other = Store.create(used.uri)
     other.commit_samples([build.sample(number, stage="other") for number in range(4)])
-    with pytest.raises(MismatchError, match=f"store {other.uuid} lies here now; open it again"):
+    with pytest.raises(MismatchError, match=f"another store is there now .{other.uuid}"):
         read(used)
     assert other.samples(["stage"])["stage"].to_pylist() == ["other"] * 4
 

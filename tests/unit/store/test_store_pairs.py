@@ -30,8 +30,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "info": ("info", "STORE"),
 }
 DELETED = {"delete": {SAMPLES[2].uid}, "delete another": {SAMPLES[4].uid}}
-REFUSALS = ("is being written by process", "is not empty; give a place where nothing is", "no sample fits",
-            "is half a copy of another store, or with where")  # fmt: skip
+REFUSALS = ("is being written by process", "is not empty; give a path where nothing is yet", "no sample fits",
+            "is the unfinished copy of another store, or of samples with where")  # fmt: skip
 SLOW = ("info", "verify", "repair", "compact", "copy to another place", "delete another")
 PAIRS = [
     pytest.param(first, second, marks=pytest.mark.slow if {first, second} & {*SLOW} else ())

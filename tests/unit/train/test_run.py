@@ -400,7 +400,7 @@ def test_a_loader_that_gives_fewer_steps_than_planned_is_refused(spec: TrainSpec
     source = windows()
     source.windows[0].pop()
     source.plan = lambda stage, window: {"steps": STEPS, "plan_digest": "plan0", "snapshot_digest": "snap0"}
-    with pytest.raises(MismatchError, match=r"5 steps by its plan, the loader gave 4"):
+    with pytest.raises(MismatchError, match=r"5 steps in its plan, but the loader delivered 4"):
         run_to_end(spec, source)
 
 

@@ -172,7 +172,7 @@ def test_recurrent_layers_are_packed_where_their_kernels_start_anew(
     student = load_student(folder, ALONE)
     assert student.layout == "packed"
     torch.testing.assert_close(rows_of(student, packs), expected, atol=2e-5, rtol=1e-4)
-    with advises(" keeps a state from token to token, which ranks cannot share; set 1"):
+    with advises(" keeps a state from token to token, which ranks cannot share; set scale.context_parallel = 1"):
         Student(student.model, context_group=two_ranks())
     loss = student(build(packs, student.layout), lambda hidden, head: hidden.square().sum())
     loss.backward()
@@ -180,7 +180,7 @@ def test_recurrent_layers_are_packed_where_their_kernels_start_anew(
     monkeypatch.undo()
     alone = load_student(folder, ALONE)
     assert alone.layout == "rows"
-    with advises(" brings attention of its own, which cannot share a pack; set 1"):
+    with advises(" brings attention of its own, which cannot share a pack; set scale.context_parallel = 1"):
         Student(alone.model, context_group=two_ranks())
     alone(build(packs, alone.layout), lambda hidden, head: hidden.square().sum()).backward()
     for name, weight in alone.named_parameters():

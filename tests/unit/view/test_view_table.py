@@ -262,7 +262,7 @@ def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
     ("greedy", "said"),
     [
         ("select repeat('x', 1000000000)", "MB of memory"),  # one value, which no bound of DuckDB's stops
-        ("select repeat('x', 40000) from range(1000)", "32 MB are shown"),
+        ("select repeat('x', 40000) from range(1000)", "at most 32 MB are shown"),
     ],
 )
 def test_a_statement_that_takes_too_much_is_ended_and_the_server_stands(
