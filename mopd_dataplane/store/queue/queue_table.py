@@ -115,8 +115,8 @@ class QueueTable:
         rows = self.last_rows(dataset, columns, keys)
         return {key: row for key, row in rows.items() if row[0] != CLEARED and key != FOLDED}
 
-    def writes(self, dataset: lance.LanceDataset, keys: Collection[Key]) -> dict[Key, Write | None]:
-        """The write of each key that has a value; None for a value of an earlier release."""
+    def writes(self, dataset: lance.LanceDataset, keys: Collection[Key] | None = None) -> dict[Key, Write | None]:
+        """The write of each key that has a value; None for a value of an earlier release; keys: only of these."""
         rows = self.present(dataset, ("kind", "log", "seq"), keys)
         return {key: write_of(log, seq) for key, (_, log, seq) in rows.items()}
 
