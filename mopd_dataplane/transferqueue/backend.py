@@ -7,7 +7,6 @@ of the queue.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +20,18 @@ from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVC
 from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
 from transfer_queue.utils.logging_utils import get_logger
 
-from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.store.queue.logged import LoggedQueue
 from mopd_dataplane.store.queue.opening import open_queue
 from mopd_dataplane.store.queue.values import TAGS, Key, Write
 from mopd_dataplane.transferqueue.codec import decode, encode
-from mopd_dataplane.transferqueue.promote import keep_groups
+from mopd_dataplane.transferqueue.promote import keep_groups, read_pin, write_pin
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.queue.committed import CommittedQueue
 
 NAME = "MopdStore"
 CLIENT = "MopdStorageClient"
-CHECKPOINT = "mopd-queue.json"
 CONTROLLER, NAMESPACE = "TransferQueueController", "transfer_queue"
 """Name and namespace of the actor that TransferQueue starts."""
 
@@ -148,18 +145,15 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
         folder, pin = Path(checkpoint_dir), uuid4().hex
         self.storage_client.queue.pin(pin)
         folder.mkdir(parents=True, exist_ok=True)
-        publish_file(folder / CHECKPOINT, json.dumps({"pin": pin}).encode())
+        write_pin(folder, pin)
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Restore exactly the values of a checkpoint. Raises UnknownNameError when they are no longer kept.
 
-        If groups are promoted, later values stay: the controller's process clears those that it does not promote.
+        If groups are promoted, the controller's process does it, which loads its part next and knows what is needed.
         """
-        pin = json.loads((Path(checkpoint_dir) / CHECKPOINT).read_text())["pin"]
-        if self.storage_client.keeps_groups:
-            self.storage_client.queue.restore(pin, clears_others=False)
-        else:
-            self.storage_client.queue.restore(pin)
+        if not self.storage_client.keeps_groups:
+            self.storage_client.queue.restore(read_pin(Path(checkpoint_dir)))
 
 
 @StorageBootstrapProvider.register_provider(NAME)  # type: ignore[untyped-decorator]

@@ -32,8 +32,8 @@ from mopd_dataplane.transferqueue.codec import decode, encode
 
 GROUP = "~group"
 """Field of a prompt's number under which the record of its finished group is stored."""
-CHECKPOINT = "mopd-groups.json"
-"""File of a checkpoint that says which groups it knows."""
+GROUPS, PIN = "mopd-groups.json", "mopd-queue.json"
+"""Files of a checkpoint: which groups it knows, and which values are pinned for it."""
 WAITING = "mopd-waiting-"
 """Prefix of the partition in which groups of another partition wait until their prompts are drawn again."""
 PROMOTES = "mopd_promotes"
@@ -158,7 +158,7 @@ class GroupKeeper:
         self._give_up_waiting()
         self._save(path)
         state = {"run": self._run, "finished": self._finished}
-        publish_file(Path(path).with_name(CHECKPOINT), json.dumps(state).encode())
+        publish_file(Path(path).with_name(GROUPS), json.dumps(state).encode())
         freed, self._cleared_before, self._cleared = self._cleared_before, self._cleared, {}
         self._queue.clear([(number, name) for number, names in freed.items() for name in names])
         self._controller.index_manager.reusable_indexes.extend(freed)
@@ -167,13 +167,15 @@ class GroupKeeper:
         """Load a checkpoint and promote the groups that were finished after it. Raises DamagedError."""
         self._load(path)
         self._cleared, self._cleared_before = {}, {}
-        state = Path(path).with_name(CHECKPOINT)
+        state = Path(path).with_name(GROUPS)
         if state.exists():
             known = json.loads(state.read_text())
             self._run, self._finished = known["run"], known["finished"]
         for partition in self._controller.partitions.values():
             self._unreserve(partition)
             self._drop(partition, _orphans(partition))
+        if Path(path).with_name(PIN).exists():
+            self._queue.restore(read_pin(Path(path).parent), self._named())
         writes = self._queue.writes()
         promoted = []
         for group in self._later_groups(writes):
@@ -295,15 +297,30 @@ class GroupKeeper:
         manager.allocated_indexes = used
         manager.reusable_indexes = [number for number in range(manager.global_index_counter) if number not in used]
 
+    def _named(self) -> set[Key]:
+        """Keys of the values that the partitions name, with the tags that were put beside them."""
+        return {
+            (number, name)
+            for partition in self._controller.partitions.values()
+            for number in partition.global_indexes
+            for name in (TAGS, *partition.field_custom_backend_meta.get(number, {}))
+        }
+
     def _sweep(self, writes: Mapping[Key, Write | None], groups: list[Group]) -> None:
         """Clear the values that neither a partition nor the record of a promoted group names."""
-        needed = {(group.prompt.number, GROUP) for group in groups}
-        for partition in self._controller.partitions.values():
-            for number in partition.global_indexes:
-                own = partition.field_custom_backend_meta.get(number, {})
-                needed |= {(number, TAGS), *((number, name) for name in own)}
+        needed = self._named() | {(group.prompt.number, GROUP) for group in groups}
         extra = [key for key in writes if key not in needed]
         self._queue.clear(extra, [writes[key] for key in extra])
+
+
+def write_pin(folder: Path, pin: str) -> None:
+    """Note in a checkpoint which values are pinned for it."""
+    publish_file(folder / PIN, json.dumps({"pin": pin}).encode())
+
+
+def read_pin(folder: Path) -> str:
+    """The pin of the values of a checkpoint."""
+    return str(json.loads((folder / PIN).read_text())["pin"])
 
 
 def _uid_of(key: str) -> str:

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import faulthandler
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -42,11 +42,12 @@ os.environ |= {
     "VERL_LOGGING_LEVEL": "ERROR",
 }
 
+from concurrent.futures import ThreadPoolExecutor
+
 import lance  # noqa: F401  # loaded once, in the process that the others are forked from, and not used there
 import numpy as np
 import torch
 import transfer_queue as tq
-from concurrent.futures import ThreadPoolExecutor
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import interface
@@ -76,6 +77,8 @@ GENERATE_S = (0.05, 0.6)
 """Seconds that the stand-in takes for an answer: from, to."""
 TRAIN_S = 0.1
 READY_S = 120.0
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when the one that forked it ends."""
 TARGETS = ("trainer", "worker", "controller", "storage")
 FIELDS = ["prompts", "responses", "rollout_log_probs", "rm_scores", "uid", "session_id", "raw_prompt", "extra_fields"]
 CONFIG = OmegaConf.create({
@@ -282,8 +285,13 @@ class Trainer(PPOTrainer):
         for name in ("train", WAITING + "train"):
             entries = (tq.kv_list(name) or {}).get(name, {})
             uids = {key for key, tag in entries.items() if tag.get("is_prompt") and tag["status"] == "finished"}
-            keys = [key for key, tag in entries.items() if not tag.get("is_prompt")]
-            answers = read_answers(keys, name) if keys else []
+            answers = []
+            for key, tag in entries.items():
+                if not tag.get("is_prompt"):
+                    try:
+                        answers += read_answers([key], name)
+                    except ValueError:
+                        continue  # its put was under way when the checkpoint was saved: a key without fields
             mislabelled += sum(not answer.is_right for answer in answers)
             finished += [answer.own for answer in answers if answer.uid in uids]
             others += [answer.own for answer in answers if answer.uid not in uids]
@@ -382,6 +390,9 @@ class Job:
         messages = os.open(self.folder / "messages", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(messages, 1)
         os.dup2(messages, 2)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if traces := float(os.environ.get("TRACES_S", "0")):
+            faulthandler.dump_traceback_later(traces)
         main(*args)
 
     def kill(self, target: str, grace_s: float, chance: random.Random) -> None:

@@ -194,6 +194,22 @@ def test_a_prompt_that_is_drawn_again_gets_its_waiting_group(begin: Any) -> None
         assert run.waiting() == set()
 
 
+def test_numbers_that_were_cleared_before_the_checkpoint_may_be_used_by_groups_after_it(begin: Any) -> None:
+    run = begin()
+    run.issue("a", 1)
+    run.finish("a", 1)
+    run.train("a")
+    run.save("1")  # which pins the values of "a": they are cleared at the second checkpoint from then
+    run = begin()
+    run.load("1")
+    run.issue("b", 2)
+    run.finish("b", 2)
+    run = begin()
+    run.load("1")
+    assert run.waiting() == {"b"}
+    assert run.tokens("b_0_0", promote.WAITING + "train") == expected("b", 0, 2)
+
+
 def test_waiting_groups_are_in_the_next_checkpoint_and_are_given_up_after_many(
     begin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +288,7 @@ def test_a_checkpoint_without_groups_loads(begin: Any) -> None:
     run = begin()
     run.issue("a", 1)
     run.save("1")
-    (run.folder / "1" / promote.CHECKPOINT).unlink()
+    (run.folder / "1" / promote.GROUPS).unlink()
     run.finish("a", 1)
     run = begin()
     run.load("1")

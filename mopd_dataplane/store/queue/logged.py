@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,15 +98,15 @@ class LoggedQueue:
         self.fold()
         self._queue.pin(name)
 
-    def restore(self, name: str, *, clears_others: bool = True) -> None:
-        """Restore the values of a pin, under the writes they had, and clear other keys unless told not to.
+    def restore(self, name: str, keys: Collection[Key] | None = None) -> None:
+        """Restore the values of a pin, under the writes they had, and no others. keys: of these alone, and clear none.
 
         Raises UnknownNameError when the pin is not kept any more, and DamagedError, with every value as it was, when
         one of its own is damaged.
         """
         self.fold()
-        extra, lost = self._queue.differences(name)
-        items = [Item(key, Value(CLEARED, b"")) for key in extra if clears_others]
+        extra, lost = self._queue.differences(name, keys)
+        items = [Item(key, Value(CLEARED, b"")) for key in extra if keys is None]
         items += [Item(key, value, write) for key, (value, write) in lost.items()]
         if items:
             self._append(items)
