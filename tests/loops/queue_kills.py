@@ -43,6 +43,7 @@ os.environ |= {
 }
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import lance  # noqa: F401  # loaded once, in the process that the others are forked from, and not used there
 import numpy as np
@@ -71,7 +72,7 @@ ROUND = 25
 """Kills over one store."""
 BATCH, SESSIONS, WARMUP = 4, 2, 2
 """Prompts of a step, answers to each, and batches that are drawn ahead."""
-SAVE_EVERY = 4
+SAVE_EVERY = 3
 """Steps from one checkpoint to the next."""
 GENERATE_S = (0.05, 0.6)
 """Seconds that the stand-in takes for an answer: from, to."""
@@ -285,13 +286,12 @@ class Trainer(PPOTrainer):
         for name in ("train", WAITING + "train"):
             entries = (tq.kv_list(name) or {}).get(name, {})
             uids = {key for key, tag in entries.items() if tag.get("is_prompt") and tag["status"] == "finished"}
-            answers = []
-            for key, tag in entries.items():
-                if not tag.get("is_prompt"):
-                    try:
-                        answers += read_answers([key], name)
-                    except ValueError:
-                        continue  # its put was under way when the checkpoint was saved: a key without fields
+            keys = [key for key, tag in entries.items() if not tag.get("is_prompt")]
+            whole = [key for key in keys if key.partition("_")[0] in uids]
+            answers = read_answers(whole, name) if whole else []
+            for key in set(keys).difference(whole):
+                with suppress(ValueError):  # a key without fields: its put was under way when the checkpoint was saved
+                    answers += read_answers([key], name)
             mislabelled += sum(not answer.is_right for answer in answers)
             finished += [answer.own for answer in answers if answer.uid in uids]
             others += [answer.own for answer in answers if answer.uid not in uids]
@@ -412,6 +412,17 @@ class Job:
             process.join()
 
 
+def apart(function: Any, *args: Any) -> Any:
+    """Call a function in a process of its own: one that has used lance cannot be forked."""
+    pipe, far = Job.context.Pipe()
+    process = Job.context.Process(target=lambda: far.send(function(*args)))
+    process.start()
+    far.close()
+    result = pipe.recv()
+    process.join()
+    return result
+
+
 def folding(store: Path) -> list[int]:
     """Ids of the processes that fold the queue of a store."""
     numbers = []
@@ -492,7 +503,7 @@ def run_round(folder: Path, name: str, seed: int, number: int, kills: int) -> li
     if name == mopd.NAME:
         character_tokenizer().save_pretrained(folder / "tokenizer")
         rollouts = {"store": str(folder / "store"), "queue": "verl", "mapping": "verl"}
-        mopd._record(mopd.Backend(**rollouts, tokenizer=str(folder / "tokenizer")))
+        apart(mopd._record, mopd.Backend(**rollouts, tokenizer=str(folder / "tokenizer")))
     accounts, lines, begin = Accounts(folder, name), [], time.monotonic()
     before: tuple[dict[int, list[Any]], set[str]] = ({}, set())
     for kill in range(kills + 1):
@@ -524,7 +535,7 @@ def run_round(folder: Path, name: str, seed: int, number: int, kills: int) -> li
         lines.append(line)
         print({key: line[key] for key in line if key not in ("backend", "seed", "early")}, flush=True)
     end = {"backend": name, "seed": seed, "round": number, "kill": "end", "s": round(time.monotonic() - begin, 1)}
-    end |= accounts.lost_of_store() if name == mopd.NAME else {"acknowledged": len(before[0])}
+    end |= apart(accounts.lost_of_store) if name == mopd.NAME else {"acknowledged": len(before[0])}
     for own in folding(folder / "store"):
         os.kill(own, signal.SIGKILL)
     print(end, flush=True)
