@@ -2,6 +2,8 @@
 
 codec.py            values ↔ bytes, without pickle
 backend.py          the classes TransferQueue asks for; importing this package registers them
+promote.py          groups that were finished after a checkpoint come back when it is loaded
+verl_manager.py     verl's agent-loop manager, which takes such a group for a prompt that the dataset yields again
 teacher_fields.py   teachers' signals as fields of the trajectories in a running TransferQueue
 
 Needs the extra `transferqueue`; docs/transferqueue.md shows how it is used.

@@ -7,32 +7,33 @@ of the queue.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import ray
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
 from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
 from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
 from transfer_queue.utils.logging_utils import get_logger
 
-from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.store.queue.logged import LoggedQueue
 from mopd_dataplane.store.queue.opening import open_queue
 from mopd_dataplane.store.queue.values import TAGS, Key, Write
 from mopd_dataplane.transferqueue.codec import decode, encode
+from mopd_dataplane.transferqueue.promote import keep_groups, read_pin, write_pin
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.queue.committed import CommittedQueue
 
 NAME = "MopdStore"
 CLIENT = "MopdStorageClient"
-CHECKPOINT = "mopd-queue.json"
+CONTROLLER, NAMESPACE = "TransferQueueController", "transfer_queue"
+"""Name and namespace of the actor that TransferQueue starts."""
 
 _log = get_logger(__name__)
 
@@ -52,6 +53,8 @@ class Backend:
     """Domain of samples whose fields name none."""
     policy: str = "policy"
     """Name of the policy that samples."""
+    promote: str = ""
+    """Framework whose finished groups come back after a crash: `verl`, or empty for none."""
 
 
 def read_section(config: Any) -> Backend:
@@ -80,6 +83,7 @@ class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
         backend = read_section(config)
         self.queue = opened(backend)
         self.has_mapping = bool(backend.mapping)
+        self.keeps_groups = bool(backend.promote)
         self._tags: dict[int, dict[str, Any]] = {}
 
     def tag(self, samples: Sequence[int], partition: str, tags: Sequence[dict[str, Any]]) -> None:
@@ -134,16 +138,25 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
             self.storage_client.tag(metadata.global_indexes, metadata.partition_ids[0], metadata.get_all_custom_meta())
         await super().put_data(data, metadata, data_parser)
 
+    async def clear_data(self, metadata: Any) -> None:
+        """Forget values; if groups are promoted, the controller's process does it, two checkpoints later."""
+        if not self.storage_client.keeps_groups:
+            await super().clear_data(metadata)
+
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Pin the present values."""
         folder, pin = Path(checkpoint_dir), uuid4().hex
         self.storage_client.queue.pin(pin)
         folder.mkdir(parents=True, exist_ok=True)
-        publish_file(folder / CHECKPOINT, json.dumps({"pin": pin}).encode())
+        write_pin(folder, pin)
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Restore exactly the values of a checkpoint. Raises UnknownNameError when they are no longer kept."""
-        self.storage_client.queue.restore(json.loads((Path(checkpoint_dir) / CHECKPOINT).read_text())["pin"])
+        """Restore exactly the values of a checkpoint. Raises UnknownNameError when they are no longer kept.
+
+        If groups are promoted, the controller's process does it, which loads its part next and knows what is needed.
+        """
+        if not self.storage_client.keeps_groups:
+            self.storage_client.queue.restore(read_pin(Path(checkpoint_dir)))
 
 
 @StorageBootstrapProvider.register_provider(NAME)  # type: ignore[untyped-decorator]
@@ -151,13 +164,36 @@ def initialize(conf: DictConfig) -> dict[str, Any]:
     """Once, in the process that starts TransferQueue: open the queue, and have every other process know the backend."""
     section = conf.backend[NAME]
     backend = read_section(OmegaConf.to_container(section, resolve=True))
+    if backend.promote:
+        _check_promote(backend)
     if backend.mapping:
         _record(backend)
+    if backend.promote:
+        controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        ray.get(controller.__ray_call__.remote(keep_groups_of, backend))
     keys = opened(backend).keys()
     if keys:
         _log.warning(f"{section.store} holds {len(keys)} values of an earlier run; load a checkpoint to go on with it")
     section.backend = backend
     return {}
+
+
+def keep_groups_of(controller: Any, backend: Backend) -> None:
+    """Have a controller keep the finished groups of a backend. Runs in the controller's process."""
+    queue = opened(backend)
+    assert isinstance(queue, LoggedQueue)
+    keep_groups(controller, queue, has_tags=bool(backend.mapping))
+
+
+def _check_promote(backend: Backend) -> None:
+    """Raises InputError for a framework whose groups are unknown, and for an object store."""
+    if backend.promote != "verl":
+        raise InputError(f"backend.{NAME}.promote = {backend.promote!r:.40}: give verl, or leave it out")
+    if "://" in backend.store.removeprefix("file://"):
+        raise InputError(
+            f"backend.{NAME}.promote: groups are promoted from the logs of a folder; give a folder as store, or leave "
+            "promote out"
+        )
 
 
 def _record(backend: Backend) -> None:

@@ -28,11 +28,9 @@ from mopd_dataplane.interchange.queue_mapping import QueueMapping, read_settings
 from mopd_dataplane.store.queue.logged import LoggedQueue
 from mopd_dataplane.store.queue.queue_log import LOGS, SETTINGS, logs_folder
 from mopd_dataplane.store.queue.values import Write
-from mopd_dataplane.transferqueue.backend import NAME, read_section
+from mopd_dataplane.transferqueue.backend import CONTROLLER, NAME, NAMESPACE, read_section
 from mopd_dataplane.transferqueue.codec import encode
 
-CONTROLLER, NAMESPACE = "TransferQueueController", "transfer_queue"
-"""Name and namespace of the actor that TransferQueue starts."""
 ANSWER_S = 60.0
 """How long the controller may take to answer, in seconds, before it counts as gone."""
 _CHECKS = "mopd_checks_writes"

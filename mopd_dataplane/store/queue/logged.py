@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,28 +81,35 @@ class LoggedQueue:
 
     def keys(self) -> list[Key]:
         """Return every key that has a value, once, in any order: a sweep moves values to the end."""
+        return [*self.writes()]
+
+    def writes(self) -> dict[Key, Write | None]:
+        """The write of every key that has a value, in any order; None for a value of an earlier release."""
         with self._reading:
             dataset = self._look()
-            stored = dict.fromkeys(self._queue.present(dataset, ["kind"]) if dataset is not None else ())
+            stored = self._queue.writes(dataset) if dataset is not None else {}
             decisive = self._decisive(dataset, [*self._unfolded.entries])
         for key, entry in decisive.items():
             if entry is not None and entry.is_clearing:
                 stored.pop(key, None)
             elif entry is not None:
-                stored[key] = None
-        return [*stored]
+                stored[key] = entry.write
+        return stored
 
     def pin(self, name: str) -> None:
         """Pin the present values for `restore`; the newest four pins are kept."""
         self.fold()
         self._queue.pin(name)
 
-    def restore(self, name: str) -> None:
-        """Restore the values of a pin, under the writes they had, and no others. Raises UnknownNameError when the pin
-        is not kept any more, and DamagedError, with every value as it was, when one of its own is damaged."""
+    def restore(self, name: str, keys: Collection[Key] | None = None) -> None:
+        """Restore the values of a pin, under the writes they had, and no others. keys: of these alone, and clear none.
+
+        Raises UnknownNameError when the pin is not kept any more, and DamagedError, with every value as it was, when
+        one of its own is damaged.
+        """
         self.fold()
-        extra, lost = self._queue.differences(name)
-        items = [Item(key, Value(CLEARED, b"")) for key in extra]
+        extra, lost = self._queue.differences(name, keys)
+        items = [Item(key, Value(CLEARED, b"")) for key in extra if keys is None]
         items += [Item(key, value, write) for key, (value, write) in lost.items()]
         if items:
             self._append(items)

@@ -115,8 +115,8 @@ class QueueTable:
         rows = self.last_rows(dataset, columns, keys)
         return {key: row for key, row in rows.items() if row[0] != CLEARED and key != FOLDED}
 
-    def writes(self, dataset: lance.LanceDataset, keys: Collection[Key]) -> dict[Key, Write | None]:
-        """The write of each key that has a value; None for a value of an earlier release."""
+    def writes(self, dataset: lance.LanceDataset, keys: Collection[Key] | None = None) -> dict[Key, Write | None]:
+        """The write of each key that has a value; None for a value of an earlier release; keys: only of these."""
         rows = self.present(dataset, ("kind", "log", "seq"), keys)
         return {key: write_of(log, seq) for key, (_, log, seq) in rows.items()}
 
@@ -129,8 +129,10 @@ class QueueTable:
             values[key] = Value(kind, data, dtype, tuple(shape)), write_of(log, seq)
         return values
 
-    def differences(self, pin: str) -> tuple[list[Key], dict[Key, tuple[Value, Write | None]]]:
-        """What restores a pin: (keys to clear, values to put with their writes).
+    def differences(
+        self, pin: str, keys: Collection[Key] | None = None
+    ) -> tuple[list[Key], dict[Key, tuple[Value, Write | None]]]:
+        """What restores a pin: (keys to clear, values to put with their writes; keys: of these alone).
 
         Raises UnknownNameError when the pin is not kept, DamagedError when one of its values is damaged.
         """
@@ -140,7 +142,7 @@ class QueueTable:
         identity = ["kind", "dtype", "shape", "crc", "log", "seq"]  # differs between values without reading them
         pinned = self.table.open(pin)
         before, now = self.present(pinned, identity), self.present(dataset, identity)
-        lost = [key for key, row in before.items() if now.get(key) != row]
+        lost = [key for key, row in before.items() if now.get(key) != row and (keys is None or key in keys)]
         return [key for key in now if key not in before], self.values(pinned, lost)
 
     def pin(self, name: str) -> None:
