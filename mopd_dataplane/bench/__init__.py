@@ -13,6 +13,11 @@ fork.py          a fork by the size of its run
 wal.py           speed of the token log
 queue.py         the queue under 1 to 64 writers, beside the disk
 queue_client.py  one of these writers
+fleet.py         a simulated fleet on one store, killed again and again
+fleet_settings.py  its options
+fleet_member.py  one of its processes: an engine, a scorer or a trainer
+fleet_audit.py   its store, compared with what it must hold
+replay.py        an engine that replays scripted responses in place of a model
 sample.py        cost of drawing a token
 decode.py        a decode step beside transformers' generate
 adapters.py      many teachers that are adapters on one base

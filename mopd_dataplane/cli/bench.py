@@ -9,6 +9,7 @@ from typer import Argument, Option, Typer
 
 from mopd_dataplane.base.files import check_target
 from mopd_dataplane.bench import size as sizes
+from mopd_dataplane.bench.fleet_settings import Fleet
 from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import AsJson, register
 from mopd_dataplane.cli.rows import print_fitting
@@ -187,6 +188,24 @@ def queue(
         print_json(rows)
         return
     print_fitting(FIGURES, [[round(row[name], 2) for name in FIGURES] for row in rows])
+
+
+def fleet(
+    settings: Fleet,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """A simulated fleet on one store: engines, scorers and trainers that are killed with SIGKILL and started again.
+
+    Prints tokens a day, requests, bytes, waits for acknowledgements, staleness, and what an audit of the store counts
+    as lost or duplicated. Engines replay lengths and rates in place of models; everything else is real. Ends with an
+    error if anything was lost, duplicated or changed.
+    """
+    from mopd_dataplane.bench.fleet import measure
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-fleet-") as scratch:
+        figures = measure(settings, Path(scratch).resolve(), lambda text: None if as_json else note(text))
+    print_json(figures) if as_json else print_facts(figures)
 
 
 def sample(
@@ -404,6 +423,7 @@ def add_to(app: Typer) -> None:
     register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, queue, "mopd bench queue", "mopd bench queue --processes 16 --seconds 10 --json")
+    register(group, fleet, "mopd bench fleet", "mopd bench fleet --engines 8 --samples 20000 --kills 40 --json")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, decode, "mopd bench decode", "mopd bench decode --size tiny --model llama --json")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
