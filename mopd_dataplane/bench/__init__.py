@@ -9,6 +9,7 @@ trainer.py       a trainer process that only reads
 write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by
 commits.py       a store under many small commits: time, memory, files
+commit_writers.py  the same with 1 to 64 writers
 fork.py          a fork by the size of its run
 wal.py           speed of the token log
 queue.py         the queue under 1 to 64 writers, beside the disk
@@ -35,6 +36,7 @@ gpu.py           `make gpu`: measurements on a GPU, and their page
 gpu_parts.py     its parts, one a process
 gpu_step.py      the training step that one of them measures
 calls.py         wall time of a call, and a call in a process of its own
+forked.py        processes that start in milliseconds
 crowd.py         several concurrent processes, measured from outside
 opened.py        which files are opened while a block runs
 """

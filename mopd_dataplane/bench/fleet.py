@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mopd_dataplane.base.processes import KILLED_S, parent_named
+from mopd_dataplane.base.processes import KILLED_S
 from mopd_dataplane.bench.fleet_audit import audit
-from mopd_dataplane.bench.fleet_member import expected_samples
+from mopd_dataplane.bench.fleet_member import expected_samples, run_member
 from mopd_dataplane.bench.fleet_settings import Fleet
+from mopd_dataplane.bench.forked import fork_server, start
 from mopd_dataplane.bench.size import LIST_OVERHEAD, READS_PER_ROW, RESPONSE_BYTES, TOKEN_BYTES
 from mopd_dataplane.bench.synthetic import bench_teacher
 from mopd_dataplane.errors import DeadlineError, EngineError
@@ -49,7 +49,8 @@ class _Run:
 
     fleet: Fleet
     folder: Path
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    context: ForkServerContext
+    processes: dict[str, ForkServerProcess] = field(default_factory=dict)
     """Process of each member, such as engine-0, that has not ended."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Acknowledgements of all members, with the member's role."""
@@ -59,18 +60,19 @@ class _Run:
 
     def start(self, member: str) -> None:
         role, _, number = member.partition("-")
-        command = [sys.executable, "-m", "mopd_dataplane.bench.fleet_member", str(self.folder), role, number]
-        self.processes[member] = subprocess.Popen(command, env=parent_named())
+        self.processes[member] = start(self.context, run_member, self.fleet, self.folder, role, int(number))
 
-    def kill(self, member: str) -> None:
-        """Kill a member with SIGKILL and start it again."""
+    def kill(self, member: str) -> bool:
+        """Kill a member with SIGKILL and start it again. Returns False if it had just ended by itself."""
         process = self.processes[member]
-        process.send_signal(signal.SIGKILL)
-        if process.wait(KILLED_S) != -signal.SIGKILL:  # it had just ended by itself
-            return
+        process.kill()
+        process.join(KILLED_S)
+        if process.exitcode != -signal.SIGKILL:
+            return False
         role = member.partition("-")[0]
         self.kills[role] = self.kills.get(role, 0) + 1
         self.start(member)
+        return True
 
     def collect(self) -> None:
         """Read the acknowledgements that were written since the last call."""
@@ -89,16 +91,16 @@ class _Run:
     def drop_ended(self) -> None:
         """Forget members whose work is done. Raises EngineError when one has failed."""
         for member, process in list(self.processes.items()):
-            if (code := process.poll()) is None:
+            if process.exitcode is None:
                 continue
-            if code:
-                raise EngineError(f"{member} ended with exit code {code}; its messages are above")
+            if process.exitcode:
+                raise EngineError(f"{member} ended with exit code {process.exitcode}; its messages are above")
             del self.processes[member]
 
     def stop(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(KILLED_S)
+            process.join(KILLED_S)
 
 
 def measure(fleet: Fleet, folder: Path, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -108,20 +110,15 @@ def measure(fleet: Fleet, folder: Path, note: Callable[[str], None] = lambda tex
     when a member ends with an error or the audit counts anything that must be 0, DeadlineError when nothing is
     committed for STALL_S.
     """
-    store = Store.create(folder / "store")
-    for number in range(fleet.scorers):
-        store.add_teacher(replace(bench_teacher(f"teacher-{number}", 8), head_file="", head_digest=""))
-    for name in ("acknowledged", "policies"):
-        (folder / name).mkdir()
-    (folder / "fleet.json").write_text(json.dumps(asdict(fleet)))
-    run = _Run(fleet, folder)
-    start = time.time()
+    store = make_store(fleet, folder)
+    run = _Run(fleet, folder, fork_server("mopd_dataplane.bench.fleet_member"))
+    start_s = time.monotonic()
     try:
         _drive(run, note)
     finally:
         run.stop()
     run.collect()
-    elapsed_s = time.time() - start
+    elapsed_s = time.monotonic() - start_s
     acknowledged = {uid for line in run.of("engine") for uid in line["uids"]}
     checked = audit(store, fleet, acknowledged)
     if any(checked[name] for name in VERIFIED):
@@ -137,6 +134,16 @@ def measure(fleet: Fleet, folder: Path, note: Callable[[str], None] = lambda tex
         "staleness": _staleness(run, store),
         **_storage(run, store),
     }
+
+
+def make_store(fleet: Fleet, folder: Path) -> Store:
+    """Make the store of a fleet with its teachers, and the folders that its members share."""
+    store = Store.create(folder / "store")
+    for number in range(fleet.scorers):
+        store.add_teacher(replace(bench_teacher(f"teacher-{number}", 8), head_file="", head_digest=""))
+    for name in ("acknowledged", "policies"):
+        (folder / name).mkdir()
+    return store
 
 
 def _drive(run: _Run, note: Callable[[str], None]) -> None:
@@ -165,8 +172,8 @@ def _drive(run: _Run, note: Callable[[str], None]) -> None:
             time.sleep(noise.uniform(0, KILL_WITHIN_S))
             member = next(name for name in order if name in run.processes)
             order.remove(member)
-            run.kill(member)
-            note(f"killed {member} after {committed:,} of {total:,} samples")
+            if run.kill(member):
+                note(f"killed {member} after {committed:,} of {total:,} samples")
 
 
 def _rates(run: _Run, store: Store) -> dict[str, Any]:

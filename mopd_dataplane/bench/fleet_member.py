@@ -1,16 +1,13 @@
 """One process of the simulated fleet: an engine, a scorer or a trainer.
 
-    python -m mopd_dataplane.bench.fleet_member FOLDER ROLE NUMBER
-
-FOLDER has fleet.json and the store. Each member works until its share is done and may be killed and started again at
-any time. After each commit it appends a line of JSON to a file in acknowledged/: what the store has acknowledged.
+Each member works until its share is done, and may be killed and started again at any time. After each commit it appends
+a line of JSON to a file of its own in acknowledged/: what the store has acknowledged.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +18,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.bench.fleet_settings import GROUP_SIZE, Fleet
 from mopd_dataplane.bench.replay import VOCABULARY, ReplayEngine, reply
 from mopd_dataplane.job import sections
@@ -193,7 +189,7 @@ def _plan(
 ) -> PlanWindow | None:
     """Plan and record the next window; None while too few samples are scored."""
     size = min(fleet.batch, total - len(planned))
-    if len(_scored(fleet, store, stage, planned, None)) < size:
+    if len(_scored(fleet, store, stage, planned, store.snapshot())) < size:
         return None
     snapshot = store.snapshot(tag=f"{stage}-{window}")
     columns = _scored(fleet, store, stage, planned, snapshot).take(np.arange(size))
@@ -207,7 +203,7 @@ def _plan(
     return plan
 
 
-def _scored(fleet: Fleet, store: Store, stage: str, planned: NDArray[np.int64], snapshot: Snapshot | None) -> Columns:
+def _scored(fleet: Fleet, store: Store, stage: str, planned: NDArray[np.int64], snapshot: Snapshot) -> Columns:
     """Return the samples of a stage that have every signal and are in no earlier window."""
 
     def own() -> Iterator[tuple[NDArray[np.int64], pa.Table]]:
@@ -256,12 +252,6 @@ def _train(fleet: Fleet, store: Store, plan: PlanWindow, version: int, acknowled
 _SPAN_COLUMNS = ("version_starts", "versions", "loss_mask")
 
 
-def main(folder: Path, role: str, number: int) -> None:
-    """Run one member of the fleet until its share of the work is done."""
-    end_with_parent()
-    fleet = Fleet(**json.loads((folder / "fleet.json").read_text()))
+def run_member(fleet: Fleet, folder: Path, role: str, number: int) -> None:
+    """Run one member of the fleet until its share of the work is done. role: engine, scorer or trainer."""
     {"engine": run_engine, "scorer": run_scorer, "trainer": run_trainer}[role](fleet, folder, number)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -115,12 +115,32 @@ def write(
 
 def commits(
     count: Annotated[int, Option("--commits", min=8, help="Commits of four short samples.")] = 2000,
+    writers: Annotated[
+        list[int] | None, Option("--writers", min=1, help="Measure so many concurrent writers instead; repeatable.")
+    ] = None,
+    seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Many small commits: time of a commit and of opening the store, memory, files and bytes."""
+    """Many small commits: time of a commit and of opening the store, memory, files and bytes.
+
+    With --writers: processes that each finish four samples every 0.2 s and commit them as a rollout does; samples a
+    second, and the time until a sample is committed.
+    """
+    from mopd_dataplane.bench import commit_writers
     from mopd_dataplane.bench.commits import measure
 
+    if writers:
+        rows = []
+        for number in writers:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
+                rows.append(commit_writers.measure(Path(scratch), number, seconds))
+        if as_json:
+            print_json(rows)
+        else:
+            names = commit_writers.FIGURES
+            print_fitting(names, [[round(row[name], 1) for name in names] for row in rows])
+        return
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
         figures = measure(Path(scratch), count)
     if as_json:
@@ -419,7 +439,10 @@ def add_to(app: Typer) -> None:
     register(group, link, "mopd bench link", "mopd bench link --samples 1000000 --json")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
-    register(group, commits, "mopd bench commits --commits 2000 --json")
+    register(
+        group, commits, "mopd bench commits --commits 2000 --json",
+        "mopd bench commits --writers 1 --writers 4 --writers 16 --writers 64",
+    )  # fmt: skip
     register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, queue, "mopd bench queue", "mopd bench queue --processes 16 --seconds 10 --json")
