@@ -37,6 +37,8 @@ STALL_S = 300.0
 STEADY = (0.1, 0.9)
 """Shares of the samples between whose commits the rates are measured: without the start, and without the last long
 samples, for which most slots wait."""
+LEAST_COMMITS = 8
+"""Fewest commits between these two."""
 OBJECTS_PER_VERSION = 4
 """Data file, transaction, manifest and acknowledgement of one version of a table."""
 VERIFIED = ("lost", "duplicated", "changed", "foreign", "acknowledged and lost", "audit findings")
@@ -177,20 +179,25 @@ def _drive(run: _Run, note: Callable[[str], None]) -> None:
 
 
 def _rates(run: _Run, store: Store) -> dict[str, Any]:
-    """Tokens and commits a second between the two shares of STEADY, and what the fleet stands for."""
+    """Tokens and commits a second between the two shares of STEADY, and requests of the whole run.
+
+    A run with too few commits for that is measured from its first to its last commit.
+    """
     lines = list(run.of("engine"))
     committed = np.cumsum([line["inserted"] for line in lines])
     first, last = (int(np.searchsorted(committed, share * committed[-1])) for share in STEADY)
-    steady = lines[first + 1 : last + 1]
-    seconds = lines[last]["time"] - lines[first]["time"]
+    if last - first < LEAST_COMMITS:
+        first, last = 0, len(lines) - 1
+    steady = lines[first + 1 : last + 1] or lines
+    seconds = lines[last]["time"] - lines[first]["time"] or lines[0]["commit_s"]
     tokens_per_s = sum(line["tokens"] for line in steady) / seconds
     lengths = store.samples(["total_len", "response_len"])
     versions = {name: store.dataset(name).version for name in store.names()}
     scored, trained = (sum(line["tokens"] for line in run.of(role)) for role in ("scorer", "trainer"))
-    rows_read = sum(len(line["uids"]) for line in run.of("scorer")) + sum(
-        len(line["rows"]) for line in run.of("trainer")
-    )
-    elapsed_s = lines[-1]["time"] - lines[0]["time"]
+    kinds = run.fleet.kinds
+    reads = sum(len(line["uids"]) for line in run.of("scorer") if line["kind"] == kinds[0])  # tokens
+    reads += sum((1 + len(kinds)) * len(line["rows"]) for line in run.of("trainer"))  # tokens and signals
+    elapsed_s = lines[-1]["time"] - lines[0]["time"] or seconds
     puts = OBJECTS_PER_VERSION * sum(versions.values())
     return {
         "tokens": sum(lengths["total_len"].to_pylist()),
@@ -198,7 +205,7 @@ def _rates(run: _Run, store: Store) -> dict[str, Any]:
         "longest response": int(np.max(lengths["response_len"])),
         "tokens/s": tokens_per_s,
         "tokens/day": tokens_per_s * DAY_S,
-        "simulated tokens/day": tokens_per_s * DAY_S / run.fleet.speed,
+        "tokens/day of the simulated fleet (computed)": tokens_per_s * DAY_S / run.fleet.speed,
         "tokens read by scorers": scored,
         "tokens read by trainers": trained,
         "sample commits/s": len(steady) / seconds,
@@ -206,18 +213,21 @@ def _rates(run: _Run, store: Store) -> dict[str, Any]:
         "versions of all tables": sum(versions.values()),
         "requests (computed)": {
             "PUT/s": puts / elapsed_s,
-            "GET/s": READS_PER_ROW * (1 + len(run.fleet.kinds)) * rows_read / 2 / elapsed_s,
+            "GET/s": READS_PER_ROW * reads / elapsed_s,
         },
     }
 
 
 def _waits(run: _Run) -> dict[str, Any]:
-    """Percentiles of the time until samples and signals were acknowledged, in ms."""
+    """Percentiles of the time until samples and signals were acknowledged, in ms.
+
+    The wait of a sample that ended in a process which was then killed is not known.
+    """
     waits = [wait for line in run.of("engine") for wait in line["waits_s"]]
     commits = [line["commit_s"] for line in run.of("engine")]
     signals = [line["commit_s"] for line in run.of("scorer")]
     return {
-        "sample: end to committed, ms": _percentiles(waits, 1e3),
+        "sample: end to committed, ms": {**_percentiles(waits, 1e3), "samples measured": len(waits)},
         "commit of samples, ms": _percentiles(commits, 1e3),
         "commit of signals, ms": _percentiles(signals, 1e3),
         "read of a training batch, ms": _percentiles([line["read_s"] for line in run.of("trainer")], 1e3),

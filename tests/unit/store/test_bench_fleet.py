@@ -139,6 +139,13 @@ def test_a_fleet_that_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> Non
     assert figures["bytes"]["tokens"] > 4 * figures["tokens"]
 
 
+def test_a_fleet_of_one_commit_has_figures(tmp_path: Path) -> None:
+    figures = measure(replace(SMALL, samples=4, kills=0, engines=1, trainers=2, topk=0), tmp_path)
+    assert figures["kills"] == {}
+    assert figures["tokens/day"] > 0
+    assert figures["staleness"]["steps"] == 1
+
+
 def test_a_store_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "audit", lambda *arguments: dict.fromkeys(VERIFIED, 0) | {"lost": 1})
     with pytest.raises(EngineError, match="'lost': 1"):
