@@ -1,6 +1,6 @@
 """Many processes that commit samples to one store in a folder, each with the committer of a rollout.
 
-Each writer finishes BATCH samples every WINDOW_S, as an engine would, and hands them to its committer. The token log is
+Each writer finishes some samples every WINDOW_S, as an engine would, and hands them to its committer. The token log is
 left out: a sample counts as durable at once, so all that is measured are commits.
 """
 
@@ -38,16 +38,17 @@ class _NoLog:
         """Return at once."""
 
 
-def measure(folder: Path, writers: int, seconds: float) -> dict[str, float]:
+def measure(folder: Path, writers: int, seconds: float, finished: int = BATCH) -> dict[str, float]:
     """Let so many writers commit for some seconds, and until everything is committed.
 
-    wait: from a sample's end until its commit has returned. files: under the store's folder at the end. Raises
-    EngineError when a writer fails, or when the store has other samples than the writers committed.
+    finished: samples that each writer finishes every WINDOW_S. wait: from a sample's end until its commit has returned.
+    files: under the store's folder at the end. Raises EngineError when a writer fails, or when the store has other
+    samples than the writers committed.
     """
     store = Store.create(folder / "store")
     context = fork_server(__name__)
     barrier = context.Barrier(writers, timeout=START_S)
-    processes = [start(context, _write, folder, number, seconds, barrier) for number in range(writers)]
+    processes = [start(context, _write, folder, number, seconds, finished, barrier) for number in range(writers)]
     for process in processes:
         process.join(START_S + seconds)
         if process.exitcode != 0:
@@ -61,7 +62,7 @@ def measure(folder: Path, writers: int, seconds: float) -> dict[str, float]:
     elapsed_s = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
     return {
         "writers": writers,
-        "offered samples/s": writers * BATCH / WINDOW_S,
+        "offered samples/s": writers * finished / WINDOW_S,
         "samples/s": samples / elapsed_s,
         "wait p50, ms": float(1e3 * np.percentile(waits, 50)),
         "wait p99, ms": float(1e3 * np.percentile(waits, 99)),
@@ -72,7 +73,7 @@ def measure(folder: Path, writers: int, seconds: float) -> dict[str, float]:
     }
 
 
-def _write(folder: Path, number: int, seconds: float, barrier: Barrier) -> None:
+def _write(folder: Path, number: int, seconds: float, finished: int, barrier: Barrier) -> None:
     """Commit one sample, wait for the other writers, then commit for some seconds; writes an answer as JSON."""
     store = Store.open(folder / "store")
     ends: dict[str, float] = {}
@@ -91,8 +92,7 @@ def _write(folder: Path, number: int, seconds: float, barrier: Barrier) -> None:
     begin = time.monotonic()
     for turn in range(max(1, round(seconds / WINDOW_S))):
         time.sleep(max(0.0, begin + turn * WINDOW_S - time.monotonic()))
-        for index in range(BATCH):
-            handle = turn * BATCH + index
+        for handle in range(turn * finished, (turn + 1) * finished):
             sample = bench_sample(first + 1 + handle, RESPONSE)
             ends[sample.uid] = time.monotonic()
             committer.hand_over(Finished(handle, handle, sample))

@@ -257,18 +257,19 @@ def _uid_rows(store: Store) -> Iterator[Iterator[tuple[str, int]]]:
 
 
 def _storage(run: _Run, store: Store) -> dict[str, Any]:
-    """Bytes and files of the store after a clean-up, beside what `mopd bench size` computes for these tokens."""
+    """Files before and after a clean-up, bytes that the newest versions need, and what `mopd bench size` computes."""
     files_before = sum(len(names) for _, _, names in os.walk(run.folder / "store"))
     store.compact(now=True)
     tables = store.info()["tables"]
+    needed = {name: facts["bytes"] - facts["freeable_bytes"] for name, facts in tables.items() if facts["rows"]}
     tokens = store.samples(["total_len", "response_len"])
     total, responses = (sum(tokens[name].to_pylist()) for name in ("total_len", "response_len"))
     computed = LIST_OVERHEAD * (TOKEN_BYTES * total + RESPONSE_BYTES * responses)
     return {
         "files while running": files_before,
         "files after compact": sum(len(names) for _, _, names in os.walk(run.folder / "store")),
-        "bytes": {name: facts["bytes"] for name, facts in tables.items() if facts["rows"]},
-        "bytes/token of tokens": tables["tokens"]["bytes"] / total,
+        "bytes": needed,
+        "bytes/token of tokens": needed["tokens"] / total,
         "bytes/token of tokens (computed)": computed / total,
     }
 

@@ -172,6 +172,7 @@ def run_trainer(fleet: Fleet, folder: Path, number: int) -> None:
         plan = store.plan(stage, earlier)
         assert plan is not None  # a plan is durable before its first step
         rows.append(plan.sample_rows)
+        store.release(f"{stage}-{earlier}")  # a kill may have come between the step and this
     while len(planned := np.concatenate(rows)) < total:
         publish_file(folder / "policies" / stage, str(window).encode())
         plan = store.plan(stage, window) or _plan(fleet, store, stage, window, planned, total)

@@ -118,13 +118,14 @@ def commits(
     writers: Annotated[
         list[int] | None, Option("--writers", min=1, help="Measure so many concurrent writers instead; repeatable.")
     ] = None,
+    finished: Annotated[int, Option("--finished", min=1, help="Samples that each writer finishes every 0.2 s.")] = 4,
     seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
     """Many small commits: time of a commit and of opening the store, memory, files and bytes.
 
-    With --writers: processes that each finish four samples every 0.2 s and commit them as a rollout does; samples a
+    With --writers: processes that each finish some samples every 0.2 s and commit them as a rollout does; samples a
     second, and the time until a sample is committed.
     """
     from mopd_dataplane.bench import commit_writers
@@ -134,7 +135,7 @@ def commits(
         rows = []
         for number in writers:
             with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
-                rows.append(commit_writers.measure(Path(scratch), number, seconds))
+                rows.append(commit_writers.measure(Path(scratch), number, seconds, finished))
         if as_json:
             print_json(rows)
         else:
