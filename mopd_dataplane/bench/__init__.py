@@ -9,11 +9,17 @@ trainer.py       a trainer process that only reads
 write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by
 commits.py       a store under many small commits: time, memory, files
+commit_writers.py  the same with 1 to 64 writers
 fork.py          a fork by the size of its run
 wal.py           speed of the token log
 queue.py         the queue under 1 to 64 writers, beside the disk
 queue_client.py  one of these writers
 queue_backends.py  a real TransferQueue over this store and over its own memory
+fleet.py         a simulated fleet on one store, killed again and again
+fleet_settings.py  its options
+fleet_member.py  one of its processes: an engine, a scorer or a trainer
+fleet_audit.py   its store, compared with what it must hold
+replay.py        an engine that replays scripted responses in place of a model
 sample.py        cost of drawing a token
 decode.py        a decode step beside transformers' generate
 adapters.py      many teachers that are adapters on one base
@@ -31,6 +37,7 @@ gpu.py           `make gpu`: measurements on a GPU, and their page
 gpu_parts.py     its parts, one a process
 gpu_step.py      the training step that one of them measures
 calls.py         wall time of a call, and a call in a process of its own
+forked.py        processes that start in milliseconds
 crowd.py         several concurrent processes, measured from outside
 opened.py        which files are opened while a block runs
 """

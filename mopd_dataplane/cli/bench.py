@@ -9,6 +9,7 @@ from typer import Argument, Option, Typer
 
 from mopd_dataplane.base.files import check_target
 from mopd_dataplane.bench import size as sizes
+from mopd_dataplane.bench.fleet_settings import Fleet
 from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import AsJson, register
 from mopd_dataplane.cli.rows import print_fitting
@@ -114,12 +115,33 @@ def write(
 
 def commits(
     count: Annotated[int, Option("--commits", min=8, help="Commits of four short samples.")] = 2000,
+    writers: Annotated[
+        list[int] | None, Option("--writers", min=1, help="Measure so many concurrent writers instead; repeatable.")
+    ] = None,
+    finished: Annotated[int, Option("--finished", min=1, help="Samples that each writer finishes every 0.2 s.")] = 4,
+    seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Many small commits: time of a commit and of opening the store, memory, files and bytes."""
+    """Many small commits: time of a commit and of opening the store, memory, files and bytes.
+
+    With --writers: processes that each finish some samples every 0.2 s and commit them as a rollout does; samples a
+    second, and the time until a sample is committed.
+    """
+    from mopd_dataplane.bench import commit_writers
     from mopd_dataplane.bench.commits import measure
 
+    if writers:
+        rows = []
+        for number in writers:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
+                rows.append(commit_writers.measure(Path(scratch), number, seconds, finished))
+        if as_json:
+            print_json(rows)
+        else:
+            names = commit_writers.FIGURES
+            print_fitting(names, [[round(row[name], 1) for name in names] for row in rows])
+        return
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
         figures = measure(Path(scratch), count)
     if as_json:
@@ -198,6 +220,24 @@ def queue(
     print_fitting(
         names, [[row[name] if isinstance(row[name], str) else round(row[name], 2) for name in names] for row in rows]
     )
+
+
+def fleet(
+    settings: Fleet,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """A simulated fleet on one store: engines, scorers and trainers that are killed with SIGKILL and started again.
+
+    Prints tokens a day, requests, bytes, waits for acknowledgements, staleness, and what an audit of the store counts
+    as lost or duplicated. Engines replay lengths and rates in place of models; everything else is real. Ends with an
+    error if anything was lost, duplicated or changed.
+    """
+    from mopd_dataplane.bench.fleet import measure
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-fleet-") as scratch:
+        figures = measure(settings, Path(scratch).resolve(), lambda text: None if as_json else note(text))
+    print_json(figures) if as_json else print_facts(figures)
 
 
 def sample(
@@ -411,16 +451,17 @@ def add_to(app: Typer) -> None:
     register(group, link, "mopd bench link", "mopd bench link --samples 1000000 --json")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
-    register(group, commits, "mopd bench commits --commits 2000 --json")
+    register(
+        group, commits, "mopd bench commits --commits 2000 --json",
+        "mopd bench commits --writers 1 --writers 4 --writers 16 --writers 64",
+    )  # fmt: skip
     register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(
-        group,
-        queue,
-        "mopd bench queue",
-        "mopd bench queue --processes 16 --seconds 10 --json",
+        group, queue, "mopd bench queue", "mopd bench queue --processes 16 --seconds 10 --json",
         "mopd bench queue --backends --processes 4",
-    )
+    )  # fmt: skip
+    register(group, fleet, "mopd bench fleet", "mopd bench fleet --engines 8 --samples 20000 --kills 40 --json")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, decode, "mopd bench decode", "mopd bench decode --size tiny --model llama --json")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")

@@ -244,16 +244,36 @@ class Table:
             return self._keys.find(dataset, keys), dataset
 
     def append(self, rows: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-        """Append payload rows. Returns their row ids, [n], and a version that has them."""
+        """Append payload rows. Returns their row ids, [n], and a version that has them. Raises ResourceError when
+        COMMIT_ATTEMPTS commits in a row conflict with other writers."""
         with commit_in_flight(self._location, self.name), writing(self.uri):
             dataset = self.open_with_new_columns()
             fragments = self._write(dataset, rows)
             fault_point(f"{self.name}.append.written")
-            self.check_files(fragments)
-            operation = lance.LanceOperation.Append(fragments)
-            dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
+            dataset = self._append_files(dataset, fragments)
         fault_point(f"{self.name}.append.committed")
         return ids_of_files(dataset, _paths(fragments)), self.compact_if_needed(dataset)
+
+    def _append_files(self, dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> lance.LanceDataset:
+        for attempt in range(COMMIT_ATTEMPTS):
+            self.check_files(fragments)
+            operation = lance.LanceOperation.Append(fragments)
+            try:
+                return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
+            except OSError as error:
+                if not is_commit_conflict(error):
+                    raise
+            dataset = self.open()
+            if _contains_files(dataset, fragments):  # it did commit: only its reply was lost
+                return dataset
+            time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
+        raise self._too_many_conflicts()
+
+    def _too_many_conflicts(self) -> ResourceError:
+        return ResourceError(
+            f"{self.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other writers; run fewer "
+            "writers at a time, or retry"
+        )
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
         """Append rows to exactly this version. Returns None, with nothing changed, when another commit came first."""
@@ -296,10 +316,7 @@ class Table:
                     self._keys.add(committed, matches[is_new], rows.filter(pa.array(is_new)))
                 return InsertResult(matches[first_index], is_new, committed)
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
-        raise ResourceError(
-            f"{self.uri}: {COMMIT_ATTEMPTS} commits in a row conflicted with other writers; run fewer "
-            "writers at a time, or retry"
-        )
+        raise self._too_many_conflicts()
 
     def raise_if_different(self, rows: pa.Table, columns: Sequence[str]) -> None:
         """Raise MismatchError if two rows have the same key but differ in these columns.

@@ -75,5 +75,6 @@ def is_missing(error: BaseException, folder: str) -> bool:
 
 
 def is_commit_conflict(error: OSError) -> bool:
-    """Check if a commit failed because another one came first; Lance has two messages for that."""
-    return isinstance(error, CommitConflictError) or "commit conflict" in str(error)
+    """Check if a commit failed because others came first; Lance has three messages for that, the last after retries."""
+    text = str(error)
+    return isinstance(error, CommitConflictError) or "commit conflict" in text or "Too many concurrent writers" in text

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import store_builders as build
 
-from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.errors import MismatchError, ResourceError
 from mopd_dataplane.store.commit import table as table_module
 from mopd_dataplane.store.commit.signals import payload_table
 from mopd_dataplane.store.dataset import Store
@@ -124,6 +124,53 @@ def test_a_lost_reply_is_not_an_insert_twice(store: Store, monkeypatch: pytest.M
     assert receipt.inserted == 16
     assert receipt.rows.tolist() == list(range(16))
     assert store.add_prompts([]) == 0
+    check_samples(store, 16)
+
+
+LANCE_GAVE_UP = "Too many concurrent writers. Attempted 9 times, but failed on retry_timeout of 30.000 seconds."
+
+
+@pytest.mark.parametrize("is_committed", [False, True], ids=["nothing was committed", "only the reply was lost"])
+def test_an_append_that_lance_gives_up_is_repeated_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    real = table_module.lance.LanceDataset.commit
+    appends = []
+
+    def commit(base: object, operation: object, **options: object) -> object:
+        if not isinstance(operation, table_module.lance.LanceOperation.Append):
+            return real(base, operation, **options)
+        appends.append(real(base, operation, **options) if is_committed or appends else None)
+        if len(appends) == 1:
+            raise OSError(LANCE_GAVE_UP)
+        return appends[-1]
+
+    monkeypatch.setattr(table_module.lance.LanceDataset, "commit", staticmethod(commit))
+    assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 16
+    assert len(appends) == (1 if is_committed else 2)
+    assert store.dataset("tokens").count_rows() == 16
+    check_samples(store, 16)
+
+
+def test_appends_that_never_succeed_are_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(base: object, operation: object, **options: object) -> object:
+        raise OSError(LANCE_GAVE_UP)
+
+    monkeypatch.setattr(table_module, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(table_module.lance.LanceDataset, "commit", staticmethod(commit))
+    with pytest.raises(ResourceError, match="64 commits in a row conflicted"):
+        store.commit_samples([build.sample(0)])
+
+
+def test_a_merge_that_lance_gives_up_does_not_fail_the_commit_before_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def merge_small(*arguments: object) -> int:
+        raise OSError(LANCE_GAVE_UP)
+
+    monkeypatch.setattr(table_module, "merge_limit", lambda dataset: 1)
+    monkeypatch.setattr(table_module, "merge_small", merge_small)
+    assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 16
     check_samples(store, 16)
 
 

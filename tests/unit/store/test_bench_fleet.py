@@ -1,0 +1,160 @@
+"""The simulated fleet: its audit sees every kind of loss, and a fleet that is killed loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mopd_dataplane.bench import fleet as fleet_module
+from mopd_dataplane.bench.commit_writers import FIGURES
+from mopd_dataplane.bench.commit_writers import measure as measure_writers
+from mopd_dataplane.bench.fleet import VERIFIED, measure
+from mopd_dataplane.bench.fleet_audit import audit
+from mopd_dataplane.bench.fleet_member import expected_samples, policy_version, run_member
+from mopd_dataplane.bench.fleet_settings import Fleet
+from mopd_dataplane.bench.length_bias import Interrupted, Killed
+from mopd_dataplane.bench.replay import ReplayEngine, expected_response, reply, script_of
+from mopd_dataplane.errors import EngineError
+from mopd_dataplane.job import sections
+from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
+from mopd_dataplane.store.dataset import Store
+
+SMALL = Fleet(
+    engines=2, scorers=2, trainers=1, slots=8, samples=32, mean_tokens=20, longest=200, multi_turn=0.5, pause_s=0.1,
+    rate=100, batch=12, step_s=0.1, topk=2, speed=20, kills=3,
+)  # fmt: skip
+"""A fleet whose work takes a second or two of one core."""
+
+
+class _Mortal(Interrupted, ReplayEngine):
+    """The replay engine, which may be killed."""
+
+
+def test_a_rollout_that_is_killed_ends_with_the_scripted_tokens(tmp_path: Path) -> None:
+    lengths = SMALL.lengths
+    prompts = [Prompt(prompt_id=f"p{number}", domain="bench", text="") for number in range(12)]
+    committed: dict[str, Sample] = {}
+    for steps in (7, 30, 0):
+        engine = _Mortal(slots=4, rate=1e5, pause_s=0.002, lengths=lengths, version=0)
+        engine.left = steps
+        task = RolloutTask(
+            stage="replay", iteration=0, seed=0, wal=sections.Wal(), wal_dir=tmp_path, render=lambda prompt: [1, 2],
+            rollout=sections.Rollout(max_new_tokens=lengths.longest),
+        )  # fmt: skip
+        try:
+            run_rollout(
+                engine, prompts, task, environment=lambda turn: reply(turn, lengths), skip_uids=committed.keys(),
+                commit=lambda batch: committed.update({sample.uid: sample for sample in batch}),
+            )  # fmt: skip
+        except Killed:
+            assert steps
+    assert len(committed) == 12
+    assert any(sample.interruptions for sample in committed.values())
+    assert {sample.finish_reason for sample in committed.values()} == {"stop", "length"}
+    for uid, sample in committed.items():
+        tokens, logprobs, mask = expected_response(uid, lengths)
+        np.testing.assert_array_equal(sample.tokens[2:], tokens)
+        np.testing.assert_array_equal(sample.logprobs, logprobs)
+        np.testing.assert_array_equal(sample.loss_mask, mask)
+        assert sample.turns == len(script_of(uid, lengths).turns)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """Folder of a fleet whose members worked one after the other, in this process."""
+    fleet_module.make_store(SMALL, tmp_path)
+    for role, count in (("engine", SMALL.engines), ("scorer", SMALL.scorers), ("trainer", SMALL.trainers)):
+        for number in range(count):
+            run_member(SMALL, tmp_path, role, number)
+    return tmp_path
+
+
+def counts(folder: Path, fleet: Fleet = SMALL, acknowledged: tuple[str, ...] = ()) -> dict[str, int]:
+    """What the audit counts that is not 0."""
+    result = audit(Store.open(folder / "store"), fleet, acknowledged)
+    return {name: result[name] for name in VERIFIED if result[name]}
+
+
+def test_the_audit_of_a_whole_store_counts_nothing(finished: Path) -> None:
+    assert counts(finished) == {}
+    assert policy_version(finished, "student-0") == 3  # 32 samples in steps of 12
+    assert Store.open(finished / "store").table("steps", ["samples"])["samples"].to_pylist() == [12, 12, 8]
+    run_member(SMALL, finished, "engine", 0)
+    run_member(SMALL, finished, "scorer", 0)
+    run_member(SMALL, finished, "trainer", 0)
+    assert counts(finished) == {}  # a member that is started again has nothing to do
+
+
+def _remove_step(store: Store) -> None:
+    store.table_handle("steps").open().delete("step = 2")
+
+
+def _repeat_step(store: Store) -> None:
+    (row,) = store.table("steps", filter="step = 2").to_pylist()
+    row["step"] = 3
+    store.insert_rows(
+        "steps", store.table("steps").schema.empty_table().from_pylist([row], store.table("steps").schema)
+    )
+
+
+def _remove_signal(store: Store) -> None:
+    store.table_handle("scores").open().delete("sample_row = 5 and kind = 'topk'")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [(_remove_step, {"lost": 8}), (_repeat_step, {"duplicated": 8}), (_remove_signal, {"lost": 1})],
+    ids=["a step is missing", "a window was trained twice", "a signal is missing"],
+)
+def test_the_audit_counts_damage(finished: Path, damage: Callable[[Store], None], expected: dict[str, int]) -> None:
+    damage(Store.open(finished / "store"))
+    found = counts(finished)
+    assert {name: found.get(name, 0) for name in expected} == expected
+
+
+def test_the_audit_compares_samples_with_their_scripts(finished: Path) -> None:
+    samples = len(list(expected_samples(SMALL)))
+    assert counts(finished, replace(SMALL, mean_tokens=21))["changed"] > samples // 2
+    more = counts(finished, replace(SMALL, samples=48))
+    assert (more["lost"], more.get("duplicated", 0)) == (16 * 4, 0)  # the sample, two signals, training
+    assert counts(finished, acknowledged=("0" * 32,)) == {"acknowledged and lost": 1}
+
+
+def test_a_fleet_that_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    notes: list[str] = []
+    figures = measure(SMALL, tmp_path, notes.append)
+    assert sum(figures["kills"].values()) == len(notes) > 0
+    assert {name: figures["audit"][name] for name in VERIFIED} == dict.fromkeys(VERIFIED, 0)
+    assert figures["audit"]["samples"] == 32
+    assert figures["fleet"] == asdict(SMALL)
+    assert figures["tokens/day"] > 0
+    assert 0 < figures["sample: end to committed, ms"]["p50"] <= figures["sample: end to committed, ms"]["p99"]
+    assert figures["staleness"]["steps"] == 3
+    assert figures["requests (computed)"]["PUT/s"] > 0
+    assert figures["bytes"]["tokens"] > 4 * figures["tokens"]
+
+
+def test_a_fleet_of_one_commit_has_figures(tmp_path: Path) -> None:
+    figures = measure(replace(SMALL, samples=4, kills=0, engines=1, trainers=2, topk=0), tmp_path)
+    assert figures["kills"] == {}
+    assert figures["tokens/day"] > 0
+    assert figures["staleness"]["steps"] == 1
+
+
+def test_a_store_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "audit", lambda *arguments: dict.fromkeys(VERIFIED, 0) | {"lost": 1})
+    with pytest.raises(EngineError, match="'lost': 1"):
+        measure(replace(SMALL, samples=4, kills=0, engines=1, scorers=1, topk=0), tmp_path)
+
+
+def test_concurrent_writers_commit_every_sample(tmp_path: Path) -> None:
+    figures = measure_writers(tmp_path, 2, 0.4)
+    assert set(FIGURES) <= figures.keys()
+    assert figures["offered samples/s"] == 40
+    assert 0 < figures["wait p50, ms"] <= figures["wait p99, ms"]
+    assert Store.open(tmp_path / "store").dataset("samples").count_rows() == 2 * (1 + 2 * 4)
