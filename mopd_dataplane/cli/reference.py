@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from mopd_dataplane.cli.app import app
-from mopd_dataplane.fields import FIELDS, Field
+from mopd_dataplane.fields import ALIGNMENT, FIELDS, SIGNALS, Field
 
 _HEAD = """# The command line
 
@@ -44,8 +44,9 @@ of a slot, how a pack is cut, what a micro-batch carries, import and export foll
 as an attribute where its class declares one, else in `extra` by its name.
 
 Axes: **token** all tokens of a sample; **read** all but the last; **response** those after the prompt; **trained**
-those with `loss_mask` 1; **ragged** several for each trained token; **span** one for each stretch of one policy
-version; **sample** and **bound** one for each sample of a pack. A field of some tokens has a value for every token of a
+those with `loss_mask` 1; **ragged** several for each trained token; **teacher** the response in the tokens of a teacher
+with another tokenizer; **span** one for each stretch of one policy version; **sample** and **bound** one for each
+sample of a pack. A field of some tokens has a value for every token of a
 pack, 0 or its blank where the store has none. Packs carry a record where `LoadSpec.recorded` names it and some sample
 of the window has it, and a signal where `LoadSpec.signals` names it.
 
@@ -71,7 +72,7 @@ def fields_page() -> str:
 def _cells(field: Field) -> list[str]:
     where = f"`{field.table}`, `{field.column}`" if field.table else "made by the loader"
     width = f", `{field.width}` each" if field.width else ""
-    packed = f"`{field.pack}`: {field.pack_axis}{width}"
+    packed = "never" if field.table == SIGNALS + ALIGNMENT else f"`{field.pack}`: {field.pack_axis}{width}"
     return [f"`{field.name}`", where, field.axis, np.dtype(field.dtype).name, packed, field.record, field.doc]
 
 
