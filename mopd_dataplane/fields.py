@@ -9,6 +9,7 @@ Axes, in the letters of records.py:
     token     [L] every token of a sample          read      [L - 1] every token but the last, which nothing reads
     response  [R] every token after the prompt     trained   [M] every token with loss_mask 1
     ragged    as many values for each trained token as the field named by `sizes` says, token after token
+    teacher   [Q] every token of the response in the tokens of a teacher with another tokenizer; no pack carries it
     span      a value for each stretch of one policy version
     sample    [S] one value for each sample of a pack, made by the loader
     bound     [S + 1] where the samples of a pack begin and end, made by the loader
@@ -22,12 +23,14 @@ from typing import Any, Literal
 
 from mopd_dataplane.errors import UnknownNameError, nearest
 
-Axis = Literal["token", "read", "response", "trained", "ragged", "span", "sample", "bound"]
+Axis = Literal["token", "read", "response", "trained", "ragged", "teacher", "span", "sample", "bound"]
 
 TOKENS = "tokens"
 """Table of what is recorded of every sample."""
 SIGNALS = "signals/*/"
 """Tables of what teachers say; the kind of signal follows."""
+ALIGNMENT = "alignment"
+"""Kind of the signal that records how the tokens of a teacher with another tokenizer lie over the student's."""
 INT32 = (-(1 << 31), (1 << 31) - 1)
 IDS = (0, INT32[1])
 
@@ -148,11 +151,25 @@ FIELDS: tuple[Field, ...] = (
         name="hidden", dtype="|u1", axis="trained", table=SIGNALS + "hidden", width="row_bytes", blob=True,
         doc="[M, row_bytes] codec bytes, one contiguous run per position",
     ),
+    Field(
+        name="student_chunk_ends", dtype="|u1", axis="response", table=SIGNALS + ALIGNMENT, values=(0, 1), batch="",
+        doc="[R] 1 where a chunk ends: the text up to this token ends with a token of the teacher too",
+    ),
+    Field(
+        name="teacher_tokens", dtype="<i4", axis="teacher", table=SIGNALS + ALIGNMENT, values=IDS, batch="",
+        doc="[Q] token ids of the response in the teacher's own tokenizer",
+    ),
+    Field(
+        name="teacher_chunk_ends", dtype="|u1", axis="teacher", table=SIGNALS + ALIGNMENT, values=(0, 1), batch="",
+        doc="[Q] 1 where the same chunk ends in the teacher's tokens",
+    ),
 )  # fmt: skip
 """Every field. The stored ones of one table are in the order of its checksum."""
 
 SIGNAL_KINDS = tuple(dict.fromkeys(f.table.removeprefix(SIGNALS) for f in FIELDS if f.table.startswith(SIGNALS)))
 """Kinds of signals that have fields here."""
+PACK_KINDS = tuple(kind for kind in SIGNAL_KINDS if kind != ALIGNMENT)
+"""Those of them that packs can carry and objectives can use."""
 REFERENCE = "reference_logprobs"
 """The field that the log-prob signal of another teacher fills."""
 DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
@@ -162,7 +179,9 @@ PLUGIN_KIND = re.compile("[a-z][a-z0-9_]{0,23}")
 """Names that a kind of signal of another package may have."""
 PLUGIN_COLUMN = "values"
 """Column of its table."""
-_TAKEN = frozenset(name for field in FIELDS for name in (field.name, field.pack, field.column, PLUGIN_COLUMN))
+_TAKEN = frozenset(
+    (ALIGNMENT, PLUGIN_COLUMN, *(name for field in FIELDS for name in (field.name, field.pack, field.column)))
+)
 
 
 def of_table(table: str) -> tuple[Field, ...]:
@@ -185,7 +204,7 @@ def plugin_field(kind: str) -> Field:
     the package. Raises UnknownNameError for a name that no kind may have."""
     if not PLUGIN_KIND.fullmatch(kind) or kind in _TAKEN:
         raise UnknownNameError(
-            f"no signal {kind!r:.40}: {nearest(kind, SIGNAL_KINDS)}; a signal of another package has a name of 1 to 24 "
+            f"no signal {kind!r:.40}: {nearest(kind, PACK_KINDS)}; a signal of another package has a name of 1 to 24 "
             "characters of a-z, 0-9 and '_' that begins with a letter and is not a field of docs/fields.md"
         )
     return Field(

@@ -154,11 +154,13 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Signal:
-    """One teacher's values for one sample, in one of three fidelities or as another package's kind.
+    """One teacher's values for one sample, in one of three fidelities, its own tokens, or another package's kind.
 
     kind logprob: logprob [R] f32, 0 where loss_mask is 0.
     kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
     kind hidden:  hidden [M, row_bytes] uint8, codec bytes of the state that predicts each loss-masked token, in order.
+    kind alignment: in `extra`, student_chunk_ends [R] uint8, teacher_tokens [Q] int32 and teacher_chunk_ends [Q] uint8,
+                  with Q the number of tokens of the response in the teacher's tokenizer.
     any other:    `extra[kind]` [R] f32, 0 where loss_mask is 0 (score/signal_kinds.py).
     """
 

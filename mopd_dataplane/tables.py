@@ -202,13 +202,19 @@ SIGNAL_HIDDEN = signal_spec(
     _field("row_bytes", pa.int32(), "bytes of one position under the codec", unit="bytes"),
 )
 
+SIGNAL_ALIGNMENT = signal_spec(
+    fields.ALIGNMENT,
+    "One row is the response of a sample in the tokens of a teacher with another tokenizer, and the chunks of text "
+    "whose ends are ends of tokens on both sides.",
+)
+
 SCORES = TableSpec(
     "scores",
     "One row is the signal of one kind by one teacher for one sample. A signal exists when this row is visible.",
     (
         _field("uid", _STRING, "sample"),
         _field("teacher", _STRING, "teacher name"),
-        _field("kind", _STRING, "logprob, topk, hidden, or the name of another package's kind"),
+        _field("kind", _STRING, "logprob, topk, hidden, alignment, or the name of another package's kind"),
         _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
         _field(
             "payload_row",
@@ -405,7 +411,8 @@ LATER = frozenset({TOKEN_STATS.name, CHANGES.name, LINKS.name})
 """Fixed tables that a store made by an older version may lack until something is written to them."""
 
 SIGNALS: dict[str, TableSpec] = {
-    spec.name.removeprefix(fields.SIGNALS): spec for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN)
+    spec.name.removeprefix(fields.SIGNALS): spec
+    for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN, SIGNAL_ALIGNMENT)
 }
 """One dataset per (teacher, kind), at signals/<teacher>/<kind>; other packages' kinds: see plugin_signal."""
 

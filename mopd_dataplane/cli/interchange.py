@@ -100,7 +100,7 @@ def export(
         str, Option("--as", metavar="FORM", help="Form of a row: plain, sft, messages, tokens or traces.")
     ] = "plain",
     signals: Annotated[
-        str, Option("--signals", metavar="KINDS", help="Signals of teachers to include: logprob,topk,hidden.")
+        str, Option("--signals", metavar="KINDS", help="Signals of teachers to include: logprob,topk,hidden,alignment.")
     ] = "",
     teacher: Annotated[
         list[str] | None, Option("--teacher", metavar="NAME", help="Teacher whose signals are included; repeatable.")
@@ -114,7 +114,8 @@ def export(
 
     `plain` is everything, and `mopd import plain` reads it back unchanged. `sft` has prompt and completion, `messages`
     a conversation, `tokens` the exact ids with labels and columns for each teacher, `traces` episodes of verifiers and
-    prime-rl. Hidden states come with the LM heads of their teachers, in the folder OUT.heads.
+    prime-rl. Hidden states come with the LM heads of their teachers, in the folder OUT.heads, and alignments with
+    their tokenizers, in OUT.tokenizers.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.interchange.exporter import export_samples

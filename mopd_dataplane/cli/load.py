@@ -12,7 +12,7 @@ from mopd_dataplane.cli.jobs import Keys, Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import EngineError, InputError, UnknownNameError, require_known
-from mopd_dataplane.fields import SIGNAL_KINDS
+from mopd_dataplane.fields import ALIGNMENT, PACK_KINDS
 
 POLL_INTERVAL_S = 0.5
 """Pause between looks whether the loader still runs."""
@@ -76,13 +76,13 @@ def _check_names(uri: str, stage: str, signals: list[str]) -> None:
     from mopd_dataplane.store.dataset import Store
 
     store = Store.open(uri)
-    there = {name.rpartition("/")[2] for name in store.names() if name.startswith("signals/")}
+    there = {name.rpartition("/")[2] for name in store.names() if name.startswith("signals/")} - {ALIGNMENT}
     job = store.read_json("job.json") or {}
     stages = {str(one["name"]): one for one in job.get("stages", [])}
     named = {name for one in stages.values() for name in one.get("score", {}).get("signals", {})}
     for kind in signals:
         require_known(
-            kind, sorted({*SIGNAL_KINDS, *there, *named, *entry_points(group="mopd.signals").names}), "--signal"
+            kind, sorted({*PACK_KINDS, *there, *named, *entry_points(group="mopd.signals").names}), "--signal"
         )
     if stage not in stages:
         in_tables = "select stage from samples union select stage from plans"
@@ -109,7 +109,7 @@ def _signals_of(remembered: dict[str, Any], stage: str) -> set[str]:
     try:
         job = Job.model_validate(remembered)
     except ValidationError:
-        return set(SIGNAL_KINDS)
+        return set(PACK_KINDS)
     own = job.stage(stage)
     return {*job.objective(own).signals, *own.score.signals}
 

@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from mopd_dataplane.cli.app import app
-from mopd_dataplane.fields import FIELDS, Field
+from mopd_dataplane.fields import ALIGNMENT, FIELDS, SIGNALS, Field
 
 _HEAD = """# The command line
 
@@ -65,6 +65,7 @@ the row. A record keeps a field as an attribute where its class declares one, el
 | **response** | one for every token after the prompt |
 | **trained** | one for every token with `loss_mask` 1 |
 | **ragged** | several for each trained token |
+| **teacher** | one for every token of the response in the tokens of a teacher with another tokenizer |
 | **span** | one for each stretch of one policy version |
 | **sample**, **bound** | one for each sample of a pack; bounds have one more |
 
@@ -94,7 +95,7 @@ def fields_page() -> str:
 def _cells(field: Field) -> list[str]:
     where = f"`{field.table}`, `{field.column}`" if field.table else "made by the loader"
     width = f", `{field.width}` each" if field.width else ""
-    packed = f"`{field.pack}`: {field.pack_axis}{width}"
+    packed = "never" if field.table == SIGNALS + ALIGNMENT else f"`{field.pack}`: {field.pack_axis}{width}"
     return [f"`{field.name}`", where, field.axis, np.dtype(field.dtype).name, packed, field.record, field.doc]
 
 

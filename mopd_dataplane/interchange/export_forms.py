@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.fields import PLUGIN_COLUMN
+from mopd_dataplane.fields import ALIGNMENT, PLUGIN_COLUMN
 from mopd_dataplane.interchange.export_traces import Traces
 from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.interchange.signal_entries import ENTRY, SignalsOut
@@ -182,6 +182,9 @@ class _Tokens:
             elif kind == "topk":
                 row[f"topk_ids/{teacher}"] = _in_rows(entry["topk_ids"], width)
                 row[f"topk_logprobs/{teacher}"] = _in_rows(entry["topk_logprobs"], width)
+            elif kind == ALIGNMENT:
+                row[f"chunk_ends/{teacher}"] = [0] * start + entry["student_chunk_ends"]
+                row |= {f"{name}/{teacher}": entry[name] for name in ("teacher_tokens", "teacher_chunk_ends")}
             elif kind not in _TEACHER_COLUMNS:
                 row[f"{kind}/{teacher}"] = before + entry[PLUGIN_COLUMN]
             else:
@@ -194,8 +197,13 @@ _TEACHER_COLUMNS: dict[str, dict[str, pa.DataType]] = {
     "logprob": {"logprob": pa.list_(pa.float32())},
     "topk": {"topk_ids": pa.list_(pa.list_(pa.int32())), "topk_logprobs": pa.list_(pa.list_(pa.float32()))},
     "hidden": {"hidden": pa.list_(pa.binary()), "hidden_codec": pa.string()},
-}
-"""Columns of a teacher: log-probs for every token of input_ids, the others for every token of completion_mask 1."""
+    ALIGNMENT: {
+        "chunk_ends": pa.list_(pa.int8()), "teacher_tokens": pa.list_(pa.int32()),
+        "teacher_chunk_ends": pa.list_(pa.int8()),
+    },
+}  # fmt: skip
+"""Columns of a teacher: log-probs and chunk ends for every token of input_ids, teacher_tokens and teacher_chunk_ends
+for the response in the teacher's own tokens, the others for every token of completion_mask 1."""
 
 
 def _teacher_columns(kind: str) -> dict[str, pa.DataType]:

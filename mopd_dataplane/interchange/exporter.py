@@ -22,11 +22,13 @@ from mopd_dataplane.base.file_urls import (
     suffix_of,
 )
 from mopd_dataplane.errors import InputError, UnknownNameError, require_known
+from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.interchange.export_forms import FORMS, Form
 from mopd_dataplane.interchange.signal_entries import SignalsOut
-from mopd_dataplane.interchange.teachers_in import head_beside
+from mopd_dataplane.interchange.teachers_in import head_beside, tokenizer_beside
 from mopd_dataplane.records import Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.read.decode import read_tokenizer
 from mopd_dataplane.store.rollouts.conditions import Conditions, job_questions
 
 KINDS = ("parquet", "jsonl", "arrow", "datasets")
@@ -65,8 +67,9 @@ def export_samples(
 
     out: a path or a URL; it appears when it is complete. kind: one of KINDS; by default that of the suffix of `out`.
     form: form of a row, one of export_forms.FORMS. signals: kinds of signals in the rows; for hidden states the heads
-    of their teachers are written to the folder `<out>.heads`. teachers: names of teachers; by default every teacher.
-    where: a condition over the table of rollouts, such as "domain = 'math' and reward > 0".
+    of their teachers are written to the folder `<out>.heads`, for alignments the tokenizers to `<out>.tokenizers`.
+    teachers: names of teachers; by default every teacher. where: a condition over the table of rollouts, such as
+    "domain = 'math' and reward > 0".
     Raises InputError when `out` exists, the form does not support the kind, or the kind needs a package that is
     missing.
     Raises UnknownNameError when no sample matches or a teacher does not exist.
@@ -90,6 +93,8 @@ def export_samples(
             staging = _as_dataset(staging, scratch)
         if "hidden" in signals:
             _publish_heads(store, said.teachers.values(), out, scratch)
+        if ALIGNMENT in signals:
+            _publish_tokenizers(store, said, out, scratch)
         publish_new(staging, out)
     return len(rows)
 
@@ -167,6 +172,18 @@ def _publish_heads(store: Store, teachers: Iterable[Teacher], out: PathOrUrl, sc
         if not is_url(target):
             local_path(target).parent.mkdir(exist_ok=True)
         publish_new(head, target)
+
+
+def _publish_tokenizers(store: Store, said: SignalsOut, out: PathOrUrl, scratch: Path) -> None:
+    """Copy the tokenizers of teachers with one of their own beside the export."""
+    digests = {teacher.tokenizer_digest for name, teacher in said.teachers.items() if said.has(name, ALIGNMENT)}
+    for digest in sorted(digests):
+        file = scratch / f"{digest}.json"
+        file.write_text(read_tokenizer(store.location, digest))
+        target = tokenizer_beside(out, digest)
+        if not is_url(target):
+            local_path(target).parent.mkdir(exist_ok=True)
+        publish_new(file, target)
 
 
 def _as_dataset(parquet: Path, scratch: Path) -> Path:

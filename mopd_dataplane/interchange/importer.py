@@ -9,6 +9,7 @@ from typing import Any
 
 from mopd_dataplane.base.file_urls import PathOrUrl, files_at
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.interchange.conversion import Conversion, Converted, ImportSettings
 from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.teachers_in import Teachers
@@ -136,8 +137,9 @@ def check_rows(
         places.append(row.location)
         uids.append(sample.uid)
         crcs.append(sample_crc(sample))
+        aligned = {said.teacher.name for said in row.signals if said.signal.kind == ALIGNMENT}
         for said in row.signals:
-            teachers.check(said, row.location, sample.response_len, sample.loss_tokens)
+            teachers.check(said, row.location, sample.response_len, sample.loss_tokens, aligned=aligned)
         before = prompts.setdefault(prompt.prompt_id, prompt)
         if not _is_same_question(prompt, before):
             raise InputError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from mopd_dataplane.fields import PLUGIN_KIND
+from mopd_dataplane.fields import ALIGNMENT, PLUGIN_KIND
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.job.sections import Load
 
@@ -36,6 +36,15 @@ class LoadSpec(Load):
     """Check the stored checksum of every payload that is read."""
     poison: bool = False
     """Overwrite released slots, so that a late reader sees nonsense instead of plausible old data."""
+
+    @field_validator("signals")
+    @classmethod
+    def _fits_packs(cls, signals: tuple[str, ...]) -> tuple[str, ...]:
+        if ALIGNMENT in signals:
+            raise ValueError(
+                f"{ALIGNMENT!r} is in no pack: its values belong to the teacher's own tokens; leave it out"
+            )
+        return signals
 
     @classmethod
     def for_stage(

@@ -22,5 +22,6 @@ server_identity.py  identifies a model at a server by its name there and by log-
 vllm_server.py      a running vLLM server by its URL
 vllm_worker.py      the part of vllm_adapters.py that runs inside vLLM
 token_bytes.py      the bytes that each token of a tokenizer stands for
+token_chunks.py     chunks of one text in the tokens of two tokenizers
 vocabulary.py       checks that two tokenizers mean the same tokens by their ids
 """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MismatchError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _SPACE = "\u2581"
@@ -27,26 +28,29 @@ class TokenBytes:
     plain texts. Example: in Qwen's tokenizer the id of "Ġhello" has the bytes b" hello".
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises MismatchError for a tokenizer of another form, whose tokens have no bytes of their own."""
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer) -> None:
+        """tokenizer: of transformers, or the one of a tokenizer.json. Raises MismatchError for a tokenizer of another
+        form, whose tokens have no bytes of their own."""
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer if hasattr(tokenizer, "to_str") else None)
         decoders = set() if backend is None else set(_decoders(json.loads(backend.to_str())["decoder"]))
         if backend is None or not (decoders == {"ByteLevel"} or decoders <= _PLAIN_DECODERS):
             form = "has no description" if backend is None else f"decodes by {', '.join(sorted(decoders))}"
             raise MismatchError(
-                f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} {form}, so the bytes of a token "
+                f"the tokenizer {name} {form}, so the bytes of a token "
                 "are not known; byte-level BPE, SentencePiece and plain words are supported"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = backend, name
         self._is_byte_level = decoders == {"ByteLevel"}
-        self._added = {int(index): str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+        self._described = {int(index): token for index, token in backend.get_added_tokens_decoder().items()}
+        self.added = {index: str(token) for index, token in self._described.items()}
+        """Ids of tokens that were added to the vocabulary, special ones among them, with their texts."""
         self._by_id: dict[int, bytes] = {}
 
     @cached_property
     def special(self) -> dict[int, str]:
         """Ids of tokens that mark structure and have no text, with their names."""
-        tokens = self._tokenizer.added_tokens_decoder.items()
-        return {int(index): str(token) for index, token in tokens if token.special}
+        return {index: str(token) for index, token in self._described.items() if token.special}
 
     def __call__(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token. Raises MismatchError for an id without a token."""
@@ -58,11 +62,11 @@ class TokenBytes:
         return self._by_id[index]
 
     def _read(self, index: int) -> bytes:
-        if index in self._added:
-            return self._added[index].encode()
-        text: Any = self._tokenizer.convert_ids_to_tokens(index)
+        if index in self.added:
+            return self.added[index].encode()
+        text: Any = self._tokenizer.id_to_token(index)
         if text is None:
-            raise MismatchError(f"token {index} is not in the vocabulary of {self._tokenizer.name_or_path}")
+            raise MismatchError(f"token {index} is not in the vocabulary of {self._name}")
         if self._is_byte_level:
             return bytes(_ALPHABET[character] for character in text)
         if single := _BYTE.fullmatch(text):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.fields import ALIGNMENT
+from mopd_dataplane.models.token_chunks import chunk_spans
 from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
-from mopd_dataplane.store.read.decode import find_decoder
+from mopd_dataplane.store.read.decode import find_decoder, find_teacher_decoder
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -43,6 +45,20 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A piece of the response that has the same text in the student's tokens and in a teacher's own."""
+
+    start: int
+    """Response position of the student's first token."""
+    end: int
+    """Response position after its last one."""
+    teacher_tokens: list[int]
+    teacher_texts: list[str]
+    teacher_logprob: float | None
+    """The teacher's log-prob of the text, in nats; None if it is not stored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleView:
     """Everything `mopd show` shows of a sample; `--json` prints these fields."""
 
@@ -57,6 +73,8 @@ class SampleView:
     spans: list[dict[str, int]]
     """Policy-version spans: `start` and `end` (response positions, end exclusive) and `version`."""
     tokens: list[Token]
+    chunks: list[Chunk]
+    """The response in the tokens of `teacher`, if that has a tokenizer of its own; else empty."""
     scores: list[dict[str, Any]]
     rewards: list[dict[str, Any]]
     unscorable: str
@@ -96,6 +114,7 @@ def read_sample(
         teacher=chosen,
         spans=version_spans(payload["version_starts"], payload["versions"], metadata["response_len"]),
         tokens=_tokens(payload, metadata["prompt_len"], pieces, teacher_logprobs),
+        chunks=_chunks(store, line, chosen, teacher_logprobs),
         scores=line.scores.to_pylist(),
         rewards=line.rewards.to_pylist(),
         unscorable=line.unscorable,
@@ -133,6 +152,22 @@ def version_spans(starts: list[int], versions: list[int], response_len: int) -> 
     """Stretches of one policy version: start, end (exclusive) and version."""
     triples = zip(starts, [*starts[1:], response_len], versions, strict=True)
     return [{"start": start, "end": end, "version": version} for start, end, version in triples]
+
+
+def _chunks(store: Store, line: SampleLineage, teacher: str, logprobs: list[float] | None) -> list[Chunk]:
+    """The response in a teacher's own tokens; empty if the store has none."""
+    kinds = {row["kind"] for row in line.scores.to_pylist() if row["teacher"] == teacher}
+    if ALIGNMENT not in kinds:
+        return []
+    ends, tokens, teacher_ends = store.read_signal(teacher, ALIGNMENT, [line.sample_row])[0]
+    pieces = find_teacher_decoder(store, store.teachers()[teacher].tokenizer_digest).pieces(tokens.tolist())
+    return [
+        Chunk(
+            start=start, end=end, teacher_tokens=tokens[first:last].tolist(), teacher_texts=pieces[first:last],
+            teacher_logprob=None if logprobs is None else math.fsum(logprobs[start:end]),
+        )
+        for (start, end), (first, last) in zip(chunk_spans(ends), chunk_spans(teacher_ends), strict=True)
+    ]  # fmt: skip
 
 
 def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher: list[float] | None) -> list[Token]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -19,12 +20,18 @@ STYLES = {
 """Diverging from orange (the teacher's log-prob is lower) to blue (higher), as in the viewer and the report."""
 NOT_TRAINED = "dim italic"
 STRONGEST = 8
+TEACHER_ROW = "cyan"
+ROW_CELLS = 76
+"""Width at which two rows of tokens go on in the next lines."""
+MOST_CHUNKS = 60
+"""Chunks of the response that a page shows."""
 
 
 def render(view: SampleView) -> Group:
     """The whole page."""
     prompt = Panel(Text(visible(view.prompt)), title="prompt", title_align="left", border_style="dim")
     parts: list[RenderableType] = [_facts(view), prompt, _response(view), _legend(view)]
+    parts += [_two_rows(view)] if view.chunks else []
     parts += [_strongest(view)] if view.teacher else []
     return Group(*parts, *_lineage(view))
 
@@ -90,6 +97,29 @@ def _legend(view: SampleView) -> Text:
     if not all(token.trained for token in view.tokens):
         legend.append("   ").append("not trained on", style=NOT_TRAINED)
     return legend.append("\n")
+
+
+def _two_rows(view: SampleView) -> Panel:
+    """The first chunks of the response: the student's tokens above the teacher's own, a bar between two tokens."""
+    text, first = Text(), 0
+    while first < min(len(view.chunks), MOST_CHUNKS):
+        rows = Text("student  "), Text("teacher  ", style=TEACHER_ROW)
+        for chunk in view.chunks[first:MOST_CHUNKS]:
+            own = [one_line(token.text) for token in view.tokens[chunk.start : chunk.end]]
+            cells = "│".join(own), "│".join(map(one_line, chunk.teacher_texts))
+            width = max(map(cell_len, cells))
+            if len(rows[0].plain) > len("student  ") and rows[0].cell_len + width > ROW_CELLS:
+                break
+            for row, cell in zip(rows, cells, strict=True):
+                row.append(cell + " " * (width - cell_len(cell)) + "┃")
+            first += 1
+        text.append_text(rows[0]).append("\n").append_text(rows[1]).append("\n\n")
+    text.rstrip()
+    if len(view.chunks) > MOST_CHUNKS:
+        text.append(f"\n\n{count(len(view.chunks) - MOST_CHUNKS)} more chunks: `mopd view`, or --json", style="dim")
+    title = f"one text in two tokenizations: {count(len(view.tokens))} tokens of the student, "
+    title += f"{count(sum(len(chunk.teacher_tokens) for chunk in view.chunks))} of {one_line(view.teacher)}"
+    return Panel(text, title=Text(title), title_align="left", border_style="dim")
 
 
 def _strongest(view: SampleView) -> Table:

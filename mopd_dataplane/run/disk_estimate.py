@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mopd_dataplane.fields import SIGNAL_KINDS
+from mopd_dataplane.fields import PACK_KINDS
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.model_sizes import ModelSize, Size
@@ -98,7 +98,9 @@ def estimate_disk(
             sizes.parts[f"{stage.name} discriminator"] = "its checkpoints are not estimated"
         if "experts" in stage.rollout.record:
             sizes.parts[f"{stage.name} recorded experts"] = "the model decides how many a token has"
-        if other := [kind for kind in stage.score.signals if kind not in SIGNAL_KINDS]:
+        if any(job.teachers[teacher].tokenizer == "own" for teacher in job.teachers_of(stage)):
+            sizes.parts[f"{stage.name} alignments"] = "the number of tokens in the teacher's own tokenizer is not known"
+        if other := [kind for kind in stage.score.signals if kind not in PACK_KINDS]:
             sizes.parts[f"{stage.name} signals {', '.join(other)}"] = "the package that adds them decides their size"
     sizes.parts["report"] = REPORT_BYTES
     return sizes

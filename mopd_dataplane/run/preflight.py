@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
-from mopd_dataplane.fields import SIGNAL_KINDS
+from mopd_dataplane.fields import PACK_KINDS
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.adapter_files import is_adapter
@@ -330,7 +330,7 @@ def _packages(look: _Look) -> None:
         elif track != "none":
             look.at(key, partial(find_plugin, "mopd.trackers", track, TRACKERS))
         for kind in (*job.objective(stage).signals, *stage.score.signals):
-            if kind not in SIGNAL_KINDS:
+            if kind not in PACK_KINDS:
                 look.at(f"stages.{stage.name}.score.signals", partial(_other_signal, kind, stage.score.signals))
     if not job.engine.url and (package := engine_kind(job.engine.kind).package):
         packages[package] = "engine.kind"

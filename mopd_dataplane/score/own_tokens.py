@@ -18,16 +18,20 @@ Axes: R response tokens of the student, Q of the teacher.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.models.chat_template import terminators
 from mopd_dataplane.models.token_bytes import TokenBytes
+from mopd_dataplane.models.token_chunks import chunk_ends
+from mopd_dataplane.records import Signal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +88,17 @@ class OwnTokens:
     """In the teacher's tokens; every token of the response is scored."""
     alignment: Alignment
 
+    def signal(self) -> Signal:
+        """Return the record of the alignment, as the store keeps it."""
+        return Signal(
+            uid=self.sample.uid, sample_row=self.sample.sample_row, kind=ALIGNMENT,
+            extra={
+                "student_chunk_ends": chunk_ends(self.alignment.student),
+                "teacher_tokens": self.teacher_sample.tokens[self.teacher_sample.prompt_len :],
+                "teacher_chunk_ends": chunk_ends(self.alignment.teacher),
+            },
+        )  # fmt: skip
+
 
 class OwnTokenizer:
     """Turns samples of a student into the tokens of one teacher."""
@@ -95,6 +110,12 @@ class OwnTokenizer:
         self._ours, self._theirs = TokenBytes(student), TokenBytes(teacher)
         self._ends = terminators(student) | {student.eos_token_id}
         self._end = _end(teacher)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Content of the teacher's tokenizer.json."""
+        described: dict[str, Any] = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        return described
 
     def retokenize(self, sample: Scorable, prompt_ids: Sequence[int]) -> OwnTokens:
         """Convert one sample to the teacher's tokens.

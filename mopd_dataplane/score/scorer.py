@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.own_tokens import OwnTokenizer, credit
@@ -43,18 +44,16 @@ def score_samples(
 ) -> Iterator[Signal]:
     """Yield one Signal per sample and kind, in an order that needs little padding; `uid` identifies the sample.
 
-    kinds: names of signal kinds: built in (SIGNAL_KINDS), defined in `settings.signals`, or provided by an entry
-    point. render_prompt: returns the teacher's prompt; default: the student's own. student: the policy whose top-k the
-    teacher scores, for `topk_source = "student"`.
+    kinds: names of signal kinds: built in (SIGNALS), defined in `settings.signals`, or provided by an entry point; for
+    a teacher with its own tokenizer also `alignment`. render_prompt: returns the teacher's prompt; default: the
+    student's own. student: the policy whose top-k the teacher scores, for `topk_source = "student"`.
     Raises EngineError naming teacher and sample when the teacher computes NaN or infinity; MismatchError when a sample
     has tokens that the teacher does not know, or exceeds the teacher's context length.
     """
-    signal_kinds = [signal_kind(kind, settings.signals) for kind in kinds]
     if (teacher_tokenizer := pool.own_tokenizer(teacher)) is not None:  # None if the teacher reads the student's tokens
-        yield from _score_with_own_tokenizer(
-            pool, teacher, teacher_tokenizer, signal_kinds, samples, settings, render_prompt
-        )
+        yield from _score_with_own_tokenizer(pool, teacher, teacher_tokenizer, kinds, samples, settings, render_prompt)
         return
+    signal_kinds = [signal_kind(kind, settings.signals) for kind in kinds]
     inputs = [model_input(sample, render_prompt) for sample in samples]
     _check_no_unknown_tokens(pool, teacher, inputs)
     yield from _score_inputs(pool, teacher, signal_kinds, inputs, settings, student)
@@ -88,18 +87,24 @@ def _score_with_own_tokenizer(
     pool: TeacherPool,
     teacher: str,
     teacher_tokenizer: OwnTokenizer,
-    kinds: Sequence[SignalKind],
+    kinds: Sequence[str],
     samples: Sequence[Scorable],
     settings: sections.Score,
     render_prompt: PromptRenderer | None,
 ) -> Iterator[Signal]:
-    """Yield the log-probs of a teacher with another tokenizer, mapped to the student's tokens (own_tokens.py)."""
-    if render_prompt is None or any(not kind.follows_from_logprobs or kind.ranked for kind in kinds):
+    """Yield the log-probs of a teacher with another tokenizer, mapped to the student's tokens (own_tokens.py), and how
+    the tokens of the two lie over the text."""
+    from_logprobs = [signal_kind(kind, settings.signals) for kind in kinds if kind != ALIGNMENT]
+    if render_prompt is None or any(not kind.follows_from_logprobs or kind.ranked for kind in from_logprobs):
         raise MismatchError(
             f"teacher {teacher!r} has its own tokenizer: its only signals are the log-probs of the student's "
             "tokens, and its prompts must be rendered by its own template"
         )
     retokenized_by_uid = {sample.uid: teacher_tokenizer.retokenize(sample, render_prompt(sample)) for sample in samples}
+    if ALIGNMENT in kinds:
+        yield from (retokenized.signal() for retokenized in retokenized_by_uid.values())
+    if not from_logprobs:
+        return
     inputs = [model_input(retokenized.teacher_sample, None) for retokenized in retokenized_by_uid.values()]
     for signal in _score_inputs(pool, teacher, [Logprob("logprob")], inputs, settings):
         retokenized = retokenized_by_uid[signal.uid]
@@ -108,7 +113,7 @@ def _score_with_own_tokenizer(
         values = credit(retokenized.alignment, signal.logprob, retokenized.sample.logprobs)
         empty_topk = np.empty((len(values), 0))
         without_topk = SequenceLogprobs(values, empty_topk.astype(np.int32), empty_topk.astype(np.float32))
-        for kind in kinds:
+        for kind in from_logprobs:
             yield kind.from_logprobs(model_input(retokenized.sample, None), without_topk)
 
 

@@ -6,7 +6,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.fields import RECORDS, SIGNAL_KINDS, plugin_field
+from mopd_dataplane.fields import PACK_KINDS, RECORDS, plugin_field
 from mopd_dataplane.job.objectives import Objective, Term
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
@@ -24,7 +24,7 @@ def check_objective(objective: Objective) -> None:
     """
     strange = set(objective.recorded) - set(RECORDS)
     assert not strange, f"recorded {sorted(strange)}; known: {', '.join(RECORDS)}"
-    plugin_kinds = [kind for kind in objective.signals if kind not in SIGNAL_KINDS]
+    plugin_kinds = [kind for kind in objective.signals if kind not in PACK_KINDS]
     for kind in plugin_kinds:
         try:
             plugin_field(kind)

@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.sql_text import literal
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.fields import PAYLOAD, column_names
+from mopd_dataplane.fields import ALIGNMENT, PAYLOAD, column_names
 from mopd_dataplane.query.show import version_spans
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.commit.token_stats import read_token_stats
 from mopd_dataplane.store.format.arrow_rows import list_views
-from mopd_dataplane.store.read.decode import Numbers
+from mopd_dataplane.store.read.decode import Numbers, find_teacher_decoder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""
 MASK_SIZES = "sampling_mask_sizes"
+OF_TOKENS = ("logprob", "topk")
+"""Kinds of signals that give each of the student's tokens a number."""
 EXCERPT_CHARACTERS = 240
 """Characters of the last message of a prompt that a line of a table shows."""
 EXCERPT_TOKENS = 48
@@ -151,14 +154,17 @@ def score_rows(store: Store, sample_row: int, snapshot: Snapshot) -> pa.Table:
     return store.table("scores", filter=f"sample_row = {int(sample_row)}", snapshot=snapshot)
 
 
-def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Each teacher's values for each token: `logprob` [R], of top-k the `rank` [R] and `tail` [R]; `errors` by kind."""
+def read_teachers(
+    store: Store, row: dict[str, Any], scores: pa.Table, snapshot: Snapshot, kinds: Sequence[str] = OF_TOKENS
+) -> list[dict[str, Any]]:
+    """What each teacher stored of these kinds, as Store.read_signal returns it; `kinds`, all of its kinds; `errors` by
+    kind."""
     said: dict[str, dict[str, Any]] = {}
     for score in scores.sort_by([("teacher", "ascending"), ("kind", "ascending")]).to_pylist():
         teacher = said.setdefault(score["teacher"], {"name": score["teacher"], "kinds": [], "errors": {}})
         teacher["kinds"].append(score["kind"])
         teacher["mean_reverse_kl"] = finite(score["mean_reverse_kl"])
-        if score["kind"] not in ("logprob", "topk"):
+        if score["kind"] not in kinds:
             continue  # hidden states are read for one position at a time; another package's kind is only named
         try:
             signal = store.read_signal(score["teacher"], score["kind"], [row["sample_row"]], snapshot, verify=True)[0]
@@ -190,6 +196,23 @@ def topk_columns(payload: Payload, ids: NDArray[np.int32], logprobs: NDArray[np.
     }
 
 
+@lru_cache(maxsize=4)
+def _teacher_decoder(store: Store, digest: str) -> Decoder | Numbers:
+    return find_teacher_decoder(store, digest)
+
+
+def alignment_shown(
+    store: Store, teacher: str, ends: NDArray[np.uint8], tokens: NDArray[np.int32], teacher_ends: NDArray[np.uint8]
+) -> dict[str, Any]:
+    """The response in a teacher's own tokens: `ids` and `pieces` [Q], `teacher_ends` [Q] and the student's `ends` [R],
+    1 at the last token of each chunk."""
+    decoder = _teacher_decoder(store, store.teachers()[teacher].tokenizer_digest)
+    return {
+        "ids": packed(tokens, "<i4"), "pieces": pieces_of(decoder, tokens), "ends": packed(ends, "<u1"),
+        "teacher_ends": packed(teacher_ends, "<u1"),
+    }  # fmt: skip
+
+
 def describe(
     store: Store, row: dict[str, Any], snapshot: Snapshot, decoder: Decoder | Numbers, prompt: dict[str, Any]
 ) -> dict[str, Any]:
@@ -214,11 +237,18 @@ def describe(
         if payload.mask_sizes is not None
         else None,
     }
-    for teacher in read_teachers(store, row, score_rows(store, row["sample_row"], snapshot), snapshot):
+    for teacher in read_teachers(
+        store, row, score_rows(store, row["sample_row"], snapshot), snapshot, (*OF_TOKENS, ALIGNMENT)
+    ):
         logprob, topk = teacher.pop("logprob", None), teacher.pop("topk", None)
         teacher["logprob"] = packed(logprob) if logprob is not None else None
         if topk is not None:
             teacher["topk"] = topk_columns(payload, *topk)
+        if (own_tokens := teacher.pop(ALIGNMENT, None)) is not None:
+            try:
+                teacher[ALIGNMENT] = alignment_shown(store, teacher["name"], *own_tokens)
+            except (MopdError, OSError) as error:
+                teacher["errors"][ALIGNMENT] = str(error)
         view["teachers"].append(teacher)
     view["stats"] = stats_of(store, row["uid"], payload.mask, snapshot)
     return view

@@ -100,7 +100,13 @@ def test_a_killed_job_with_a_teacher_of_another_tokenizer_ends_whole(job: Path, 
     mopd("run", job, *masked)
     store = open_store(str(job.parent / "store"))
     assert store.verify().ok
-    scores = store.table("scores", ["mean_reverse_kl"], filter="teacher = 'other'")["mean_reverse_kl"].to_numpy()
+    by_kind = {
+        kind: store.table("scores", ["uid", "mean_reverse_kl"], filter=f"teacher = 'other' and kind = '{kind}'")
+        for kind in ("logprob", "alignment")
+    }
+    scores = by_kind["logprob"]["mean_reverse_kl"].to_numpy()
+    assert set(by_kind["alignment"]["uid"].to_pylist()) == set(by_kind["logprob"]["uid"].to_pylist())
+    assert by_kind["alignment"].num_rows == len(scores)
     left_out = store.table("events", ["kind"], filter="kind = 'unreadable'").num_rows
     assert len(scores) + left_out == 32
     assert len(scores) > left_out > 0
@@ -111,11 +117,14 @@ def test_a_killed_job_with_a_teacher_of_another_tokenizer_ends_whole(job: Path, 
     (teacher,) = [one for one in store.teachers().values() if one.name == "other"]
     (digest,) = set(store.samples(["tokenizer"])["tokenizer"].to_pylist())
     assert teacher.tokenizer_digest != digest
+    assert (job.parent / "store" / "tokenizers" / f"{teacher.tokenizer_digest}.json").is_file()
 
 
 def test_it_is_checked_shown_and_left_out_of_comparisons_of_distributions(job: Path, mopd: Callable[..., Any]) -> None:
     assert mopd("check", job, "--json").returncode == 0
     uid = open_store(str(job.parent / "store")).table("scores", ["uid"])["uid"][0].as_py()
-    assert "other" in mopd("show", job.parent / "store", uid).stdout
+    shown = mopd("show", job.parent / "store", uid).stdout
+    assert "one text in two tokenizations" in shown
+    assert "of other" in shown
     compared = json.loads(mopd("teachers", job, "--json").stdout)
     assert "other" not in json.dumps(compared)

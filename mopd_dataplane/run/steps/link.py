@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError
+from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.job.further_samples import SourceStore
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Snapshot
@@ -85,7 +86,7 @@ def take_signals(run: Run, stage: Stage) -> None:
             continue
         counts = {
             name: link_signals(
-                run.store, source, teachers[name], _wanted(run.job, stage, teachers[name].vocab_size), uids
+                run.store, source, teachers[name], _wanted(run.job, stage, name, teachers[name].vocab_size), uids
             )
             for name in run.job.scorers_of(stage)
         }
@@ -114,12 +115,13 @@ def _choose(run: Run, stage: Stage, source: Store, entry: SourceStore, at: Snaps
     return rows[chosen], {reason: count for reason, count in left_out.items() if count}
 
 
-def _wanted(job: Job, stage: Stage, vocabulary: int) -> list[Wanted]:
-    """What a stage's signals are like."""
+def _wanted(job: Job, stage: Stage, teacher: str, vocabulary: int) -> list[Wanted]:
+    """What a teacher's signals are like in a stage."""
     settings = stage.score
     forms = {
         "hidden": Wanted("hidden", codec=settings.hidden_codec),
         "topk": Wanted("topk", k=min(settings.topk, vocabulary), topk_source=settings.topk_source),
     }
-    kinds = dict.fromkeys((*job.objective(stage).signals, *settings.signals, "logprob"))
+    own = [ALIGNMENT] if job.teachers[teacher].tokenizer == "own" else []
+    kinds = dict.fromkeys((*job.objective(stage).signals, *settings.signals, "logprob", *own))
     return [forms.get(kind, Wanted(kind)) for kind in kinds]

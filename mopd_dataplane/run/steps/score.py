@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.memory import explain_out_of_memory
 from mopd_dataplane.base.stats_choice import keeps_stats
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.fields import PAYLOAD, column_names, of_signal, value
+from mopd_dataplane.fields import ALIGNMENT, PAYLOAD, column_names, of_signal, value
 from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
@@ -39,6 +39,7 @@ from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.store.commit.token_stats import TokenStats, write_token_stats
+from mopd_dataplane.store.read.decode import keep_tokenizer
 
 ROUNDING_SAMPLES = 32
 """Samples that show what a teacher's quantisation does."""
@@ -122,6 +123,8 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
             continue
         has_head = run.work.fetch_file(pool.head_file(teacher))
         record = pool.register(teacher, run.root)
+        if own := pool.own_tokenizer(teacher):
+            keep_tokenizer(run.store, record.tokenizer_digest, own.description, of_teacher=True)
         if not has_head:
             run.work.publish_file(record.head_file)
         run.store.add_teacher(record)
@@ -282,7 +285,11 @@ def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
     if kinds := signal_kinds(run, stage):
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
-        rows_by_signal = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in kinds}
+        rows_by_signal = {
+            (t, kind): rows[routed == t]
+            for t in run.job.teachers_of(stage)
+            for kind in (*([ALIGNMENT] if run.job.teachers[t].tokenizer == "own" else []), *kinds)
+        }
     rows_by_signal |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in rows_by_signal.items()}
     masks = any(run.job.teachers[teacher].unknown_tokens == "mask" for teacher, _ in rows_by_signal)

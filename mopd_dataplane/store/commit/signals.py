@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.fields import SIGNALS, Field, of_signal, value
+from mopd_dataplane.fields import ALIGNMENT, SIGNALS, Field, of_signal, value
+from mopd_dataplane.models.token_chunks import chunk_problem
 from mopd_dataplane.records import Signal, Teacher
 from mopd_dataplane.store.commit.payload import place_payload
 from mopd_dataplane.store.commit.table import Table
@@ -34,7 +35,8 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
     """Check kind, shapes and values of a signal. Raises MismatchError for kind or shape, EngineError for an impossible
     value.
 
-    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R].
+    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R];
+    alignment: student_chunk_ends [R], teacher_tokens and teacher_chunk_ends [Q].
     """
     where = f"signal {signal.kind!r} of sample {signal.uid}"
     if signal.kind != kind:
@@ -46,6 +48,8 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
         array = value(signal, field.name)
         if not isinstance(array, np.ndarray):
             raise MismatchError(f"{where}: {field.name} is {array!r:.40}; a numpy array is needed")
+        if field.axis == "teacher":
+            places.setdefault("teacher", (len(np.atleast_1d(array)), "tokens of the teacher"))
         check_length(array, field, places[field.axis], where)
         _check_values(array, field, f"{where}: {field.name}")
         if field.width:
@@ -56,6 +60,10 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
                     f"{where}: {first} has {width} values a row and {field.name} {array.shape[1]}; both must have the "
                     "same number"
                 )
+    if kind == ALIGNMENT:
+        ends = (_typed(signal, field) for field in of_signal(kind) if field.dtype == "|u1")
+        if problem := chunk_problem(*ends):
+            raise MismatchError(f"{where}: {problem}")
 
 
 def _check_values(array: NDArray[Any], field: Field, what: str) -> None:

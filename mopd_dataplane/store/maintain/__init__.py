@@ -8,6 +8,7 @@ verify_report.py     findings of an audit, and its progress
 verify_apart.py      the audit in a process of its own, which damaged bytes may end
 verify_rows.py       the audit of rows of metadata
 verify_payload.py    the audit of payload: its bytes, and the lengths of its lists
+verify_alignment.py  the audit of alignments: equal bytes in the tokens of student and teacher
 verify_linked.py     the audit of linked samples, whose payload is in other stores
 verify_files.py      the audit of the files beside the tables
 verify_deleted.py    the audit of deletions: their records, and the search for deleted names

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.store.commit.table import Table
 from mopd_dataplane.store.format.dataset_format import FREED
 from mopd_dataplane.store.format.manifests import crc_of_manifest
@@ -17,6 +18,7 @@ from mopd_dataplane.store.linked.references import ROW_BITS
 from mopd_dataplane.store.linked.sources import Sources
 from mopd_dataplane.store.location import StoreLocation
 from mopd_dataplane.store.maintain.deletion_records import Deletions
+from mopd_dataplane.store.maintain.verify_alignment import audit_alignments
 from mopd_dataplane.store.maintain.verify_deleted import (
     Deleted,
     audit_files_of_deleted,
@@ -68,7 +70,7 @@ def verify(location: StoreLocation, tables: Mapping[str, Table], sources: Source
         audit(name, {name}, partial(_duplicates, name, opened, table.spec.key))
     audit("samples", {"samples", "tokens"}, partial(_samples, opened, deep))
     audit("samples", {"samples", "tokens"}, partial(audit_linked_samples, sources, opened, deep))
-    audit("scores", {"scores", "samples", "teachers"}, partial(_scores, opened, deep))
+    audit("scores", {"scores", "samples", "teachers"}, partial(_scores, location, opened, deep))
     audit("scores", {"scores", "teachers"}, partial(audit_linked_signals, sources, opened, deep))
     if deep:
         audit("token_stats", {"token_stats", "samples"}, partial(_token_stats, opened))
@@ -245,7 +247,7 @@ def _of_samples(samples: lance.LanceDataset, scores: pa.Table) -> tuple[Lengths,
     return response, trained
 
 
-def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+def _scores(location: StoreLocation, opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Check that each score names its sample, its teacher as stored, and a payload row that holds its signal."""
     scores, numbers = opened["scores"].to_table(), row_ids(opened["scores"]).ids()
     named = yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
@@ -278,6 +280,8 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
             there = sound if kind != "hidden" else sound[_not_freed(opened[name], some, sound)]
             lengths = signal_lengths(kind, some, response[chosen], trained[chosen])
             yield from audit_payload(name, some, there, signal_payload(opened[name], kind), lengths)
+        if deep and kind == ALIGNMENT:
+            yield from audit_alignments(location, opened, teacher, some, sound)
 
 
 def _headers(

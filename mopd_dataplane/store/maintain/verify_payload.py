@@ -83,7 +83,14 @@ def signal_lengths(kind: str, scores: pa.Table, response: Lengths, trained: Leng
     UNKNOWN."""
     fields, nbytes = of_signal(kind), scores["bytes"].to_numpy()
     wide = sum(np.dtype(field.dtype).itemsize for field in fields if field.width)
+    bytes_of = {
+        axis: sum(np.dtype(field.dtype).itemsize for field in fields if field.axis == axis)
+        for axis in ("response", "teacher")
+    }
+    rest = nbytes - bytes_of["response"] * response
     of_axis = {"response": response, "trained": trained}
+    if bytes_of["teacher"]:
+        of_axis["teacher"] = np.where(response == UNKNOWN, UNKNOWN, rest // bytes_of["teacher"])
     return np.stack([nbytes // wide if field.width else of_axis[field.axis] for field in fields])
 
 
@@ -101,7 +108,7 @@ def audit_payload(
         if why := left_out(name, "payload", first):
             yield Finding(name, first, metadata["uid"][int(chunk[0])].as_py(), f"{len(chunk)} rows from here on: {why}")
             continue
-        for row, arrays in zip(chunk.tolist(), _readable(payload.arrays_at, points[chunk].tolist()), strict=True):
+        for row, arrays in zip(chunk.tolist(), readable(payload.arrays_at, points[chunk].tolist()), strict=True):
             if problem := _problem(payload, arrays, int(stored[row]), lengths[:, row].tolist()):
                 yield Finding(name, int(points[row]), metadata["uid"][row].as_py(), problem)
 
@@ -138,7 +145,7 @@ def _problem(payload: Payload, arrays: Arrays | str, stored: int, lengths: list[
     return ""
 
 
-def _readable(arrays_at: Callable[[Sequence[int]], Sequence[Arrays]], rows: list[int]) -> list[Arrays | str]:
+def readable(arrays_at: Callable[[Sequence[int]], Sequence[Arrays]], rows: list[int]) -> list[Arrays | str]:
     """Return the arrays of rows, or for a row that cannot be read the reader's message."""
     try:
         return [*arrays_at(rows)]
@@ -146,7 +153,7 @@ def _readable(arrays_at: Callable[[Sequence[int]], Sequence[Arrays]], rows: list
         problem = damage(error)
         if len(rows) == 1:
             return [f"cannot be read ({problem})"]
-    return [arrays for row in rows for arrays in _readable(arrays_at, [row])]
+    return [arrays for row in rows for arrays in readable(arrays_at, [row])]
 
 
 def _numbers(rows: pa.Table, name: str, *, missing: int = UNKNOWN) -> Lengths:

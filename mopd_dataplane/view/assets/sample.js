@@ -1,5 +1,6 @@
 // One sample: the strip of tokens, every teacher over one text, the card of a token, a chart by position.
 
+import { twoRows } from "./alignment.js";
 import { ask, isStatic, once } from "./api.js";
 import { card } from "./card.js";
 import { chart } from "./chart.js";
@@ -113,12 +114,14 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   const ratios = teacher ? ratio(data, teacher) : null;
   const map = ratios ? minimap(data, teacher.name, ratios, (i) => choose(i)) : null;
   if (map) oneStop(map, ".tick");
+  const aligned = twoRows(data, teacher, (i) => choose(i));
   const help = h("p", { id: "strip-help", class: "unseen" }, "h and l move by token, n and p to the next and previous surprising one, brackets change the teacher");
 
   function choose(i, { quiet = false } = {}) {
     at = Math.min(data.length - 1, Math.max(0, i));
     strip.choose(at);
     if (map) map.moveTo(at);
+    if (aligned) aligned.moveTo(at);
     card(aside, data, at, { params, uid: id, store });
     if (!quiet) {
       adjust({ t: at }, { keep: true });
@@ -143,7 +146,7 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
 
   control();
   put(main, head, tabs, facts(data.row, params), missing(data), prompt, views, controls, help,
-    h("div", { class: "reader" }, h("div", { class: "reading" }, map, tracks.length ? trackNames(tracks) : null, strip.root, plot), aside),
+    h("div", { class: "reader" }, h("div", { class: "reading" }, map, tracks.length ? trackNames(tracks) : null, strip.root, aligned ? aligned.root : null, plot), aside),
     isStatic() ? null : labelPanel(store, id, sample.labels, params), sources("sample", { store: params.store || 0, uid: id }, statement(id), params));
   complete(sample, params, stop, () => {
     title();

@@ -14,6 +14,7 @@ export function unpack(sample) {
     length: mask.length,
     stats: Object.fromEntries(Object.entries(sample.stats || {}).map(([k, v]) => [k, { ...v, values: numbers(v.values) }])),
     teachers: sample.teachers.map((t) => ({ ...t, logprob: numbers(t.logprob),
+      alignment: t.alignment ? { ids: numbers(t.alignment.ids), pieces: t.alignment.pieces, ends: numbers(t.alignment.ends), teacherEnds: numbers(t.alignment.teacher_ends) } : null,
       topk: t.topk ? { k: t.topk.k, rank: numbers(t.topk.rank), tail: numbers(t.topk.tail) } : null })),
   };
 }

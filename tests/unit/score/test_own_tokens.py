@@ -21,12 +21,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers_apart import exchanged_letters
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.sections import Student as StudentSettings
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import character_tokenizer, make_student
 from mopd_dataplane.models.token_bytes import TokenBytes
+from mopd_dataplane.records import Signal
 from mopd_dataplane.score.own_tokens import OwnTokenizer, align, credit
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
@@ -235,6 +236,35 @@ def test_renumbered_tokens_change_nothing(character_student: Path, tmp_path: Pat
     for uid, expected in plain.items():
         np.testing.assert_allclose(own[uid], expected, atol=1e-5)
     assert pool.register("renumbered", tmp_path).tokenizer_digest == hf.tokenizer_digest(theirs)
+
+
+def test_the_alignment_is_a_signal_that_needs_no_model(character_student: Path, tmp_path: Path) -> None:
+    """Beside the log-probs, and alone: then no weights are loaded."""
+    theirs = character_tokenizer(["abc", "de", " 1"])
+    theirs.save_pretrained(tmp_path / "tokenizer")
+    settings = StudentSettings(config=CONFIG, tokenizer=str(tmp_path / "tokenizer"))
+    pool = pool_of(character_student, whole=make_student(settings, tmp_path / "whole", seed=2))
+    tokenizer = hf.load_tokenizer(character_student)
+    samples, reads = random_samples(tokenizer), theirs.encode("ab 1")
+
+    def scored(*kinds: str) -> list[Signal]:
+        return list(score_samples(pool, "whole", kinds, samples, sections.Score(), render_prompt=lambda sample: reads))
+
+    alone = {signal.uid: signal for signal in scored("alignment")}
+    assert pool.loads == {}
+    both = scored("alignment", "logprob")
+    assert [signal.kind for signal in both] == ["alignment"] * len(samples) + ["logprob"] * len(samples)
+    own = OwnTokenizer(tokenizer, theirs, name="whole")
+    for sample, signal in zip(samples, both, strict=False):
+        read = own.retokenize(sample, reads)
+        assert signal.extra["teacher_tokens"].tolist() == read.teacher_sample.tokens[len(reads) :].tolist()
+        for side, chunks in (("student", read.alignment.student), ("teacher", read.alignment.teacher)):
+            ends = signal.extra[f"{side}_chunk_ends"]
+            assert (np.cumsum(ends) - ends).tolist() == chunks.tolist()
+        for name, values in signal.extra.items():
+            assert alone[sample.uid].extra[name].tolist() == values.tolist()
+    with pytest.raises(UnknownNameError, match="'alignment'"):
+        list(score_samples(pool, "plain", ["alignment"], samples, sections.Score()))
 
 
 def test_a_chunk_has_the_log_prob_of_its_text(character_student: Path, tmp_path: Path) -> None:
