@@ -110,7 +110,7 @@ class GroupKeeper:
         self._fields_to_free: dict[int, list[str]] = {}
         """Fields of each number that was cleared since the last checkpoint"""
         self._older_fields: dict[int, list[str]] = {}
-        """The same between the last checkpoint and the one before it"""
+        """Fields of each number that was cleared between the last checkpoint and the one before it"""
         self._set_tags: Callable[[dict[str, dict[int, dict[str, Any]]]], None] = controller.set_custom_meta
         self._clear_meta, self._clear_partition = controller.clear_meta, controller.clear_partition
         self._save, self._load = controller.save_checkpoint, controller.load_checkpoint
