@@ -107,10 +107,10 @@ class GroupKeeper:
         """Take the place of the controller's own methods. has_tags: each put stores its tags beside the values."""
         self._controller, self._queue, self._has_tags = controller, queue, has_tags
         self._run, self._finished = uuid4().hex, 0
-        self._cleared: dict[int, list[str]] = {}
+        self._fields_to_free: dict[int, list[str]] = {}
         """Fields of each number that was cleared since the last checkpoint"""
-        self._cleared_before: dict[int, list[str]] = {}
-        """The same between the last checkpoint and the one before it"""
+        self._older_fields: dict[int, list[str]] = {}
+        """Fields of each number that was cleared between the last checkpoint and the one before it"""
         self._set_tags: Callable[[dict[str, dict[int, dict[str, Any]]]], None] = controller.set_custom_meta
         self._clear_meta, self._clear_partition = controller.clear_meta, controller.clear_partition
         self._save, self._load = controller.save_checkpoint, controller.load_checkpoint
@@ -159,25 +159,25 @@ class GroupKeeper:
         self._save(path)
         state = {"run": self._run, "finished": self._finished}
         publish_file(Path(path).with_name(GROUPS), json.dumps(state).encode())
-        freed, self._cleared_before, self._cleared = self._cleared_before, self._cleared, {}
-        self._queue.clear([(number, name) for number, names in freed.items() for name in names])
-        self._controller.index_manager.reusable_indexes.extend(freed)
+        old, self._older_fields, self._fields_to_free = self._older_fields, self._fields_to_free, {}
+        self._queue.clear([(number, name) for number, names in old.items() for name in names])
+        self._controller.index_manager.reusable_indexes.extend(old)
 
     def load_checkpoint(self, path: str) -> None:
         """Load a checkpoint and promote the groups that were finished after it. Raises DamagedError."""
         self._load(path)
-        self._cleared, self._cleared_before = {}, {}
+        self._fields_to_free, self._older_fields = {}, {}
         state = Path(path).with_name(GROUPS)
         if state.exists():
-            known = json.loads(state.read_text())
-            self._run, self._finished = known["run"], known["finished"]
+            content = json.loads(state.read_text())
+            self._run, self._finished = content["run"], content["finished"]
         for partition in self._controller.partitions.values():
             self._unreserve(partition)
             self._drop(partition, _orphans(partition))
         if Path(path).with_name(PIN).exists():
             self._queue.restore(read_pin(Path(path).parent), self._named())
         writes = self._queue.writes()
-        promoted = []
+        groups = []
         for group in self._later_groups(writes):
             self._finished = max(self._finished, group.order)
             partition = self._partition(group.partition)
@@ -186,9 +186,9 @@ class GroupKeeper:
                 group.prompt.tag[WAITED] = 0
             if _fits(partition, group):
                 self._insert(partition, group)
-                promoted.append(group)
+                groups.append(group)
         self._number_anew()
-        self._sweep(writes, promoted)
+        self._sweep(writes, groups)
 
     def _record(self, name: str, partition: DataPartitionStatus, number: int, tag: dict[str, Any]) -> None:
         """Store the record of the group of a prompt, durably."""
@@ -264,10 +264,10 @@ class GroupKeeper:
 
     def _drop(self, partition: DataPartitionStatus, numbers: Iterable[int]) -> None:
         """Forget entries of a partition at once, without their values."""
-        dropped = [*numbers]
-        if dropped:
-            partition.clear_data(dropped)
-            self._controller.index_manager.partition_to_indexes[partition.partition_id].difference_update(dropped)
+        entries = [*numbers]
+        if entries:
+            partition.clear_data(entries)
+            self._controller.index_manager.partition_to_indexes[partition.partition_id].difference_update(entries)
 
     def _unreserve(self, partition: DataPartitionStatus) -> None:
         """Give back the numbers that are set aside for a partition, which a group that comes back may have."""
@@ -281,12 +281,12 @@ class GroupKeeper:
             if number in partition.global_indexes:
                 names = [*partition.field_custom_backend_meta.get(number, {})]
                 names += [GROUP] * bool(partition.custom_meta.get(number, {}).get("is_prompt"))
-                self._cleared[number] = names + [TAGS] * self._has_tags
+                self._fields_to_free[number] = names + [TAGS] * self._has_tags
 
     def _withhold(self) -> None:
         """Take numbers that were cleared lately out of those that are used next."""
         manager = self._controller.index_manager
-        cleared = self._cleared.keys() | self._cleared_before.keys()
+        cleared = self._fields_to_free.keys() | self._older_fields.keys()
         manager.reusable_indexes = [number for number in manager.reusable_indexes if number not in cleared]
 
     def _number_anew(self) -> None:

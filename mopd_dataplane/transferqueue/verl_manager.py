@@ -48,17 +48,17 @@ def take_stored_groups(prompts: TensorDict) -> TensorDict | None:
     if not waiting:
         return prompts
     columns = dict(prompts.items())
-    taken: dict[int, str] = {}
+    matches: dict[int, str] = {}
     for row in range(len(prompts)):
         uids = waiting.get(_digest(columns, names, row))
         if uids:
-            taken[row] = uids.pop(0)
-    if not taken:
+            matches[row] = uids.pop(0)
+    if not matches:
         return prompts
-    keys = [_value(columns["uid"], row) for row in taken]
-    tags = [{"is_prompt": True, PROMOTES: uid} for uid in taken.values()]
+    keys = [_value(columns["uid"], row) for row in matches]
+    tags = [{"is_prompt": True, PROMOTES: uid} for uid in matches.values()]
     tq.kv_batch_put(keys=keys, partition_id=PARTITION, tags=tags)
-    rest = [row for row in range(len(prompts)) if row not in taken]
+    rest = [row for row in range(len(prompts)) if row not in matches]
     return prompts[rest] if rest else None
 
 

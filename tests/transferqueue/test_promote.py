@@ -60,6 +60,7 @@ def test_a_group_that_was_trained_with_lost_weights_comes_again(begin: Any) -> N
     run.train("a")
     for number in range(4):  # which would use its numbers again
         run.issue(f"c{number}", 2)
+        run.finish(f"c{number}", 2)
     run = begin()
     run.load("1")
     assert run.tags()["a"]["status"] == "finished"
