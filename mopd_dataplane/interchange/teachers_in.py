@@ -84,8 +84,8 @@ class Teachers:
 
     def bring(self, store: Store) -> None:
         """Write the heads, tokenizers and teachers to the store."""
-        for digest, file in self._tokenizers.items():
-            keep_tokenizer(store, digest, json.loads(read_file(file)), of_teacher=True)
+        for digest, tokenizer_file in self._tokenizers.items():
+            keep_tokenizer(store, digest, json.loads(read_file(tokenizer_file)), of_teacher=True)
         for name, teacher in self._new.items():
             if name in self._heads:
                 target = f"heads/{name}.safetensors"

@@ -92,11 +92,9 @@ class OwnTokens:
         """Return the record of the alignment, as the store keeps it."""
         return Signal(
             uid=self.sample.uid, sample_row=self.sample.sample_row, kind=ALIGNMENT,
-            extra={
-                "student_chunk_ends": chunk_ends(self.alignment.student),
-                "teacher_tokens": self.teacher_sample.tokens[self.teacher_sample.prompt_len :],
-                "teacher_chunk_ends": chunk_ends(self.alignment.teacher),
-            },
+            student_chunk_ends=chunk_ends(self.alignment.student),
+            teacher_tokens=self.teacher_sample.tokens[self.teacher_sample.prompt_len :],
+            teacher_chunk_ends=chunk_ends(self.alignment.teacher),
         )  # fmt: skip
 
 

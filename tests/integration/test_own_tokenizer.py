@@ -58,6 +58,9 @@ probe = 4
 batch_samples = 8
 pack_tokens = 256
 
+[load]
+deadline_s = 600
+
 [objectives.opd.policy_gradient]
 
 [[stages]]

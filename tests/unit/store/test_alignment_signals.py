@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aligned_store import ANSWERS, DIGESTS, PROMPT, TEACHER, Vocabulary, aligned_store, texts, tokenizers
-from numpy.typing import NDArray
 from rich.console import Console
 from viewing import BEARER, client_of, get, unpack
 
@@ -46,11 +45,10 @@ def store(original: Store, tmp_path: Path) -> Store:
 
 def alignment(student: list[int], tokens: list[int], teacher: list[int], *, row: int = 0, uid: str = "") -> Signal:
     """A signal of these chunk ends and tokens."""
-    extra: dict[str, NDArray[np.generic]] = {
-        "student_chunk_ends": np.array(student, np.uint8), "teacher_tokens": np.array(tokens, np.int32),
-        "teacher_chunk_ends": np.array(teacher, np.uint8),
-    }  # fmt: skip
-    return Signal(uid=uid, sample_row=row, kind=ALIGNMENT, extra=extra)
+    return Signal(
+        uid=uid, sample_row=row, kind=ALIGNMENT, student_chunk_ends=np.array(student, np.uint8),
+        teacher_tokens=np.array(tokens, np.int32), teacher_chunk_ends=np.array(teacher, np.uint8),
+    )  # fmt: skip
 
 
 def test_the_record_has_the_text_in_the_tokens_of_both(original: Store) -> None:
