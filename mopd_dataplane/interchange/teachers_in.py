@@ -19,7 +19,7 @@ HEADS = ".heads"
 """Suffix of the folder of heads beside an exported file."""
 TOKENIZERS = ".tokenizers"
 """Suffix of the folder of tokenizers beside an exported file."""
-_OF_OTHER_TOKENIZER = ("logprob", ALIGNMENT)
+_OF_OTHER_TOKENIZER = ("logprob", "topk", ALIGNMENT)
 """Kinds of signals of a teacher with another tokenizer than its samples."""
 
 
