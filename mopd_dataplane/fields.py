@@ -141,7 +141,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         name="topk_ids", column="ids", dtype="<i4", axis="trained", table=SIGNALS + "topk", width="k", token_ids=True,
-        doc="[M * K] token ids",
+        doc="[M * K] token ids; -1 in a slot that is not used",
     ),
     Field(
         name="topk_logprobs", column="logprobs", dtype="<f4", axis="trained", table=SIGNALS + "topk", width="k",

@@ -159,8 +159,8 @@ class Signal:
     kind logprob: logprob [R] f32, 0 where loss_mask is 0.
     kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
     kind hidden:  hidden [M, row_bytes] uint8, codec bytes of the state that predicts each loss-masked token, in order.
-    kind alignment: in `extra`, student_chunk_ends [R] uint8, teacher_tokens [Q] int32 and teacher_chunk_ends [Q] uint8,
-                  with Q the number of tokens of the response in the teacher's tokenizer.
+    kind alignment: student_chunk_ends [R] uint8, teacher_tokens [Q] int32 and teacher_chunk_ends [Q] uint8, with Q the
+                  number of tokens of the response in the teacher's tokenizer.
     any other:    `extra[kind]` [R] f32, 0 where loss_mask is 0 (score/signal_kinds.py).
     """
 
@@ -176,6 +176,9 @@ class Signal:
     topk_source: str = "teacher"
     """Whose top-k the ids are: teacher or student."""
     hidden: NDArray[np.uint8] | None = None
+    student_chunk_ends: NDArray[np.uint8] | None = None
+    teacher_tokens: NDArray[np.int32] | None = None
+    teacher_chunk_ends: NDArray[np.uint8] | None = None
     extra: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Fields of fields.py that have no attribute here, by name."""
     mean_reverse_kl: float | None = None

@@ -19,7 +19,7 @@ HEADS = ".heads"
 """Suffix of the folder of heads beside an exported file."""
 TOKENIZERS = ".tokenizers"
 """Suffix of the folder of tokenizers beside an exported file."""
-_OF_OTHER_TOKENIZER = ("logprob", ALIGNMENT)
+_OF_OTHER_TOKENIZER = ("logprob", "topk", ALIGNMENT)
 """Kinds of signals of a teacher with another tokenizer than its samples."""
 
 
@@ -87,8 +87,8 @@ class Teachers:
 
     def bring(self, store: Store) -> None:
         """Write the heads, tokenizers and teachers to the store."""
-        for digest, location in self._tokenizers.items():
-            keep_tokenizer(store, digest, json.loads(read_file(location)), of_teacher=True)
+        for digest, tokenizer_file in self._tokenizers.items():
+            keep_tokenizer(store, digest, json.loads(read_file(tokenizer_file)), of_teacher=True)
         for name, teacher in self._new.items():
             if name in self._heads:
                 target = f"heads/{name}.safetensors"

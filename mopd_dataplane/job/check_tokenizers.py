@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
     from mopd_dataplane.job.sections import Teacher
 
-KINDS = ("logprob",)
-"""Kinds of signals of such a teacher: its distributions are over other tokens than the student's."""
+KINDS = ("logprob", "topk")
+"""Kinds of signals of such a teacher: its hidden states give distributions over other tokens than the student's."""
 
 
 def check_own_tokenizers(job: Job, where: str) -> None:
@@ -36,7 +36,7 @@ def check_own_tokenizers(job: Job, where: str) -> None:
 
 
 def check_own_tokenizers_of_stage(job: Job, stage: Stage, samplers: tuple[str, ...], at: str) -> None:
-    """Raise JobFileError where a stage asks more of such a teacher than log-probs of the student's text.
+    """Raise JobFileError where a stage asks more of such a teacher than log-probs of the student's text and its top-k.
 
     samplers: teachers that answer prompts of the stage.
     """
@@ -55,8 +55,22 @@ def check_own_tokenizers_of_stage(job: Job, stage: Stage, samplers: tuple[str, .
     if foreign and kinds:
         raise JobFileError(
             f"{at}: objective {stage.objective!r} needs {', '.join(kinds)} signals, and teacher {foreign[0]!r} has "
-            "other tokens than the student, so it gives log-probs alone; take an objective of log-probs "
-            f'(policy_gradient), or set teachers.{foreign[0]}.tokenizer = "student"'
+            "other tokens than the student, so it gives log-probs and a top-k alone; take an objective of log-probs "
+            f'(policy_gradient) or of a top-k (divergence, signal = "topk"), or set teachers.{foreign[0]}.tokenizer = '
+            '"student"'
+        )
+    gradient = job.objective(stage).policy_gradient
+    if foreign and gradient is not None and gradient.baseline == "topk":
+        raise JobFileError(
+            f'{at}: policy_gradient.baseline = "topk" of objective {stage.objective!r} needs the distribution from '
+            f"which each token's log-prob comes, and teacher {foreign[0]!r} has other tokens than the student; leave "
+            f'baseline out, or set teachers.{foreign[0]}.tokenizer = "student"'
+        )
+    if foreign and "topk" in job.objective(stage).signals and stage.score.topk_source == "student":
+        raise JobFileError(
+            f'{at}: score.topk_source = "student" asks for log-probs of single tokens of the student, and teacher '
+            f'{foreign[0]!r} has other tokens; set score.topk_source = "teacher", or '
+            f'teachers.{foreign[0]}.tokenizer = "student"'
         )
     if foreign and not SCORING[stage.score.engine].here:
         raise JobFileError(

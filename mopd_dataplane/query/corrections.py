@@ -226,7 +226,8 @@ def _likeliest(
             of_row = dict(zip(rows, store.read_signal(teacher, "topk", rows, snapshot), strict=True))
             for at, (row, ordinal) in enumerate(positions):
                 ids, values = of_row[row][0][ordinal], of_row[row][1][ordinal]
-                words[at], logprobs[at] = ids[values.argmax()], values.max()
+                words[at] = ids[values.argmax()]
+                logprobs[at] = values.max() if words[at] >= 0 else np.nan  # no slot is used inside of some chunks
             return words, logprobs, ""
         except (MopdError, OSError) as error:
             note = str(error)

@@ -94,10 +94,14 @@ def put_signals(run: Run, stage: Stage, running: "RunningQueue") -> float:
 
 
 def _put_kinds(run: Run, stage: Stage, running: "RunningQueue") -> list[str]:
-    """Kinds of signals that are put: top-k or else log-probs, and hidden states if the queue has a field for them."""
+    """Kinds of signals that are put: top-k or else log-probs, and hidden states if the queue has a field for them.
+
+    The top-k of a teacher with another tokenizer has unused slots, which other trainers do not know.
+    """
     kinds = signal_kinds(run, stage)
+    has_own_tokens = any(run.job.teachers[teacher].tokenizer == "own" for teacher in run.job.teachers_of(stage))
     states = ["hidden"] if "hidden" in kinds and running.takes_hidden else []
-    return ["topk" if "topk" in kinds else "logprob", *states]
+    return ["topk" if "topk" in kinds and not has_own_tokens else "logprob", *states]
 
 
 def _fields(

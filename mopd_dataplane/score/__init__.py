@@ -4,6 +4,7 @@ scorer.py               scores samples with a teacher: one forward pass per batc
 signal_kinds.py         the kinds of signals, and how each follows from hidden states; the student's likeliest tokens
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
 own_tokens.py           a teacher of another tokenizer: the student's text in its tokens, and its log-probs back
+token_projection.py     distributions of such a teacher over the student's tokens
 scorer_check.py         compares a teacher in vLLM or behind a server with the plain pass of its folder
 adapted_base.py         teachers that are adapters on one base, which is loaded once, here or in vLLM
 engines.py              engines that run teachers, and their capabilities

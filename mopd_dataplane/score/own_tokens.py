@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mopd_dataplane.score.readers import Scorable
+
+
+Pieces = tuple[int, ...]
+"""The student's tokens of the text of one token of a teacher."""
 
 
 class Alignment(NamedTuple):
@@ -92,11 +97,9 @@ class OwnTokens:
         """Return the record of the alignment, as the store keeps it."""
         return Signal(
             uid=self.sample.uid, sample_row=self.sample.sample_row, kind=ALIGNMENT,
-            extra={
-                "student_chunk_ends": chunk_ends(self.alignment.student),
-                "teacher_tokens": self.teacher_sample.tokens[self.teacher_sample.prompt_len :],
-                "teacher_chunk_ends": chunk_ends(self.alignment.teacher),
-            },
+            student_chunk_ends=chunk_ends(self.alignment.student),
+            teacher_tokens=self.teacher_sample.tokens[self.teacher_sample.prompt_len :],
+            teacher_chunk_ends=chunk_ends(self.alignment.teacher),
         )  # fmt: skip
 
 
@@ -105,7 +108,7 @@ class OwnTokenizer:
 
     def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str) -> None:
         """name: of the teacher. Raises MismatchError for a tokenizer whose tokens have no bytes."""
-        self.tokenizer = teacher
+        self.tokenizer, self._student = teacher, student
         self._name = name
         self._ours, self._theirs = TokenBytes(student), TokenBytes(teacher)
         self._ends = terminators(student) | {student.eos_token_id}
@@ -116,6 +119,34 @@ class OwnTokenizer:
         """Content of the teacher's tokenizer.json."""
         described: dict[str, Any] = json.loads(self.tokenizer.backend_tokenizer.to_str())
         return described
+
+    @cached_property
+    def pieces(self) -> list[Pieces]:
+        """The student's tokens of the text of each of the teacher's tokens, by id; empty where it has none.
+
+        A text that is one token of the student is that token, whatever the student's tokenizer makes of it. The
+        teacher's end is the student's.
+        """
+        ids = sorted(set(self._student.get_vocab().values()) - self._ours.special.keys(), reverse=True)
+        student_end = _end(self._student)
+        single = {content: (index,) for index, content in zip(ids, self._ours(ids), strict=True) if content}
+        theirs = self.tokenizer.get_vocab().values()
+        pieces: list[Pieces] = [()] * (max(theirs) + 1)
+        for index in set(theirs) - self._theirs.special.keys():
+            (content,) = self._theirs([index])
+            pieces[index] = single.get(content) or self._pieces_of(content)
+        if self._end is not None and student_end is not None:
+            pieces[self._end] = (student_end,)
+        return pieces
+
+    def _pieces_of(self, content: bytes) -> Pieces:
+        """Encode bytes with the student's tokenizer; empty if they are no text, or if it changes them."""
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            return ()
+        ids = self._student.encode(text, add_special_tokens=False)
+        return tuple(ids) if b"".join(self._ours(ids)) == content else ()
 
     def retokenize(self, sample: Scorable, prompt_ids: Sequence[int]) -> OwnTokens:
         """Convert one sample to the teacher's tokens.

@@ -25,6 +25,7 @@ from mopd_dataplane.score.signal_kinds import (
     signal_kind,
 )
 from mopd_dataplane.score.teacher_pool import TeacherPool
+from mopd_dataplane.score.token_projection import ProjectedTopk
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, SequenceLogprobs
 
 PromptRenderer = Callable[[Scorable], Sequence[int]]
@@ -92,21 +93,30 @@ def _score_with_own_tokenizer(
     settings: sections.Score,
     render_prompt: PromptRenderer | None,
 ) -> Iterator[Signal]:
-    """Yield the log-probs of a teacher with another tokenizer, mapped to the student's tokens (own_tokens.py), and how
-    the tokens of the two lie over the text."""
-    from_logprobs = [signal_kind(kind, settings.signals) for kind in kinds if kind != ALIGNMENT]
-    if render_prompt is None or any(not kind.follows_from_logprobs or kind.ranked for kind in from_logprobs):
+    """Yield the log-probs of a teacher with another tokenizer, mapped to the student's tokens (own_tokens.py), its
+    likeliest tokens of the student (token_projection.py), and how the tokens of the two lie over the text."""
+    from_logprobs = [signal_kind(kind, settings.signals) for kind in kinds if kind not in (ALIGNMENT, "topk")]
+    is_ranked = "topk" in kinds
+    is_other = any(not kind.follows_from_logprobs for kind in from_logprobs)
+    if render_prompt is None or is_other or (is_ranked and settings.topk_source == "student"):
         raise MismatchError(
             f"teacher {teacher!r} has its own tokenizer: its only signals are the log-probs of the student's "
-            "tokens, and its prompts must be rendered by its own template"
+            "tokens and the likeliest of them by the teacher itself, and its prompts must be rendered by its own "
+            "template"
         )
     retokenized_by_uid = {sample.uid: teacher_tokenizer.retokenize(sample, render_prompt(sample)) for sample in samples}
     if ALIGNMENT in kinds:
         yield from (retokenized.signal() for retokenized in retokenized_by_uid.values())
-    if not from_logprobs:
+    computed: list[SignalKind] = [Logprob("logprob")] if from_logprobs else []
+    if is_ranked:
+        computed.append(ProjectedTopk("topk", retokenized_by_uid, teacher_tokenizer.pieces))
+    if not computed:
         return
     inputs = [model_input(retokenized.teacher_sample, None) for retokenized in retokenized_by_uid.values()]
-    for signal in _score_inputs(pool, teacher, [Logprob("logprob")], inputs, settings):
+    for signal in _score_inputs(pool, teacher, computed, inputs, settings):
+        if signal.kind == "topk":
+            yield signal
+            continue
         retokenized = retokenized_by_uid[signal.uid]
         assert signal.logprob is not None
         # The teacher's log-probs at the student's tokens.

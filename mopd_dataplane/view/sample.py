@@ -189,6 +189,7 @@ def topk_columns(payload: Payload, ids: NDArray[np.int32], logprobs: NDArray[np.
     hit = np.take_along_axis(ids, order, 1) == trained[:, None]
     rank = np.where(hit.any(1), hit.argmax(1) + 1, 0).astype(np.int32)
     tail = np.clip(1 - np.exp(logprobs.astype(np.float64)).sum(1), 0, 1).astype(np.float32)
+    tail[(ids < 0).all(1)] = np.nan
     return {
         "k": int(ids.shape[1]),
         "rank": packed(at_trained(payload.mask, rank, -1), "<i4"),

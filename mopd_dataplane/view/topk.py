@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.read.decode import Decoder, Numbers
 
+INSIDE_A_CHUNK = "it has other tokens, and no distribution where one of them goes on past this token"
 SHOWN = 12
 """Candidates of one teacher."""
 
@@ -51,7 +52,9 @@ def candidates(
                 stored = store.read_signal(name, "topk", [row["sample_row"]], snapshot)[0]
                 said = [(stored[0][ordinal], stored[1][ordinal]) for ordinal in ordinals]
             for answers, (ids, logprobs), (token, _) in zip(by_position, said, places, strict=True):
-                answers.append(about | ranked(ids, logprobs, token, whole=source == "hidden"))
+                is_used = ids >= 0
+                shown = ranked(ids[is_used], logprobs[is_used], token, whole=source == "hidden")
+                answers.append(about | (shown if is_used.any() else {"error": INSIDE_A_CHUNK}))
         except (MopdError, OSError, ValueError) as error:
             gone = source == "hidden" and freed(store, name, [row["uid"]])
             said_of_it = "its hidden states were freed when they had served" if gone else str(error)

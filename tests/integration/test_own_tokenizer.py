@@ -58,7 +58,14 @@ probe = 4
 batch_samples = 8
 pack_tokens = 256
 
+[load]
+deadline_s = 600
+
 [objectives.opd.policy_gradient]
+
+[objectives.opd.divergence]
+kind = "forward"
+signal = "topk"
 
 [[stages]]
 name = "student"
@@ -102,11 +109,12 @@ def test_a_killed_job_with_a_teacher_of_another_tokenizer_ends_whole(job: Path, 
     assert store.verify().ok
     by_kind = {
         kind: store.table("scores", ["uid", "mean_reverse_kl"], filter=f"teacher = 'other' and kind = '{kind}'")
-        for kind in ("logprob", "alignment")
+        for kind in ("logprob", "alignment", "topk")
     }
     scores = by_kind["logprob"]["mean_reverse_kl"].to_numpy()
-    assert set(by_kind["alignment"]["uid"].to_pylist()) == set(by_kind["logprob"]["uid"].to_pylist())
-    assert by_kind["alignment"].num_rows == len(scores)
+    for kind in ("alignment", "topk"):
+        assert set(by_kind[kind]["uid"].to_pylist()) == set(by_kind["logprob"]["uid"].to_pylist())
+        assert by_kind[kind].num_rows == len(scores)
     left_out = store.table("events", ["kind"], filter="kind = 'unreadable'").num_rows
     assert len(scores) + left_out == 32
     assert len(scores) > left_out > 0

@@ -33,6 +33,7 @@ GONE: Any = object()
 """Value of an edit that leaves a key out."""
 GRADIENT = "objectives.opd.policy_gradient"
 OF_HIDDEN = {"stages.student.objective": "exact"}
+OF_TOPK = {"objectives.exact.divergence": {"kind": "reverse", "signal": "topk"}, **OF_HIDDEN}
 REMOTE = {"source": GONE, "url": "http://127.0.0.1:8000/v1"}
 
 
@@ -152,7 +153,22 @@ REFUSALS = [
         {**OWN_TOKENS, **OF_HIDDEN},
         [
             ("take an objective of log-probs", {_at("objective"): "opd"}),
+            ('or of a top-k (divergence, signal = "topk")', OF_TOPK),
             ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, f"{GRADIENT}.baseline": "topk"},
+        [
+            ("leave baseline out", {f"{GRADIENT}.baseline": GONE}),
+            ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
+        ],
+    ),
+    Refusal(
+        {**OWN_TOKENS, **OF_TOPK, _at("score.topk_source"): "student"},
+        [
+            ('set score.topk_source = "teacher"', {_at("score.topk_source"): "teacher"}),
+            ('teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
         ],
     ),
     Refusal(

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from own_token_samples import CONFIG, pool_of, random_samples, sample_of
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers_apart import exchanged_letters
@@ -31,12 +32,8 @@ from mopd_dataplane.records import Signal
 from mopd_dataplane.score.own_tokens import OwnTokenizer, align, credit
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
-from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_pool import TeacherPool
 
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
-}  # fmt: skip
 END = "<|end|>"
 ALPHABET = (
     "abcdefghij xyzABC 0123456789 .,;:\n\t"
@@ -105,15 +102,6 @@ TOKENIZERS = {
     "fallback": byte_fallback(3, prefix_space=False),
     "prefixed": byte_fallback(4, prefix_space=True),
 }
-
-
-def sample_of(
-    ids: list[int], *, prompt: int = 2, logprobs: NDArray[np.float32] | None = None, uid: str = "s"
-) -> Scorable:
-    return Scorable(
-        uid=uid, sample_row=0, prompt_id="p", prompt_len=prompt, tokens=np.array([0] * prompt + ids, np.int32),
-        loss_mask=np.ones(len(ids), np.uint8), logprobs=logprobs,
-    )  # fmt: skip
 
 
 @given(st.sets(st.integers(1, 40)), st.sets(st.integers(1, 40)), st.integers(0, 2**31))
@@ -186,31 +174,6 @@ def character_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_student(StudentSettings(config=CONFIG), tmp_path_factory.mktemp("models") / "plain", seed=1)
 
 
-def pool_of(student: Path, **teachers: Path) -> TeacherPool:
-    """The student's own model as `plain`, and other teachers that read their own tokens."""
-    torch.set_num_threads(1)
-    specs = {"plain": TeacherSpec(student, sections.Teacher(source=str(student)))} | {
-        name: TeacherSpec(folder, sections.Teacher(source=str(folder), tokenizer="own"))
-        for name, folder in teachers.items()
-    }
-    return TeacherPool(specs, student_tokenizer=hf.load_tokenizer(student))
-
-
-def random_samples(tokenizer: PreTrainedTokenizerBase, count: int = 6) -> list[Scorable]:
-    draw, rng = random.Random(3), np.random.default_rng(3)
-    samples = []
-    for number in range(count):
-        text = "".join(draw.choice(["abc", "de", " 1", *"abcd"]) for _ in range(draw.randrange(1, 12)))
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        prompt = tokenizer.encode("ab 1")
-        logprobs = -rng.gamma(2.0, 0.5, len(ids)).astype(np.float32)
-        samples.append(replace(
-            sample_of(ids, logprobs=logprobs, uid=f"{number:032x}"), prompt_len=len(prompt), sample_row=number,
-            tokens=np.array([*prompt, *ids], np.int32), temperature=0.7,
-        ))  # fmt: skip
-    return samples
-
-
 def values_of(pool: TeacherPool, name: str, samples: list[Scorable], **more: Any) -> dict[str, NDArray[np.float32]]:
     signals = score_samples(pool, name, ["logprob"], samples, sections.Score(batch_tokens=64), **more)
     return {signal.uid: signal.logprob for signal in signals if signal.logprob is not None}
@@ -257,12 +220,12 @@ def test_the_alignment_is_a_signal_that_needs_no_model(character_student: Path, 
     own = OwnTokenizer(tokenizer, theirs, name="whole")
     for sample, signal in zip(samples, both, strict=False):
         read = own.retokenize(sample, reads)
-        assert signal.extra["teacher_tokens"].tolist() == read.teacher_sample.tokens[len(reads) :].tolist()
+        assert signal.teacher_tokens is not None
+        assert signal.teacher_tokens.tolist() == read.teacher_sample.tokens[len(reads) :].tolist()
         for side, chunks in (("student", read.alignment.student), ("teacher", read.alignment.teacher)):
-            ends = signal.extra[f"{side}_chunk_ends"]
+            ends = getattr(signal, f"{side}_chunk_ends")
             assert (np.cumsum(ends) - ends).tolist() == chunks.tolist()
-        for name, values in signal.extra.items():
-            assert alone[sample.uid].extra[name].tolist() == values.tolist()
+            assert getattr(alone[sample.uid], f"{side}_chunk_ends").tolist() == ends.tolist()
     with pytest.raises(UnknownNameError, match="'alignment'"):
         list(score_samples(pool, "plain", ["alignment"], samples, sections.Score()))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aligned_store import ANSWERS, DIGESTS, PROMPT, TEACHER, Vocabulary, aligned_store, texts, tokenizers
-from numpy.typing import NDArray
 from rich.console import Console
 from viewing import BEARER, client_of, get, unpack
 
@@ -28,6 +27,7 @@ from mopd_dataplane.query.show_terminal import render
 from mopd_dataplane.run.whole_copy import copy_whole
 from mopd_dataplane.store.maintain.copy_samples import copy_samples
 from mopd_dataplane.store.read.decode import KEPT, find_decoder
+from mopd_dataplane.view.topk import INSIDE_A_CHUNK
 
 ROWS = [*range(len(ANSWERS))]
 
@@ -46,11 +46,10 @@ def store(original: Store, tmp_path: Path) -> Store:
 
 def alignment(student: list[int], tokens: list[int], teacher: list[int], *, row: int = 0, uid: str = "") -> Signal:
     """A signal of these chunk ends and tokens."""
-    extra: dict[str, NDArray[np.generic]] = {
-        "student_chunk_ends": np.array(student, np.uint8), "teacher_tokens": np.array(tokens, np.int32),
-        "teacher_chunk_ends": np.array(teacher, np.uint8),
-    }  # fmt: skip
-    return Signal(uid=uid, sample_row=row, kind=ALIGNMENT, extra=extra)
+    return Signal(
+        uid=uid, sample_row=row, kind=ALIGNMENT, student_chunk_ends=np.array(student, np.uint8),
+        teacher_tokens=np.array(tokens, np.int32), teacher_chunk_ends=np.array(teacher, np.uint8),
+    )  # fmt: skip
 
 
 def test_the_record_has_the_text_in_the_tokens_of_both(original: Store) -> None:
@@ -248,3 +247,20 @@ def test_a_page_names_a_damaged_tokenizer(store: Store) -> None:
 def test_no_pack_carries_them() -> None:
     with pytest.raises(ValueError, match="'alignment' is in no pack"):
         LoadSpec(stage="student", signals=("logprob", ALIGNMENT))
+
+
+def test_a_token_without_a_distribution_is_shown_as_such(store: Store) -> None:
+    """Slots of a top-k that are not used: inside of a chunk the teacher's next token begins elsewhere."""
+    uid = store.samples(["uid"])["uid"][1].as_py()
+    ids, logprobs = np.full((2, 3), -1, np.int32), np.full((2, 3), -1e5, np.float32)
+    ids[0, :2], logprobs[0, :2] = [15, 16], np.log([0.5, 0.25])
+    store.commit_signals(
+        TEACHER, "topk", [Signal(uid=uid, sample_row=1, kind="topk", topk_ids=ids, topk_logprobs=logprobs)]
+    )
+    assert store.verify().findings == []
+    page = client_of(store, **BEARER)
+    (teacher,) = get(page, "sample", uid=uid)["teachers"]
+    assert unpack(teacher["topk"]["tail"]).tolist() == pytest.approx([0.25, np.nan], nan_ok=True)
+    (used,), (unused,) = (get(page, "candidates", uid=uid, position=at)["teachers"] for at in range(2))
+    assert (used["ids"], used["rank"]) == ([15, 16], 1)
+    assert unused["error"] == INSIDE_A_CHUNK
