@@ -189,7 +189,7 @@ class Engine(Section):
     @model_validator(mode="after")
     def _of_one_server(self) -> Engine:
         if self.url and (self.options or self.dtype or not self.keep):
-            raise ValueError("options, dtype and keep apply to a vLLM that the run starts; beside url leave them out")
+            raise ValueError("options, dtype and keep apply to a vLLM that the job starts; beside url leave them out")
         if self.reload and not self.url:
             raise ValueError("reload is for a running server; give its url")
         return self

@@ -43,7 +43,7 @@ def test_a_flipped_bit_changes_nothing_that_is_read_or_is_damage(value: dict, da
 @pytest.mark.parametrize(
     ("content", "said"),
     [(b"", "not JSON"), (b"[]", "a list"), (b"null", "holds null"), (b"{}", "lacks its checksum"),
-     (b"[" * 9999, "JSON"), (b'{"crc32c": 7}', "7 was written"), (b"\xff", "not JSON")],
+     (b"[" * 9999, "JSON"), (b'{"crc32c": 7}', "7 was recorded"), (b"\xff", "not JSON")],
 )  # fmt: skip
 def test_other_files_are_damage(content: bytes, said: str) -> None:
     with pytest.raises(DamagedError, match=said):
