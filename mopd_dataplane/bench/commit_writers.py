@@ -87,7 +87,7 @@ def _write(folder: Path, number: int, seconds: float, finished: int, barrier: Ba
 
     first = number * MOST_SAMPLES
     store.commit_samples([bench_sample(first, RESPONSE)])  # loads the keys
-    barrier.wait()
+    barrier.wait(START_S)
     committer = Committer(cast(TokenLog, _NoLog()), commit, full_disk_wait_s=0.0, notice=print)
     begin = time.monotonic()
     for turn in range(max(1, round(seconds / WINDOW_S))):

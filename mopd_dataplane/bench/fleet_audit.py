@@ -60,14 +60,15 @@ def _trained_uids(store: Store, fleet: Fleet) -> Counter[str]:
 
 def _count_changed(store: Store, fleet: Fleet) -> int:
     changed = 0
-    columns = ("tokens", "logprobs", "loss_mask")
     for rows, part in store.scan_samples(["uid", "prompt_len", "finish_reason"]):
         for first in range(0, len(rows), READ_ROWS):
             here = slice(first, first + READ_ROWS)
-            payload = store.read_tokens(rows[here], columns, verify=True)
+            payload = store.read_tokens(rows[here], verify=True)
             facts = part.slice(first, READ_ROWS).to_pylist()
             for number, sample in enumerate(facts):
-                tokens, logprobs, mask = (np.asarray(payload[column][number].values) for column in columns)
+                tokens = np.asarray(payload["tokens"][number].values)
+                logprobs = np.asarray(payload["logprobs"][number].values)
+                mask = np.asarray(payload["loss_mask"][number].values)
                 expected = expected_response(sample["uid"], fleet.lengths)
                 response = (tokens[sample["prompt_len"] :], logprobs, mask)
                 is_same = [np.array_equal(response[part], expected[part]) for part in range(3)]

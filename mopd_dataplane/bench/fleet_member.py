@@ -232,12 +232,11 @@ def _train(fleet: Fleet, store: Store, plan: PlanWindow, version: int, acknowled
             store.read_signal(teacher_of(domain), kind, rows[domains == domain], plan.snapshot, verify=True)
     read_s = time.monotonic() - start
     time.sleep(fleet.step_s / fleet.speed)
-    behind = [
-        version - np.repeat(versions, np.diff(starts, append=len(mask)))[np.array(mask, bool)]
-        for starts, versions, mask in (
-            [np.asarray(column[row].values) for column in map(spans.column, _SPAN_COLUMNS)] for row in range(len(rows))
-        )
-    ]
+    behind = []
+    for row in range(len(rows)):
+        mask = np.asarray(spans["loss_mask"][row].values, bool)
+        starts, versions = (np.asarray(spans[name][row].values) for name in ("version_starts", "versions"))
+        behind.append(version - np.repeat(versions, np.diff(starts, append=len(mask)))[mask])
     staleness = np.concatenate(behind)
     step = StepMetrics(
         stage=plan.stage, step=version, window=plan.window, plan_digest=plan.digest, policy_version=version, loss=0.0,
@@ -248,9 +247,6 @@ def _train(fleet: Fleet, store: Store, plan: PlanWindow, version: int, acknowled
     store.add_steps([step])
     store.release(f"{plan.stage}-{plan.window}")
     acknowledged.add(stage=plan.stage, window=plan.window, rows=rows.tolist(), read_s=read_s, tokens=step.tokens)
-
-
-_SPAN_COLUMNS = ("version_starts", "versions", "loss_mask")
 
 
 def run_member(fleet: Fleet, folder: Path, role: str, number: int) -> None:
