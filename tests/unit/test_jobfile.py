@@ -146,7 +146,7 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         (
             "[teachers]",
             '[engine]\nkind = "vllm"\nurl = "http://h/v1"\nkeep = false\n[teachers]',
-            ["options, dtype and keep apply to a vLLM that the run starts"],
+            ["options, dtype and keep apply to a vLLM that the job starts"],
         ),
         (
             "[teachers]",

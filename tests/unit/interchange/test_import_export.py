@@ -255,11 +255,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "reward in words": ({**GOOD, "reward": "high"}, "'reward' is 'high'"),
     "reward that no float32 holds": ({**GOOD, "reward": 1e39}, "'reward' is 1e\\+39, expected a finite number"),
     "reward that no float holds": ({**GOOD, "reward": 10**400}, "'reward' is 1000"),
-    "another tokenizer": ({**GOOD, "tokenizer": "words"}, "tokenizer 'words'"),
+    "another tokenizer": ({**GOOD, "tokenizer": "words"}, "tokenizer with digest 'words'"),
     "a uid that is none": ({**GOOD, "uid": "../../etc"}, "is not 32 hex digits"),
     "a kept id of another vocabulary": (
         {**GOOD, "sampling_mask_sizes": [1], "sampling_mask_ids": [5000]},
-        "sampling_mask_ids holds 5000, the tokenizer has 1000",
+        "sampling_mask_ids holds token id 5000, and the ids of the tokenizer end at 999",
     ),
     "a sampling mask without the token": (
         {**GOOD, "sampling_mask_sizes": [1], "sampling_mask_ids": [7]},

@@ -92,7 +92,7 @@ DAMAGES = {
         [("tokens", 0, uid(0), "crc32c")],
     ),
     "wrong checksum": (rewrite("samples", at(1, payload_crc=1)), [("tokens", 1, uid(1), "00000001 was committed")]),
-    "lengths that contradict": (rewrite("samples", at(1, total_len=99)), [("samples", 1, uid(1), "L 99")]),
+    "lengths that contradict": (rewrite("samples", at(1, total_len=99)), [("samples", 1, uid(1), "total_len 99")]),
     "dangling signal": (
         rewrite("signals/t/logprob", without_last),
         [("scores", 2, uid(2), "points to row 2 of 'signals/t/logprob', which has 2 rows")],
