@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no number": (lambda row: row["signals"][0]["logprob"].__setitem__(0, "x"), r"logprob\[0\] is 'x'"),
     "ids of another vocabulary": (
         lambda row: row["signals"][1]["topk_ids"].__setitem__(0, 5000),
-        "topk_ids holds 5000",
+        "topk_ids holds token id 5000",
     ),
     "a number too few": (lambda row: row["signals"][3]["values"].pop(), "margin has shape"),
     "another package's kind without numbers": (lambda row: row["signals"][0].update(kind="logits"), "values"),

@@ -217,7 +217,7 @@ def test_acknowledged_versions_that_are_gone_are_called_lost(store: Store) -> No
     for number in range(3):
         store.commit_samples([build.sample(number)])
     min((store.root / "samples" / "_versions").glob("*.manifest")).unlink()
-    with pytest.raises(DamagedError, match="version 4 was acknowledged, the newest one there is 3"):
+    with pytest.raises(DamagedError, match="version 4 was acknowledged, but the newest version there is 3"):
         Store.open(store.uri).samples()
     shutil.rmtree(store.root / "samples")
     with pytest.raises(DamagedError, match="version 4 was acknowledged, there is none"):
