@@ -124,7 +124,7 @@ def test_log_probs_of_a_reference_never_join_those_of_a_teacher_that_scored_here
             hidden_size=8, dtype="float32", head_file="heads/big.safetensors", head_digest="2" * 64,
         )
     )  # fmt: skip
-    with pytest.raises(InputError, match=r"traces\.jsonl:1: .*teacher 'big' has weights 'imported'"):
+    with pytest.raises(InputError, match=r"traces\.jsonl:1: .*teacher 'big' has weights with digest 'imported'"):
         brought(store, "prime-rl", "verifiers", teacher="big")
     assert store.samples(["uid"]).num_rows == store.table("prompts").num_rows == 0
 
