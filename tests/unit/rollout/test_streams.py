@@ -164,7 +164,7 @@ def test_an_impossible_url_is_refused() -> None:
     ("raw_engine", "problem"),
     [
         ({"kind": "vllm", "reload": True}, "give its url"),
-        ({"kind": "vllm", "url": "http://127.0.0.1:1/v1", "options": {"seed": 1}}, "apply to a vLLM that the job starts"),
+        ({"kind": "vllm", "url": "http://127.0.0.1:1/v1", "options": {"seed": 1}}, "a vLLM that the job starts"),
     ],
 )
 def test_settings_that_contradict_each_other(raw_engine: dict[str, object], problem: str) -> None:
