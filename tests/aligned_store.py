@@ -59,8 +59,8 @@ def aligned_store(root: Path) -> Store:
     own = OwnTokenizer(student, teacher, name=TEACHER)
     for row, sample in enumerate(samples):
         read = own.retokenize(scorable(sample, row), ())
-        said = -rng.gamma(2.0, 0.5, len(read.alignment.teacher)).astype(np.float32)
-        values = credit(read.alignment, said, sample.logprobs)
+        teacher_logprobs = -rng.gamma(2.0, 0.5, len(read.alignment.teacher)).astype(np.float32)
+        values = credit(read.alignment, teacher_logprobs, sample.logprobs)
         logprobs.append(Signal(uid=sample.uid, sample_row=row, kind="logprob", logprob=values))
         alignments.append(read.signal())
     store.commit_signals(TEACHER, ALIGNMENT, alignments)

@@ -37,14 +37,14 @@ def model_of(folder: Path, pieces: list[str], *, seed: int, sharpness: float = 1
     tokenizer.save_pretrained(folder / "tokenizer")
     config = CONFIG | {"tie_word_embeddings": False, "vocab_size": len(tokenizer)}
     settings = StudentSettings(config=config, tokenizer=str(folder / "tokenizer"))
-    made = make_student(settings, folder / "model", seed=seed)
+    policy = make_student(settings, folder / "model", seed=seed)
     if sharpness != 1:
-        model = hf.load_model(made)
+        model = hf.load_model(policy)
         with torch.no_grad():
             model.lm_head.weight.mul_(sharpness)
-        (made / "checksums.json").unlink(missing_ok=True)
-        model.save_pretrained(made)
-    return made
+        (policy / "checksums.json").unlink(missing_ok=True)
+        model.save_pretrained(policy)
+    return policy
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +103,10 @@ def test_each_distribution_is_the_sum_over_the_teachers_tokens(folders: tuple[Pa
                 expected = plain_sums(probs, texts, text[:j], student)
                 if not j:
                     expected[student.eos_token_id] = probs[teacher.eos_token_id]
-                found = distribution(signals[sample.uid], begin + j)
-                assert found.keys() <= expected.keys()
+                probabilities = distribution(signals[sample.uid], begin + j)
+                assert probabilities.keys() <= expected.keys()
                 for token, p in expected.items():
-                    assert found.get(token, 0.0) == pytest.approx(p, abs=1e-5)
+                    assert probabilities.get(token, 0.0) == pytest.approx(p, abs=1e-5)
                 inside += j > 0
             begin += max(1, len(text))
         assert begin == len(sample.loss_mask)
@@ -124,9 +124,9 @@ def test_a_teacher_with_the_students_tokens_keeps_its_distribution(folders: tupl
         special = set(student.all_special_ids) - {student.eos_token_id}
         for position in range(len(plain.topk_ids if plain.topk_ids is not None else ())):
             expected = {t: p for t, p in distribution(plain, position).items() if t not in special}
-            found = distribution(own[plain.uid], position)
-            assert expected.keys() <= found.keys()
-            assert [found[token] for token in expected] == pytest.approx(list(expected.values()), abs=1e-6)
+            probabilities = distribution(own[plain.uid], position)
+            assert expected.keys() <= probabilities.keys()
+            assert [probabilities[token] for token in expected] == pytest.approx(list(expected.values()), abs=1e-6)
 
 
 def test_where_a_token_of_the_student_is_longer_nothing_follows(folders: tuple[Path, Path]) -> None:

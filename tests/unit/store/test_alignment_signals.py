@@ -222,14 +222,14 @@ def test_the_page_of_a_sample_gets_both_rows(original: Store) -> None:
     uid = original.samples(["uid"])["uid"][0].as_py()
     (teacher,) = get(page, "sample", uid=uid)["teachers"]
     ends, tokens, teacher_ends = original.read_signal(TEACHER, ALIGNMENT, [0])[0]
-    said = teacher["alignment"]
-    assert unpack(said["ids"]).tolist() == tokens.tolist()
-    assert (unpack(said["ends"]).tolist(), unpack(said["teacher_ends"]).tolist()) == (
+    alignment = teacher["alignment"]
+    assert unpack(alignment["ids"]).tolist() == tokens.tolist()
+    assert (unpack(alignment["ends"]).tolist(), unpack(alignment["teacher_ends"]).tolist()) == (
         ends.tolist(),
         teacher_ends.tolist(),
     )
-    assert "".join(said["pieces"][:-1]) == ANSWERS[0]
-    assert said["pieces"][:4] == ["the", " b", "i", "g"]
+    assert "".join(alignment["pieces"][:-1]) == ANSWERS[0]
+    assert alignment["pieces"][:4] == ["the", " b", "i", "g"]
 
 
 def test_a_page_names_a_damaged_tokenizer(store: Store) -> None:

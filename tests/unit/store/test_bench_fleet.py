@@ -113,8 +113,8 @@ def _remove_signal(store: Store) -> None:
 )
 def test_the_audit_counts_damage(finished: Path, damage: Callable[[Store], None], expected: dict[str, int]) -> None:
     damage(Store.open(finished / "store"))
-    found = counts(finished)
-    assert {name: found.get(name, 0) for name in expected} == expected
+    totals = counts(finished)
+    assert {name: totals.get(name, 0) for name in expected} == expected
 
 
 def test_the_audit_compares_samples_with_their_scripts(finished: Path) -> None:
