@@ -193,5 +193,5 @@ def test_what_would_be_another_loss_is_refused(
         make_trainer(settings(tmp_path), windows=[7])
     with pytest.raises(InputError, match="divergance"):
         make_trainer(settings(tmp_path), objective={"divergance": {}})
-    with pytest.raises(InputError, match="needs the policy at the window's start"):
+    with pytest.raises(InputError, match="need the log-probs of the policy at the window's start"):
         make_trainer(settings(tmp_path), objective={"policy_gradient": {"clip": [0.8, 1.2], "correction": "icepop"}})

@@ -220,7 +220,7 @@ def test_acknowledged_versions_that_are_gone_are_called_lost(store: Store) -> No
     with pytest.raises(DamagedError, match="version 4 was acknowledged, but the newest version there is 3"):
         Store.open(store.uri).samples()
     shutil.rmtree(store.root / "samples")
-    with pytest.raises(DamagedError, match="version 4 was acknowledged, there is none"):
+    with pytest.raises(DamagedError, match="version 4 was acknowledged, but no version is there"):
         Store.open(store.uri).samples()
 
 
