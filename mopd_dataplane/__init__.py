@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from mopd_dataplane.run.steps.reward import reward_stage
     from mopd_dataplane.score.signal_kinds import TokenSignal
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.group_commit.writer import GroupWriter
 
 __version__ = "0.1.0"
 __all__ = [
-    "Batch", "BatchStream", "Conversation", "Divergence", "Engine", "EngineKind", "Environment", "Job", "LoadSpec",
-    "MopdError", "Pack", "PlanWindow", "Prompt", "Request", "Sample", "Signal", "Snapshot", "StepOutput", "Store",
-    "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job", "open_store", "plan_stage",
+    "Batch", "BatchStream", "Conversation", "Divergence", "Engine", "EngineKind", "Environment", "GroupWriter", "Job",
+    "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Request", "Sample", "Signal", "Snapshot", "StepOutput",
+    "Store", "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job", "open_store", "plan_stage",
     "reward_stage", "rollout_stage", "run_job", "sample_uid", "score_stage", "train_stage",
 ]  # fmt: skip
 
@@ -70,7 +71,8 @@ for _noisy in ("torchao", "torch.utils._pytree"):
 
 _RECORDS = ("Batch", "Pack", "PlanWindow", "Prompt", "Sample", "Signal", "Snapshot", "Teacher", "sample_uid")
 _HOMES = {
-    **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.load",
+    **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset",
+    "GroupWriter": "store.group_commit.writer", "Job": "job.job", "load_job": "job.load",
     **dict.fromkeys(("run_job", "rollout_stage", "score_stage", "train_stage"), "run.pipeline"),
     "reward_stage": "run.steps.reward", "plan_stage": "run.steps.plan",
     "LoadSpec": "load.spec", "BatchStream": "load.stream",

@@ -9,7 +9,9 @@ trainer.py       a trainer process that only reads
 write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by
 commits.py       a store under many small commits: time, memory, files
-commit_writers.py  the same with 1 to 64 writers
+commit_writers.py  many writers of one store, each by itself or all through one process
+commit_writer.py  one of them
+small_samples.py  their samples
 fork.py          a fork by the size of its run
 wal.py           speed of the token log
 queue.py         the queue under 1 to 64 writers, beside the disk

@@ -1,101 +1,110 @@
-"""Many processes that commit samples to one store in a folder, each with the committer of a rollout.
+"""Many processes that commit samples to one store, each with the committer of a rollout.
 
-Each writer finishes some samples every WINDOW_S, as an engine would, and hands them to its committer. The token log is
-left out: a sample counts as durable at once, so all that is measured are commits.
+Each writer (commit_writer.py) finishes some samples every WINDOW_S, as an engine would, and hands them to its
+committer. The token log is left out: a sample counts as durable at once, so all that is measured are commits. Either
+each writer commits by itself, or one elected process commits for all of them (store/group_commit).
 """
 
 import json
-import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from multiprocessing.synchronize import Barrier
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
-from mopd_dataplane.bench.commits import BATCH, RESPONSE
+from mopd_dataplane.bench.commit_writer import GO, START_S, URI, write_alone
+from mopd_dataplane.bench.commits import BATCH
 from mopd_dataplane.bench.forked import fork_server, start
-from mopd_dataplane.bench.write import bench_sample
-from mopd_dataplane.errors import EngineError
-from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.committer import WINDOW_S, Committer, Finished
-from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.errors import DeadlineError, EngineError
+from mopd_dataplane.rollout.committer import WINDOW_S
 from mopd_dataplane.store.dataset import Store
 
-MOST_SAMPLES = 1_000_000
-"""Numbers of samples that each writer may use."""
-START_S = 600.0
-"""Longest time until all writers are ready, and until they have committed what is left."""
+POLL_S = 0.05
 FIGURES = ("writers", "offered samples/s", "samples/s", "wait p50, ms", "wait p99, ms", "commits/s",
-           "samples in a commit", "commit p50, ms", "files")  # fmt: skip
+           "samples in a commit", "commit p50, ms", "files", "writer MiB")  # fmt: skip
 
 
-class _NoLog:
-    """In place of the token log: every record is durable."""
-
-    def wait_durable(self, lsn: int) -> None:
-        """Return at once."""
-
-
-def measure(folder: Path, writers: int, seconds: float, finished: int = BATCH) -> dict[str, float]:
+def measure(
+    folder: Path, uri: str, writers: int, seconds: float, finished: int = BATCH, *, group: bool = False
+) -> dict[str, float]:
     """Let so many writers commit for some seconds, and until everything is committed.
 
-    finished: samples that each writer finishes every WINDOW_S. wait: from a sample's end until its commit has returned.
-    files: under the store's folder at the end. Raises EngineError when a writer fails, or when the store has other
-    samples than the writers committed.
+    folder: empty, for files of the writers. uri: of a new store. finished: samples that each writer finishes every
+    WINDOW_S. group: one process commits for all. Returns figures by name: wait is from a sample's end until its commit
+    has returned; commits are those that `samples` has had; files: under the store at the end; writer MiB: the largest
+    resident memory of a writer. Raises EngineError when a writer fails, or when the store has other samples than the
+    writers committed.
     """
-    store = Store.create(folder / "store")
-    context = fork_server(__name__)
-    barrier = context.Barrier(writers, timeout=START_S)
-    processes = [start(context, _write, folder, number, seconds, finished, barrier) for number in range(writers)]
-    for process in processes:
-        process.join(START_S + seconds)
-        if process.exitcode != 0:
-            raise EngineError(f"a writer ended with exit code {process.exitcode}; its messages are above")
+    store = Store.create(uri)
+    (folder / URI).write_text(uri)
+    processes = [_Writer(folder, number, seconds, finished, group=group) for number in range(writers)]
+    try:
+        _wait_for(lambda: len([*folder.glob("*.ready")]) == writers, processes, START_S)
+        before = store.dataset("samples").version
+        (folder / GO).touch()
+        _wait_for(lambda: all(process.exit_code() == 0 for process in processes), processes, START_S + seconds)
+    finally:
+        for process in processes:
+            process.kill()
     answers = [json.loads((folder / f"{number}.json").read_text()) for number in range(writers)]
+    if group and any(answer["has_lance"] for answer in answers):
+        raise EngineError("a writer has loaded lance or pyarrow, so its memory is not that of a light writer")
     commits = [commit for answer in answers for commit in answer["commits"]]
     waits = np.concatenate([commit["waits_s"] for commit in commits])
     samples, stored = len(waits), store.dataset("samples").count_rows() - writers
     if stored != samples:
         raise EngineError(f"the writers committed {samples} samples, the store has {stored}")
     elapsed_s = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
+    made = store.dataset("samples").version - before  # merges of small files are versions, too
     return {
         "writers": writers,
         "offered samples/s": writers * finished / WINDOW_S,
         "samples/s": samples / elapsed_s,
         "wait p50, ms": float(1e3 * np.percentile(waits, 50)),
         "wait p99, ms": float(1e3 * np.percentile(waits, 99)),
-        "commits/s": len(commits) / elapsed_s,
-        "samples in a commit": samples / len(commits),
+        "commits/s": made / elapsed_s,
+        "samples in a commit": samples / made,
         "commit p50, ms": float(1e3 * np.median([commit["commit_s"] for commit in commits])),
-        "files": sum(len(names) for _, _, names in os.walk(store.uri)),
+        "files": sum(1 for _ in store.location.identities()),
+        "writer MiB": max(answer["mib"] for answer in answers),
     }
 
 
-def _write(folder: Path, number: int, seconds: float, finished: int, barrier: Barrier) -> None:
-    """Commit one sample, wait for the other writers, then commit for some seconds; writes an answer as JSON."""
-    store = Store.open(folder / "store")
-    ends: dict[str, float] = {}
-    commits: list[dict[str, Any]] = []
+class _Writer:
+    """A process that commits: forked from one that has loaded lance, or a plain one that never does."""
 
-    def commit(batch: Sequence[Sample]) -> None:
-        begin = time.monotonic()
-        store.commit_samples(batch)
-        now = time.monotonic()
-        commits.append({"commit_s": now - begin, "waits_s": [now - ends.pop(sample.uid) for sample in batch]})
+    def __init__(self, folder: Path, number: int, seconds: float, finished: int, *, group: bool) -> None:
+        arguments = (folder, number, seconds, finished)
+        self._plain = self._forked = None
+        if group:
+            command = [sys.executable, "-m", "mopd_dataplane.bench.commit_writer", *map(str, arguments)]
+            self._plain = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        else:
+            self._forked = start(fork_server("mopd_dataplane.store.dataset"), write_alone, *arguments)
 
-    first = number * MOST_SAMPLES
-    store.commit_samples([bench_sample(first, RESPONSE)])  # loads the keys
-    barrier.wait(START_S)
-    committer = Committer(cast(TokenLog, _NoLog()), commit, full_disk_wait_s=0.0, notice=print)
-    begin = time.monotonic()
-    for turn in range(max(1, round(seconds / WINDOW_S))):
-        time.sleep(max(0.0, begin + turn * WINDOW_S - time.monotonic()))
-        for handle in range(turn * finished, (turn + 1) * finished):
-            sample = bench_sample(first + 1 + handle, RESPONSE)
-            ends[sample.uid] = time.monotonic()
-            committer.hand_over(Finished(handle, handle, sample))
-    committer.drain()
-    answer = {"start": begin, "end": time.monotonic(), "commits": commits}
-    (folder / f"{number}.json").write_text(json.dumps(answer))
+    def exit_code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self._plain is not None:
+            return self._plain.poll()
+        assert self._forked is not None
+        return self._forked.exitcode
+
+    def kill(self) -> None:
+        """End it at once."""
+        process = self._plain or self._forked
+        assert process is not None
+        process.kill()
+
+
+def _wait_for(condition: Callable[[], bool], processes: list[_Writer], seconds: float) -> None:
+    """Wait for a condition. Raises EngineError when a process fails, DeadlineError after so many seconds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        failed = [code for process in processes if (code := process.exit_code())]
+        if failed:
+            raise EngineError(f"a writer ended with exit code {failed[0]}; its messages are above")
+        if time.monotonic() > until:
+            raise DeadlineError(f"the writers have not ended in {seconds:g} s; measure fewer of them")
+        time.sleep(POLL_S)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.bench.calls import seconds
-from mopd_dataplane.bench.write import bench_sample
+from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.store.commit import fragments, table
 from mopd_dataplane.store.dataset import Store
 

@@ -26,6 +26,7 @@ from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, sample_uid
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.group_commit.writer import GroupWriter
 
 PROMPT_TOKENS = (20, 500)
 """Shortest and longest prompt."""
@@ -74,9 +75,15 @@ def policy_version(folder: Path, stage: str) -> int:
     return int(file.read_text()) if file.exists() else 0
 
 
+def writer_of(fleet: Fleet, store: Store) -> Store | GroupWriter:
+    """Return what commits samples and signals of a member."""
+    return GroupWriter(store.uri) if fleet.group else store
+
+
 def run_engine(fleet: Fleet, folder: Path, number: int) -> None:
     """Sample the engine's prompts through the real token log and committer."""
     store, acknowledged = Store.open(folder / "store"), Acknowledgements(folder, "engine", number)
+    commits = writer_of(fleet, store)
     stage, writer = fleet.stage_of(number), f"engine-{number}"
     engine = ReplayEngine(
         slots=fleet.slots, rate=fleet.rate * fleet.speed, pause_s=fleet.pause_s / fleet.speed, lengths=fleet.lengths,
@@ -93,13 +100,13 @@ def run_engine(fleet: Fleet, folder: Path, number: int) -> None:
 
     def commit(batch: list[Sample]) -> None:
         start = time.monotonic()
-        receipt = store.commit_samples(batch, keep_first=True)
+        receipt = commits.commit_samples(batch, keep_first=True)
         now = time.monotonic()
         ends = [engine.finished.pop(sample.uid, None) for sample in batch]
         acknowledged.add(
             uids=[sample.uid for sample in batch], tokens=sum(len(sample.tokens) for sample in batch),
             commit_s=now - start, waits_s=[now - end for end in ends if end is not None],
-            inserted=receipt.inserted, dropped=len(receipt.dropped),
+            inserted=len(batch) - len(receipt.dropped), dropped=len(receipt.dropped),
         )  # fmt: skip
 
     run_rollout(
@@ -120,6 +127,7 @@ def run_scorer(fleet: Fleet, folder: Path, number: int) -> None:
     """Commit the signals of one teacher for every sample of its domain."""
     store, acknowledged = Store.open(folder / "store"), Acknowledgements(folder, "scorer", number)
     domain = f"domain-{number}"
+    commits = writer_of(fleet, store)
     teacher, total = teacher_of(domain), sum(own == domain for _, _, own in expected_samples(fleet))
     while True:
         rows = np.concatenate([
@@ -127,14 +135,21 @@ def run_scorer(fleet: Fleet, folder: Path, number: int) -> None:
         ] or [np.empty(0, np.int64)])  # fmt: skip
         missing = store.missing_signals(teacher, fleet.kinds[-1], rows)[:SCORE_BATCH]
         if len(missing):
-            _score(fleet, store, teacher, missing, acknowledged)
+            _score(fleet, store, commits, teacher, missing, acknowledged)
         elif len(rows) == total:
             return
         else:
             time.sleep(POLL_S)
 
 
-def _score(fleet: Fleet, store: Store, teacher: str, rows: NDArray[np.int64], acknowledged: Acknowledgements) -> None:
+def _score(
+    fleet: Fleet,
+    store: Store,
+    commits: Store | GroupWriter,
+    teacher: str,
+    rows: NDArray[np.int64],
+    acknowledged: Acknowledgements,
+) -> None:
     uids = store.take_samples(rows, ["uid"])["uid"].to_pylist()
     payload = store.read_tokens(rows, ["tokens", "loss_mask"], verify=True)
     read = sum(len(tokens) for tokens in payload["tokens"])
@@ -145,7 +160,7 @@ def _score(fleet: Fleet, store: Store, teacher: str, rows: NDArray[np.int64], ac
             for uid, row, mask in zip(uids, rows.tolist(), payload["loss_mask"], strict=True)
         ]
         start = time.monotonic()
-        store.commit_signals(teacher, kind, signals)
+        commits.commit_signals(teacher, kind, signals)
         acknowledged.add(
             uids=uids, kind=kind, commit_s=time.monotonic() - start, tokens=read if kind == "logprob" else 0
         )

@@ -46,6 +46,7 @@ class Fleet:
     topk: Annotated[int, Option("--topk", min=0, help="Also store a top-k of the teacher; 0: log-probs alone.")] = 0
     speed: Annotated[float, Option("--speed", min=0.01, help="Simulated seconds in a second.")] = 4.0
     kills: Annotated[int, Option("--kills", min=0, help="SIGKILLs, spread over the run and all processes.")] = 14
+    group: Annotated[bool, Option("--group", help="One process commits for all engines and scorers.")] = False
 
     @property
     def prompts_per_engine(self) -> int:

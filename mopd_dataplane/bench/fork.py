@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.bench.calls import seconds
+from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.bench.synthetic import bench_teacher
-from mopd_dataplane.bench.write import HIDDEN_BATCH, HIDDEN_ROW, RESPONSE, bench_sample
+from mopd_dataplane.bench.write import HIDDEN_BATCH, HIDDEN_ROW, RESPONSE
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import JOB

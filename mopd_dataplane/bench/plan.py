@@ -17,8 +17,9 @@ import pyarrow as pa
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.bench.calls import apart, seconds
 from mopd_dataplane.bench.opened import opened_files
+from mopd_dataplane.bench.small_samples import BENCH_RUN, bench_sample
 from mopd_dataplane.bench.synthetic import bench_teacher, lengths_of
-from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
+from mopd_dataplane.bench.write import filled_samples
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns

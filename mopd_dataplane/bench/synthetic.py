@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.bench.small_samples import SAMPLED
 from mopd_dataplane.records import Sample, Signal, Teacher, sample_uid
 from mopd_dataplane.store.dataset import Store
 
 STAGE = "student"
 BATCH = 512
 """Samples of one commit, unless told."""
-SAMPLED: dict[str, Any] = {
-    "iteration": 0, "writer": "bench", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "finish_reason": "stop",
-}  # fmt: skip
-"""What every sample of a measurement says of how it was sampled."""
 
 
 def lengths_of(samples: int, *, mean_log: float = 7.9, shortest: int = 16, longest: int = 32_768, seed: int = 0) -> Any:

@@ -14,7 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.bench.calls import seconds
-from mopd_dataplane.bench.synthetic import SAMPLED, bench_teacher
+from mopd_dataplane.bench.small_samples import bench_sample
+from mopd_dataplane.bench.synthetic import bench_teacher
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.records import Sample, Signal
 from mopd_dataplane.store.dataset import Store
@@ -28,8 +29,6 @@ ROUNDS = 5
 RESPONSE, HIDDEN_ROW, HIDDEN_BATCH = 2_048, 8_192, 8
 """Tokens of a sample, bytes of one bf16 state of 4,096 values, samples of one commit: 128 MiB."""
 TOKEN_RESPONSE, TOKEN_BATCH = 16_384, 256
-BENCH_RUN = "bench"
-"""Stage that the samples here belong to."""
 FILL = 250_000
 """Rows written at once while a table is filled up."""
 FIGURES = ("payload_bytes_per_s", "sequential_write_bytes_per_s", "commit_ms")
@@ -182,15 +181,3 @@ def _uids(seed: int, count: int) -> pa.Array:
     return pa.StringArray.from_buffers(
         count, pa.py_buffer(np.arange(0, 32 * count + 1, 32, dtype=np.int32)), pa.py_buffer(text)
     )
-
-
-def bench_sample(number: int, response: int) -> Sample:
-    """A sample with a prompt of 16 tokens; the same number gives the same sample."""
-    rng = np.random.default_rng(number + 1)
-    return Sample(
-        uid=rng.bytes(16).hex(), prompt_id=f"p{number}", group_id=f"p{number}#0", group_index=0, domain="bench",
-        stage=BENCH_RUN, writer_seq=number, policy="bench", prompt_len=16,
-        tokens=rng.zipf(1.3, 16 + response).clip(max=150_000).astype(np.int32),
-        logprobs=-rng.random(response, np.float32), loss_mask=np.ones(response, np.uint8),
-        version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32), tokenizer="bench", **SAMPLED,
-    )  # fmt: skip

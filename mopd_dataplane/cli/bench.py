@@ -120,6 +120,8 @@ def commits(
     ] = None,
     finished: Annotated[int, Option("--finished", min=1, help="Samples that each writer finishes every 0.2 s.")] = 4,
     seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
+    group: Annotated[bool, Option("--group", help="One process commits for all writers.")] = False,
+    uri: Annotated[str, Option("--uri", help="Make the stores of the writers under this object-store URI.")] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -135,7 +137,8 @@ def commits(
         rows = []
         for number in writers:
             with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
-                rows.append(commit_writers.measure(Path(scratch), number, seconds, finished))
+                store = f"{uri.rstrip('/')}/{Path(scratch).name}" if uri else f"{scratch}/store"
+                rows.append(commit_writers.measure(Path(scratch), store, number, seconds, finished, group=group))
         if as_json:
             print_json(rows)
         else:

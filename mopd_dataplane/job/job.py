@@ -113,6 +113,8 @@ class Job(Section):
     """Local folder for what an object store cannot hold while it is written; default: `runs/staging/<bucket>/<key>`."""
     single_writer: Free[bool] = False
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
+    group_commit: Free[bool] = False
+    """One process commits the samples and signals of all engines and scorers together: for runs with many of them."""
     seed: Fixed[int] = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
     student: sections.Student

@@ -28,6 +28,7 @@ from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.stage_rows import STAGE_DONE, is_done
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.group_commit.writer import GroupWriter
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
 from mopd_dataplane.store.maintain.whole import require_whole
 from mopd_dataplane.store.read.decode import Decoder
@@ -61,6 +62,13 @@ class Run:
     def engines(self) -> Engines:
         """The engines that sample; close() them when the run is over."""
         return Engines(self.job)
+
+    @cached_property
+    def writer(self) -> Store | GroupWriter:
+        """What commits samples and signals: the store itself, or the process that commits for all its writers."""
+        if not self.job.group_commit:
+            return self.store
+        return GroupWriter(self.store.uri, self.store.location.storage_options)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

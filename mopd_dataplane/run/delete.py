@@ -24,6 +24,7 @@ from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import SAVED
 from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.group_commit.committer import GroupCommitter
 from mopd_dataplane.store.location import LOGS_LOCK
 from mopd_dataplane.store.maintain.delete_samples import Chosen, choose, pins_of, remove, rows_to_go
 from mopd_dataplane.store.maintain.deletion_records import Deletion, prompt_hash
@@ -114,6 +115,8 @@ def _clean_logs(store: Store, deletion: Deletion, locks: dict[str, int]) -> Iter
         if dropped := _clean_log(store, name, deletion, locks.pop(name, None)):
             yield f"{name}: {dropped:,} unfinished samples"
         fault_point("delete.log")
+    # Batches that a dead writer handed over may hold deleted samples, which this leaves out.
+    GroupCommitter(store).commit_all()
 
 
 def _remove_rows(store: Store, deletion: Deletion, *, again: bool = False) -> Iterator[str]:

@@ -72,7 +72,7 @@ def rehearse(job: Job) -> Rehearsal:
     folder = _new_folder(job)
     small = Rehearsal(job, folder)
     raw_job = job.model_dump(mode="json")
-    raw_job |= {"store": str(folder / "store"), "work": "", "single_writer": False}
+    raw_job |= {"store": str(folder / "store"), "work": "", "single_writer": False, "group_commit": False}
     _models(small, raw_job)
     _domains(small, raw_job)
     _engines(small, raw_job)

@@ -7,6 +7,7 @@ location.py  the root of a store, its small JSON files, and its locks: one commi
 format/      layout on disk: schemas, values that may be stored, checksums, and the files of Lance
 commit/      writing: tables, commits that are durable and happen once, and the queue
 queue/       a key-value queue beside the tables, used by transferqueue/: log first, fold later
+group_commit/ many writers hand over, one elected process commits for all
 read/        reading: pinned versions, rows and payload by row id, hidden states by byte range
 linked/      samples of other stores: metadata here, payload there
 sql/         read-only SQL over pinned versions

@@ -70,6 +70,11 @@ BROKEN_RULES = [
           "                    pass"),
     _rule("open a manifest with a hole", "store/format/manifests.py",
           " or any(not any(sector) for sector in sectors)", "", "power loss"),
+    _rule("reply to a batch before it is committed", "store/group_commit/committer.py",
+          "        self._commit(samples)\n",
+          "        for named in samples:\n"
+          "            self._reply(named.name, Reply(rows=(-1,) * len(named.request.samples)))\n"
+          "        self._commit(samples)\n", "commit together"),
     _rule("record another plan for a window", "store/dataset.py",
           '        self._insert_records("plans", [plan_record(plan)], compare=("digest",))',
           '        self._insert_records("plans", [plan_record(plan)])', "plan"),

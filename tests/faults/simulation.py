@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from objectservers import seaweedfs
 from simulator.run import open_template, run_steps, template_folder
 from simulator.seeds import judge_all
-from simulator.sequences import OF_FORKS, WEIGHTS, sequence
+from simulator.sequences import FOCUSED, WEIGHTS, sequence
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="worker processes")
     parser.add_argument("--notes", type=Path, help="file for the verdicts; seeds that have one there are left out")
     parser.add_argument(
-        "--focus", metavar="OPERATION", action="append", default=[], choices=sorted([*WEIGHTS, *OF_FORKS]),
+        "--focus", metavar="OPERATION", action="append", default=[], choices=sorted([*WEIGHTS, *FOCUSED]),
         help="an operation that every sequence has, often; repeatable",
     )  # fmt: skip
     parser.add_argument("--object-store", action="store_true", help="on a SeaweedFS server, in place of a folder")

@@ -16,9 +16,22 @@ def simulated_stores(count: int, seed: int) -> Tally:
     return tally
 
 
+def committed_together(count: int, seed: int) -> Tally:
+    """The same where every sequence hands batches over, to be committed with those of others, and deletes some."""
+    tally = Tally()
+    focus = ("commit together", "delete")
+    for verdict in judge_all(range(seed, seed + count), min(2, os.cpu_count() or 1), focus=focus):
+        tally.case(not verdict.violation, str(verdict))
+    return tally
+
+
 ROWS = [
     Row(
         22, "whole stores: sequences of operations and faults", "the invariants of docs/durability.md after each step",
         simulated_stores, (200, 200, 10_000),
+    ),
+    Row(
+        22, "whole stores: batches of several writers committed together", "the same invariants",
+        committed_together, (20, 200, 5_000),
     ),
 ]  # fmt: skip

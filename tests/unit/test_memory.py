@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mopd_dataplane.base.memory import freed_memory_kept, freed_memory_returned, trim_heap
-from mopd_dataplane.bench.write import bench_sample
+from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.store.commit import samples
 from mopd_dataplane.store.dataset import Store
 

@@ -130,7 +130,7 @@ def sample_on_engine(
     def commit(samples: list[Sample]) -> None:
         nonlocal dropped_count
         record_abandoned(run.store, samples)
-        receipt = run.store.commit_samples(samples, keep_first=True)
+        receipt = run.writer.commit_samples(samples, keep_first=True)
         for uid in receipt.dropped:  # an earlier commit has the same uid, or the sample was deleted meanwhile
             run.store.add_event(f"dropped/{uid}", stage.name, "dropped", task.iteration, None, {"uid": uid})
         dropped_count += len(receipt.dropped)

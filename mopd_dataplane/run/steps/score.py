@@ -228,7 +228,7 @@ def _score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk,
     for kind, signals in by_kind.items():
         # Before their signals: a run killed in between scores these samples again, and finds the statistics there.
         write_token_stats(run.store, _stats(stage, task.teacher, signals))
-        new += run.store.commit_signals(task.teacher, kind, signals)
+        new += run.writer.commit_signals(task.teacher, kind, signals)
         positions += sum(len(value(signal, of_signal(kind)[0].name)) for signal in signals)
     for member in run.job.members_of(task.teacher):
         if passed := pool.self_check(member):

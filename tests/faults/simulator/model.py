@@ -27,6 +27,8 @@ class Attempt:
     """What one operation may do to the store."""
 
     rows: list[tuple[str, Key, Value]] = field(default_factory=list)
+    others: list[tuple[str, Key, Value]] | None = None
+    """Rows that others handed over, which it may commit too; None where it commits its own alone."""
     values: list[tuple[str, Key, Value]] = field(default_factory=list)
     """(register, key, value)"""
     uids: set[str] = field(default_factory=set)
@@ -119,6 +121,14 @@ class Model:
         self.live.append(attempt)
         self.begun |= {attempt.target} - {""}
 
+    def hand_over(self, attempt: Attempt) -> None:
+        """An operation hands over its rows: everybody who commits for others may commit them from now on."""
+        for one in self.live:
+            if one.others is not None and one is not attempt:
+                one.others += attempt.rows
+                one.uids |= attempt.uids
+                one.prompts |= attempt.prompts
+
     def succeed(self, attempt: Attempt) -> None:
         """An operation returned: what it wrote is durable."""
         self._end(attempt)
@@ -191,7 +201,8 @@ class Model:
         return self.register(name, key).possible | pending
 
     def _attempted(self, table: str, key: Key) -> set[Value]:
-        return {v for attempt in self.live for name, k, v in attempt.rows if (name, k) == (table, key)}
+        rows = (row for attempt in self.live for row in (*attempt.rows, *(attempt.others or ())))
+        return {v for name, k, v in rows if (name, k) == (table, key)}
 
     def allowed(self, table: str, key: Key) -> set[Value]:
         """Values that a reader may see of a row; empty when nobody wrote it."""

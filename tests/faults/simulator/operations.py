@@ -11,10 +11,16 @@ from typing import Any
 from simulator import values
 from simulator.model import Attempt, Model, Pin, Violation
 
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.interchange.conversion import ImportSettings
 from mopd_dataplane.interchange.importer import import_rollouts
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.group_commit.committer import GroupCommitter
+from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, Mailbox, open_mailbox
+from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_reply, decode_request, encode_request
+from mopd_dataplane.store.group_commit.writer import error_class
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
 from mopd_dataplane.store.queue.committed import CommittedQueue
 from mopd_dataplane.store.queue.values import Value
@@ -78,6 +84,58 @@ def _commit(writer: Writer, model: Model, draw: random.Random) -> Operation:
             raise Violation(f"I14: {receipt.inserted} samples inserted, {len(unseen)} were not there before")
 
     return Operation(attempt, lambda: writer.store.commit_samples(samples), f"{numbers}/{variant}", done)
+
+
+def _commit_together(writer: Writer, model: Model, draw: random.Random) -> Operation:
+    """Hand samples over, then commit them with those that others have handed over, and died."""
+    numbers = sorted(draw.sample(range(values.SAMPLES), draw.randint(1, 4)))
+    variant = int(draw.random() < 0.15)
+    mailbox = open_mailbox(writer.store.root, writer.store.files)
+    samples = [values.sample(number, variant) for number in numbers]
+    attempt = _of_samples(numbers)
+    attempt.rows = [
+        ("samples", values.sample(n).uid, (values.prompt_of(n), values.digest_of(n, variant))) for n in numbers
+    ]
+    _add_handed_over(attempt, mailbox)
+    name = f"{model.moment:08d}"
+
+    def work() -> Reply:
+        model.hand_over(attempt)
+        mailbox.write(f"{REQUESTS}/{name}", encode_request(Request(samples=tuple(samples))))
+        fault_point("group.requested")
+        GroupCommitter(writer.store).commit_all()
+        content = mailbox.read(f"{REPLIES}/{name}")
+        if content is None:
+            raise Violation(f"I14: request {name} was taken, and nobody replied to it")
+        mailbox.remove([f"{REPLIES}/{name}"])
+        reply = decode_reply(content, name)
+        if reply.error:
+            raise error_class(reply.error)(reply.message)
+        return reply
+
+    def done(reply: Reply) -> None:
+        for sample, row in zip(samples, reply.rows, strict=True):
+            if row >= 0 and model.row_ids.setdefault(sample.uid, row) != row:
+                deleted = writer.store.deletions.uids()
+                if sample.uid not in deleted:
+                    raise Violation(f"I6: {sample.uid} was row {model.row_ids[sample.uid]}, the reply says {row}")
+
+    return Operation(attempt, work, f"{numbers}/{variant}", done)
+
+
+def _add_handed_over(attempt: Attempt, mailbox: Mailbox) -> None:
+    """The operation will also commit what is in the mailbox."""
+    attempt.others = []
+    for name in mailbox.children(REQUESTS):
+        try:
+            request = decode_request(mailbox.read(f"{REQUESTS}/{name}") or b"", name)
+        except DamagedError:  # a power cut took a part of it
+            continue
+        attempt.uids |= {sample.uid for sample in request.samples}
+        attempt.prompts |= {sample.prompt_id for sample in request.samples}
+        attempt.others += [
+            ("samples", sample.uid, (sample.prompt_id, values.digest(sample.tokens))) for sample in request.samples
+        ]
 
 
 def _ask(writer: Writer, model: Model, draw: random.Random) -> Operation:
@@ -181,17 +239,18 @@ def _delete(writer: Writer, model: Model, draw: random.Random) -> Operation:
     number = draw.randrange(values.SAMPLES)
     uid, prompt = values.sample(number).uid, values.prompt_of(number)
     where = draw.choice((f"uid = '{uid}'", f"prompt_id = '{prompt}'"))
-    attempt = _of_samples([number])
-    attempt.uids, attempt.prompts = set(), set()
+    attempt = Attempt()
 
     def work() -> None:
         unfinished = [one for one in writer.store.deletions.unfinished() if one.where == where]
         if unfinished:
+            _add_handed_over(attempt, open_mailbox(writer.store.root, writer.store.files))
             for deletion in unfinished:
                 list(deleting.resume(writer.store, deletion))
             return
         chosen, _ = deleting.preview(writer.store, where)
         attempt.deletes = frozenset(chosen.uids), frozenset(map(prompt_hash, chosen.prompts))
+        _add_handed_over(attempt, open_mailbox(writer.store.root, writer.store.files))
         list(deleting.delete(writer.store, chosen, where))
 
     def done(result: None) -> None:
@@ -263,7 +322,8 @@ def _verify(writer: Writer, model: Model, draw: random.Random) -> Operation:
 
 
 OPERATIONS: dict[str, Callable[[Writer, Model, random.Random], Operation | None]] = {
-    "ask": _ask, "commit": _commit, "import": _import, "score": _score, "reward": _reward, "label": _label,
-    "plan": _plan, "train": _train, "delete": _delete, "repair": _repair, "compact": _compact(False),
-    "compact now": _compact(True), "tag": _tag, "release": _release, "put": _put, "clear": _clear, "verify": _verify,
+    "ask": _ask, "commit": _commit, "commit together": _commit_together, "import": _import, "score": _score,
+    "reward": _reward, "label": _label, "plan": _plan, "train": _train, "delete": _delete, "repair": _repair,
+    "compact": _compact(False), "compact now": _compact(True), "tag": _tag, "release": _release, "put": _put,
+    "clear": _clear, "verify": _verify,
 }  # fmt: skip

@@ -31,7 +31,9 @@ def is_expected(error: BaseException, attempt: Attempt, model: Model, struck: bo
 
 def _has_other_content(attempt: Attempt, model: Model) -> bool:
     for table, key, value in attempt.rows:
-        others = {v for one in model.live for name, k, v in one.rows if (name, k) == (table, key)}
+        others = {
+            v for one in model.live for name, k, v in (*one.rows, *(one.others or ())) if (name, k) == (table, key)
+        }
         if (model.allowed(table, key) | others) - {value}:
             return True
     return False

@@ -16,7 +16,7 @@ WEIGHTS = {
     "power loss": 1.0, "clock": 0.8, "restart": 0.6,
 }  # fmt: skip
 """Operations of a writer, then what happens to the machine."""
-OF_FORKS = ("fork", "compact a fork", "delete from a fork")
+FOCUSED = ("fork", "compact a fork", "delete from a fork", "commit together")
 """Operations of sequences that are focused on them."""
 MACHINE = ("power loss", "clock", "restart", "end", "audit")
 ALWAYS = ("commit", "restart")
@@ -61,7 +61,7 @@ def sequence(seed: int, focus: Collection[str] = ()) -> list[Step]:
     """The steps of a seed. focus: operations that every sequence has, as often as commits; also of forks."""
     draw = random.Random(seed)
     operations = [name for name in WEIGHTS if name in (*ALWAYS, *focus) or draw.random() < ACTIVE]
-    operations += [name for name in OF_FORKS if name in focus]
+    operations += [name for name in FOCUSED if name in focus]
     faults = [kind for kind in FAULTS if draw.random() < ACTIVE]
     often = draw.choice(operations)
     weights = [

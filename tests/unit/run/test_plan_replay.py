@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mopd_dataplane import Store, plan_stage
+from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.bench.synthetic import bench_teacher
-from mopd_dataplane.bench.write import bench_sample
 from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job

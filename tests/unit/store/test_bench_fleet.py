@@ -125,13 +125,14 @@ def test_the_audit_compares_samples_with_their_scripts(finished: Path) -> None:
     assert counts(finished, acknowledged=("0" * 32,)) == {"acknowledged and lost": 1}
 
 
-def test_a_fleet_that_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [False, True])
+def test_a_fleet_that_is_killed_loses_and_repeats_nothing(group: bool, tmp_path: Path) -> None:
     notes: list[str] = []
-    figures = measure(SMALL, tmp_path, notes.append)
+    figures = measure(replace(SMALL, group=group), tmp_path, notes.append)
     assert sum(figures["kills"].values()) == len(notes) > 0
     assert {name: figures["audit"][name] for name in VERIFIED} == dict.fromkeys(VERIFIED, 0)
     assert figures["audit"]["samples"] == 32
-    assert figures["fleet"] == asdict(SMALL)
+    assert figures["fleet"] == {**asdict(SMALL), "group": group}
     assert figures["tokens/day"] > 0
     assert 0 < figures["sample: end to committed, ms"]["p50"] <= figures["sample: end to committed, ms"]["p99"]
     assert figures["staleness"]["steps"] == 3
@@ -152,8 +153,9 @@ def test_a_store_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
         measure(replace(SMALL, samples=4, kills=0, engines=1, scorers=1, topk=0), tmp_path)
 
 
-def test_concurrent_writers_commit_every_sample(tmp_path: Path) -> None:
-    figures = measure_writers(tmp_path, 2, 0.4)
+@pytest.mark.parametrize("group", [False, True])
+def test_concurrent_writers_commit_every_sample(group: bool, tmp_path: Path) -> None:
+    figures = measure_writers(tmp_path, str(tmp_path / "store"), 2, 0.4, group=group)
     assert set(FIGURES) <= figures.keys()
     assert figures["offered samples/s"] == 40
     assert 0 < figures["wait p50, ms"] <= figures["wait p99, ms"]

@@ -1,0 +1,70 @@
+"""`python -m mopd_dataplane.store.group_commit URI --lock FD | --term N`: commit for all writers of a store.
+
+Writers start it (election.py), with the lock or the term that they took for it, and the storage options as JSON on
+stdin. It ends when nobody has asked for IDLE_S, when another process took a later term, and when the store is deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.store.group_commit.election import Holding, LockHolding, TermHolding
+from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
+
+IDLE_S = 30.0
+"""Time without a request after which the process ends."""
+POLL_S = 0.02
+"""Pause between two looks for requests while there are none."""
+REMOTE_POLL_S = 0.2
+"""The same on an object store, where each look is a request; also the time in which a group gathers there."""
+HELD_EVERY_S = 2.0
+"""How often the process looks whether another one has taken over."""
+
+
+def main(uri: str, lock: int | None, term: int | None, storage_options: dict[str, str]) -> None:
+    """Commit until there is nothing to do any more."""
+    holding: Holding
+    if lock is not None:
+        holding = LockHolding(lock)
+    else:
+        assert term is not None
+        holding = TermHolding(ObjectFiles(uri, {**DEFAULTS, **storage_options}), term)
+    _commit_while_held(uri, storage_options, holding, POLL_S if lock is not None else REMOTE_POLL_S)
+    holding.end()
+
+
+def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holding, poll_s: float) -> None:
+    # Not before the first sign of life: they load lance, which takes seconds on a busy machine.
+    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.group_commit.committer import GroupCommitter
+
+    store = Store.open(uri, storage_options)
+    committer = GroupCommitter(store)
+    asked_at = looked_at = time.monotonic()
+    while (now := time.monotonic()) - asked_at < IDLE_S:
+        if now - looked_at >= HELD_EVERY_S:
+            if not holding.is_held:
+                return
+            looked_at = now
+        try:
+            store.location.require_same_store()
+        except MopdError as error:
+            committer.refuse_pending(error)
+            return
+        if committer.commit_pending():
+            asked_at = time.monotonic()
+        else:
+            time.sleep(poll_s)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("uri")
+    parser.add_argument("--lock", type=int)
+    parser.add_argument("--term", type=int)
+    args = parser.parse_args()
+    main(args.uri, args.lock, args.term, json.loads(sys.stdin.read()))

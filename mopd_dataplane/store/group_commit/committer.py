@@ -1,0 +1,163 @@
+"""Commits the requests of all writers together: one commit of samples, and one of each teacher's signals of a kind.
+
+    read requests  ->  commit, durable  ->  write replies  ->  remove requests
+
+A kill between any two steps leaves requests that the next process commits again, which changes nothing, and replies to.
+So neither a lost reply nor two processes at once can make a sample visible twice, and no request is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, open_mailbox
+from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_request, encode_reply
+
+GROUP_BYTES = 64 << 20
+"""Largest size of the requests of one commit; a request that is larger is committed alone."""
+UNREAD_REPLY_S = 900.0
+"""Time after which a reply that its writer has not read is removed: the writer is dead."""
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A request and the name of its file."""
+
+    name: str
+    request: Request
+
+
+class GroupCommitter:
+    """Commits what the writers of one store have handed over."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._mailbox = open_mailbox(store.root, store.files)
+        now = time.monotonic()
+        self._replied_at = dict.fromkeys(self._mailbox.children(REPLIES), now)
+        """When each reply was written, or first seen, if another process wrote it."""
+
+    def commit_pending(self) -> int:
+        """Commit the requests that there are, as many as fit in one commit. Returns how many it replied to.
+
+        An error of one request is its reply. Raises nothing but what the mailbox raises.
+        """
+        names = self._mailbox.children(REQUESTS)
+        if not names:
+            self._remove_unread()
+            return 0
+        group = self._read(names)
+        samples = [named for named in group if named.request.samples]
+        self._commit(samples)
+        signals = sorted((named for named in group if named not in samples), key=_signal_table)
+        for _, of_one_table in groupby(signals, key=_signal_table):
+            self._commit([*of_one_table])
+        return len(group)
+
+    def commit_all(self) -> None:
+        """Commit until no request is left."""
+        while self.commit_pending():
+            pass
+
+    def refuse_pending(self, error: MopdError) -> None:
+        """Reply to every request that nothing can be committed."""
+        for name in self._mailbox.children(REQUESTS):
+            self._reply(name, _refusal(error))
+
+    def _read(self, names: Sequence[str]) -> list[_Named]:
+        """Read the first requests that fit into one commit, at least one; requests that share a uid with an earlier one
+        wait for the next commit, so that a reply tells whose sample was first."""
+        group: list[_Named] = []
+        size = 0
+        uids: set[str] = set()
+        for name in names:
+            if (content := self._mailbox.read(f"{REQUESTS}/{name}")) is None:  # another process has committed it
+                continue
+            try:
+                request = decode_request(content, f"{self._store.uri}/{REQUESTS}/{name}")
+            except MopdError as error:
+                self._reply(name, _refusal(error))
+                continue
+            size += len(content)
+            if size > GROUP_BYTES and group:
+                break
+            own = {sample.uid for sample in request.samples}
+            if uids.isdisjoint(own):
+                uids |= own
+                group.append(_Named(name, request))
+        return group
+
+    def _commit(self, group: Sequence[_Named]) -> None:
+        """Commit requests of one table together; one by one if that fails, so that only a wrong one is refused."""
+        if not group:
+            return
+        try:
+            replies = self._commit_together([named.request for named in group])
+        except Exception as error:  # whatever a request raises, the others are committed
+            if len(group) == 1:
+                self._reply(group[0].name, _refusal(error))
+            else:
+                for named in group:
+                    self._commit([named])
+            return
+        fault_point("group.committed")
+        for named, reply in zip(group, replies, strict=True):
+            self._reply(named.name, reply)
+
+    def _commit_together(self, requests: Sequence[Request]) -> list[Reply]:
+        if not requests[0].samples:
+            return self._commit_signals(requests)
+        receipt = self._store.commit_samples(
+            [sample for request in requests for sample in request.samples], keep_first=True
+        )
+        rows, dropped = iter(receipt.rows.tolist()), set(receipt.dropped)
+        return [
+            Reply(
+                rows=tuple(next(rows) for _ in request.samples),
+                dropped=tuple(index for index, sample in enumerate(request.samples) if sample.uid in dropped),
+            )
+            for request in requests
+        ]
+
+    def _commit_signals(self, requests: Sequence[Request]) -> list[Reply]:
+        """Commit signals of one teacher and kind; those that several requests bring count for the first of them."""
+        teacher, kind = requests[0].teacher, requests[0].kind
+        rows = [signal.sample_row for request in requests for signal in request.signals]
+        missing = {int(row) for row in self._store.missing_signals(teacher, kind, rows)}
+        self._store.commit_signals(teacher, kind, [signal for request in requests for signal in request.signals])
+        replies = []
+        for request in requests:
+            new = missing & {signal.sample_row for signal in request.signals}
+            missing -= new
+            replies.append(Reply(inserted=len(new)))
+        return replies
+
+    def _reply(self, name: str, reply: Reply) -> None:
+        self._mailbox.write(f"{REPLIES}/{name}", encode_reply(reply))
+        self._replied_at[name] = time.monotonic()
+        fault_point("group.replied")
+        self._mailbox.remove([f"{REQUESTS}/{name}"])
+
+    def _remove_unread(self) -> None:
+        """Remove replies to writers that are dead."""
+        before = time.monotonic() - UNREAD_REPLY_S
+        old = [name for name, replied_at in self._replied_at.items() if replied_at < before]
+        self._mailbox.remove([f"{REPLIES}/{name}" for name in old])
+        for name in old:
+            del self._replied_at[name]
+
+
+def _signal_table(named: _Named) -> tuple[str, str]:
+    return named.request.teacher, named.request.kind
+
+
+def _refusal(error: Exception) -> Reply:
+    if isinstance(error, MopdError):
+        return Reply(error=type(error).__name__, message=str(error))
+    return Reply(error="EngineError", message=f"the batch cannot be committed: {type(error).__name__}: {error}")

@@ -1,0 +1,89 @@
+"""The files by which writers and the committer of a store exchange requests and replies.
+
+    <store>/group-commit/requests/<writer>    written by a writer, removed by the committer
+    <store>/group-commit/replies/<writer>     written by the committer, removed by the writer
+
+<writer> is an id of the writer, its process and the number of the request. A file appears complete, under a name that
+is used once. In a folder it is not synced: a reply follows a durable commit,
+and a request that a power cut takes was never acknowledged.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mopd_dataplane.base.files import is_disk_full
+from mopd_dataplane.errors import ResourceError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.remote.objects import ObjectFiles
+
+FOLDER = "group-commit"
+REQUESTS, REPLIES = f"{FOLDER}/requests", f"{FOLDER}/replies"
+
+
+class Mailbox(Protocol):
+    """Small files of a store by name."""
+
+    def write(self, name: str, content: bytes) -> None: ...
+
+    def read(self, name: str) -> bytes | None: ...
+
+    def children(self, name: str) -> list[str]: ...
+
+    def remove(self, names: list[str]) -> None: ...
+
+
+class FolderMailbox:
+    """Files under the folder of a store."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file that does not exist yet. Raises ResourceError when the disk is full."""
+        path = self._root / name
+        staging = path.with_name(f".{path.name}")
+        try:
+            try:
+                staging.write_bytes(content)
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                staging.write_bytes(content)
+            staging.rename(path)
+        except OSError as error:
+            staging.unlink(missing_ok=True)
+            if is_disk_full(error):
+                raise ResourceError(
+                    error.errno, f"{path}: {error.strerror}; nothing of it was committed: free space and try again"
+                ) from error
+            raise
+
+    def read(self, name: str) -> bytes | None:
+        """Read a file. Returns None when there is none."""
+        try:
+            return (self._root / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def children(self, name: str) -> list[str]:
+        """Return the names of the complete files of a folder, sorted."""
+        try:
+            return sorted(child for child in os.listdir(self._root / name) if not child.startswith("."))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, names: list[str]) -> None:
+        """Delete files; no error for missing ones."""
+        for name in names:
+            (self._root / name).unlink(missing_ok=True)
+
+
+def open_mailbox(root: Path | None, files: ObjectFiles | None) -> Mailbox:
+    """The mailbox of a store in a folder, or on an object store: one of the two is not None."""
+    if files is not None:
+        return files
+    assert root is not None
+    return FolderMailbox(root)
