@@ -58,7 +58,7 @@ def killed_committers(count: int, seed: int) -> Tally:
             with folder() as home:
                 bent = {"LD_PRELOAD": str(shim), "CLOCK_FILE": str(clock)} if race % 2 else {}
                 leap = struct.pack("ddd", DAY_S if race % 4 == 1 else -DAY_S, 1.0, time.time())
-                _race(tally, home, race, {**os.environ, **bent}, lambda leap=leap: clock.write_bytes(leap))
+                _race(tally, home, race, {**os.environ, **bent}, partial(clock.write_bytes, leap))
                 clock.write_bytes(struct.pack("ddd", 0.0, 1.0, 0.0))
     return tally
 
