@@ -71,6 +71,22 @@ def create_file(target: Path, content: bytes) -> bool:
     return True
 
 
+def write_unsynced(target: Path, content: bytes) -> None:
+    """Write a small file under a name that nobody else writes. It appears complete; a power cut may take it, or a part
+    of it. Raises OSError."""
+    staging = target.with_name(f".{target.name}")
+    try:
+        try:
+            staging.write_bytes(content)
+        except FileNotFoundError:
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            staging.write_bytes(content)
+        staging.rename(target)
+    except OSError:
+        staging.unlink(missing_ok=True)
+        raise
+
+
 def publish_figure(figure: Any, target: Path, *, dpi: int) -> None:
     """Write a matplotlib figure to a file, in the format of its suffix, as publish_file does. Raises InputError."""
     forms = figure.canvas.get_supported_filetypes()

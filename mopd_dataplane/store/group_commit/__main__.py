@@ -20,7 +20,7 @@ IDLE_S = 30.0
 POLL_S = 0.02
 """Pause between two looks for requests while there are none."""
 REMOTE_POLL_S = 0.2
-"""The same on an object store, where each look is a request; also the time in which a group gathers there."""
+"""Pause between two looks on an object store, where each look is a request, and where batches gather meanwhile."""
 HELD_EVERY_S = 2.0
 """How often the process looks whether another one has taken over."""
 

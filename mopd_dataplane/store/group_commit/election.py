@@ -67,8 +67,12 @@ class Election:
         try:
             if try_lock(descriptor):
                 # Not this process's stderr: whoever waits for its end would wait for the other process too.
-                with (self._root / FOLDER / MESSAGES).open("ab") as messages:
-                    self._start(["--lock", str(descriptor)], messages=messages.fileno(), inherited=(descriptor,))
+                flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+                messages = os.open(self._root / FOLDER / MESSAGES, flags, 0o600)
+                try:
+                    self._start(["--lock", str(descriptor)], messages=messages, inherited=(descriptor,))
+                finally:
+                    os.close(messages)
         finally:
             os.close(descriptor)  # the process that was started has the lock now
 

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mopd_dataplane.base.files import is_disk_full
+from mopd_dataplane.base.files import is_disk_full, write_unsynced
 from mopd_dataplane.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -45,16 +45,9 @@ class FolderMailbox:
     def write(self, name: str, content: bytes) -> None:
         """Write a file that does not exist yet. Raises ResourceError when the disk is full."""
         path = self._root / name
-        staging = path.with_name(f".{path.name}")
         try:
-            try:
-                staging.write_bytes(content)
-            except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                staging.write_bytes(content)
-            staging.rename(path)
+            write_unsynced(path, content)
         except OSError as error:
-            staging.unlink(missing_ok=True)
             if is_disk_full(error):
                 raise ResourceError(
                     error.errno, f"{path}: {error.strerror}; nothing of it was committed: free space and try again"

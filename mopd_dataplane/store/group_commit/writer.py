@@ -25,7 +25,7 @@ from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
 POLL_S = 0.01
 """Pause between two looks for a reply."""
 REMOTE_POLL_S = 0.1
-"""The same on an object store, where each look is a request."""
+"""Pause between two looks on an object store, where each look is a request."""
 REPLY_S = 600.0
 """Longest wait for a reply."""
 
