@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import MopdError
+from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, open_mailbox
 from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_request, encode_reply
@@ -94,14 +94,16 @@ class GroupCommitter:
         return group
 
     def _commit(self, group: Sequence[_Named]) -> None:
-        """Commit requests of one table together; one by one if that fails, so that only a wrong one is refused."""
+        """Commit requests of one table together; one by one if one is wrong, so that only that one is refused."""
         if not group:
             return
         try:
             replies = self._commit_together([named.request for named in group])
         except Exception as error:  # whatever a request raises, the others are committed
-            if len(group) == 1:
-                self._reply(group[0].name, _refusal(error))
+            # The disk fails for every batch, and a sync that failed is not tried again.
+            if len(group) == 1 or isinstance(error, ResourceError | DamagedError | DeadlineError):
+                for named in group:
+                    self._reply(named.name, _refusal(error))
             else:
                 for named in group:
                     self._commit([named])

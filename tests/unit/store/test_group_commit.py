@@ -22,7 +22,15 @@ from advice import advises
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.sealed_json import seal_line
-from mopd_dataplane.errors import DamagedError, DeadlineError, EngineError, InputError, MismatchError, UnknownNameError
+from mopd_dataplane.errors import (
+    DamagedError,
+    DeadlineError,
+    EngineError,
+    InputError,
+    MismatchError,
+    ResourceError,
+    UnknownNameError,
+)
 from mopd_dataplane.records import Sample, Signal
 from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.store.dataset import Store
@@ -255,6 +263,21 @@ def test_a_wrong_batch_is_refused_alone(store: Store) -> None:
     (torn,) = replies(store, ["torn"])
     assert torn.error == "DamagedError"
     assert not os.listdir(f"{store.uri}/{REQUESTS}")
+
+
+def test_a_disk_that_fails_is_tried_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(*arguments: object, **options: object) -> None:
+        tried.append(arguments)
+        raise ResourceError("sync failed")
+
+    names = ask(store, [build.sample(0)], [build.sample(1)])
+    committer = GroupCommitter(store)
+    monkeypatch.setattr(store, "commit_samples", fail)
+    committer.commit_all()
+    assert [(reply.error, reply.message) for reply in replies(store, names)] == [("ResourceError", "sync failed")] * 2
+    assert len(tried) == 1
 
 
 def test_the_first_of_two_contents_of_a_uid_is_kept(store: Store) -> None:
