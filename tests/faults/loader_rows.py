@@ -222,14 +222,14 @@ def vars_of(metrics: Any) -> dict[str, Any]:
 ROWS = [
     Row(
         12, "the loader is killed at every state of a slot", "noticed in 5 s, the same batches, nothing left behind",
-        loader_killed, (7, 105, 5_000),
+        loader_killed, (4, 105, 5_000),
     ),
     Row(
         12, "a reader is killed at every state of a slot", "its slots come back, the same batches",
-        reader_killed, (14, 105, 5_000),
+        reader_killed, (7, 105, 5_000),
     ),
     Row(
         12, "the trainer is killed around steps and checkpoints", "the steps and the policy of a calm run",
-        trainer_killed, (10, 100, 5_000),
+        trainer_killed, (5, 100, 5_000),
     ),
 ]  # fmt: skip

@@ -153,6 +153,7 @@ def test_the_shortest_sequence_has_neither_a_step_nor_a_fault_too_many() -> None
     assert shortest(steps, fails) == [Step(0, "commit", 3), Step(0, "commit", 11, Fault("killed", 11))]
 
 
+@pytest.mark.slow
 def test_a_call_goes_on_where_an_earlier_one_was_interrupted(tmp_path: Path) -> None:
     notes = tmp_path / "notes.jsonl"
     notes.write_text('{"seed": 0, "violation": ""}\n{"seed": 1, "violation": ""}\n{"seed": 2, "vio')

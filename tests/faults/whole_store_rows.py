@@ -28,10 +28,10 @@ def committed_together(count: int, seed: int) -> Tally:
 ROWS = [
     Row(
         22, "whole stores: sequences of operations and faults", "the invariants of docs/durability.md after each step",
-        simulated_stores, (200, 200, 10_000),
+        simulated_stores, (60, 200, 10_000),
     ),
     Row(
         22, "whole stores: batches of several writers committed together", "the same invariants",
-        committed_together, (20, 200, 5_000),
+        committed_together, (15, 200, 5_000),
     ),
 ]  # fmt: skip

@@ -32,6 +32,7 @@ def adapter_job(tmp_path_factory: pytest.TempPathFactory, write_job: Callable, m
     return folder
 
 
+@pytest.mark.slow
 def test_specialists_and_student_are_adapters_on_the_stage_they_start_from(adapter_job: Path) -> None:
     policies = adapter_job / "store" / "policies"
     store = open_store(str(adapter_job / "store"))

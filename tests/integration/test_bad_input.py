@@ -39,6 +39,7 @@ def test_unknown_domain(tmp_path: Path, write_job: Callable, mopd: Callable):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_empty_prompt_file(tmp_path: Path, write_job: Callable, mopd: Callable):
     (tmp_path / "none.jsonl").touch()
     job = write_job(tmp_path)
@@ -50,6 +51,7 @@ def test_empty_prompt_file(tmp_path: Path, write_job: Callable, mopd: Callable):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_a_newer_store_is_not_touched(finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable):
     store = copy_of(finished_job, tmp_path)
     mark = unseal((store / "store.json").read_bytes(), "store.json")
@@ -60,6 +62,7 @@ def test_a_newer_store_is_not_touched(finished_job: Path, tmp_path: Path, write_
     assert sorted(store.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_prompt_longer_than_the_budget(finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable):
     store = copy_of(finished_job, tmp_path)
     job = write_job(tmp_path, extra=ONE_STAGE.replace("{rollout}", ", max_prompt_tokens = 5"))
@@ -73,6 +76,7 @@ def test_prompt_longer_than_the_budget(finished_job: Path, tmp_path: Path, write
     assert samples_of(store, "again") == 0
 
 
+@pytest.mark.slow
 def test_teacher_with_another_tokenizer(finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable):
     store = copy_of(finished_job, tmp_path)
     stranger = tmp_path / "stranger"
@@ -96,6 +100,7 @@ def test_teacher_with_another_tokenizer(finished_job: Path, tmp_path: Path, writ
     assert not (store / "signals" / "stranger").exists()
 
 
+@pytest.mark.slow
 def test_nan_from_an_engine(finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable):
     import torch
     from safetensors.torch import load_file, save_file

@@ -66,6 +66,7 @@ def outcome(store: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_change_holds_from_its_iteration_on_and_is_recorded(changed: Path) -> None:
     told = outcome(changed)
     assert [(step["window"], step["learning_rate"]) for step in told["steps"]] == [
@@ -81,6 +82,7 @@ def test_a_change_holds_from_its_iteration_on_and_is_recorded(changed: Path) -> 
     assert store.verify().findings == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_and_behind_the_change_ends_with_the_same_bits(
     one_iteration: Path, changed: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_run_that_is_killed_at_and_behind_the_change_ends_with_the_same_bits(
     assert outcome(store) == outcome(changed)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_before_the_change_ends_with_the_same_bits(changed: Path, tmp_path: Path) -> None:
     job, store = job_in(tmp_path), tmp_path / "store"
     begun = ["run", str(job), "--set", "stages.student.iterations=3"]
@@ -105,6 +108,7 @@ def test_a_run_that_is_killed_before_the_change_ends_with_the_same_bits(changed:
     assert outcome(store) == outcome(changed)
 
 
+@pytest.mark.slow
 def test_after_a_step_that_is_not_finite_the_printed_command_goes_on(
     one_iteration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +202,7 @@ def test_answers_that_collapse_are_not_trained_on_until_someone_says_so(
     assert open_store(str(store)).verify().findings == []
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None:
     (script,) = (block for block in blocks(ROOT / "docs" / "change.md") if block.language == "console")
     (tmp_path / "job.toml").write_text(JOB)

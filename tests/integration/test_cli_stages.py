@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mopd_dataplane import open_store
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -16,6 +18,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 LIGHT = ("samples", "tokens", "scores", "rewards", "plans", "steps", "evals")
 
 
+@pytest.mark.slow
 def test_scoring_again_changes_nothing(finished_job: Path, mopd: Command) -> None:
     store = open_store(str(finished_job / "store"))
     before = store.snapshot().versions
@@ -40,6 +43,7 @@ def test_running_a_finished_job_again_changes_nothing_and_ends_with_the_table_an
     assert {name: after[name] for name in LIGHT} == {name: before[name] for name in LIGHT}
 
 
+@pytest.mark.slow
 def test_any_sample_of_the_job_can_be_shown(finished_job: Path, mopd: Command) -> None:
     store = finished_job / "store"
     answer = mopd(

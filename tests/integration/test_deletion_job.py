@@ -29,9 +29,8 @@ def window_is_half_trained(store: Path) -> bool:
     return any(json.loads(line)["window"] == 1 for line in lines)
 
 
-@pytest.mark.parametrize(
-    "moment", [iteration_is_trained, pytest.param(window_is_half_trained, marks=pytest.mark.slow)]
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [iteration_is_trained, window_is_half_trained])
 def test_a_killed_job_goes_on_without_what_was_deleted(
     moment: Callable[[Path], bool], tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:

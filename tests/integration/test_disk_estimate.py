@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from commandline import run_mopd
 
 JOB = """
@@ -76,6 +77,7 @@ def bytes_of(said: str) -> float:
     return float(number) * {"MB": 1e6, "GB": 1e9}[unit]
 
 
+@pytest.mark.slow
 def test_what_a_run_writes_is_near_the_estimate(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     store = tmp_path / "store"

@@ -55,6 +55,7 @@ def until_trained(run: Run, stage: Stage, window: int, **how: int) -> PlanWindow
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_healthy_job_records_every_part_and_warns_of_nothing(
     dtype: str, tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ def test_a_healthy_job_records_every_part_and_warns_of_nothing(
     assert all(row["mean"] <= row["band"] for row in measures.sampler_gaps)
 
 
+@pytest.mark.slow
 def test_a_sampler_with_shifted_positions_stops_the_stage_before_its_first_step(
     tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +127,7 @@ def test_a_wrong_model_is_refused_before_anything_is_sampled(
     assert not list((tmp_path / "store").glob("wal/*/*"))
 
 
+@pytest.mark.slow
 def test_a_slightly_wrong_sampler_is_warned_of_and_shown(
     tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +150,7 @@ def test_a_slightly_wrong_sampler_is_warned_of_and_shown(
     assert first["warning"] in (tmp_path / "store" / "report.html").read_text().replace("&#39;", "'")
 
 
+@pytest.mark.slow
 def test_a_rehearsal_prints_the_self_checks(
     tmp_path: Path, write_job: Callable[..., Path], mopd: Callable[..., object]
 ) -> None:

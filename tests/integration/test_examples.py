@@ -67,6 +67,7 @@ def first_loss(example_dir: Path, packs: int) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_a_plain_loop(example_dir: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", output_of(example_dir, "plain_loop.py"))]
     assert len(losses) == 3
@@ -76,6 +77,7 @@ def test_a_plain_loop(example_dir: Path) -> None:
     assert all(5 < loss < 20 for loss in losses), "cross-entropy of an untrained model over 32,000 tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_loop_of_accelerate_trains_as_the_plain_one_on_any_number_of_processes(
     example_dir: Path, processes: int

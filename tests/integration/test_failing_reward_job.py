@@ -152,6 +152,7 @@ def test_a_job_goes_on_beside_a_reward_that_raises_hangs_and_gives_up(folder: Pa
     assert open_store(str(folder / "store")).table("rewards").num_rows == 32
 
 
+@pytest.mark.slow
 def test_a_stage_that_learns_nothing_says_why(folder: Path) -> None:
     job = folder / "job.toml"
     job.write_text(
@@ -183,6 +184,7 @@ class Fall(Rise):
 """
 
 
+@pytest.mark.slow
 def test_terms_that_cancel_are_named(folder: Path) -> None:
     job = folder / "job.toml"
     terms = '[objectives.sampled.terms]\n"opposite:Rise" = {}\n"opposite:Fall" = {}\n'
@@ -199,6 +201,7 @@ def test_terms_that_cancel_are_named(folder: Path) -> None:
     assert "cancel (their weights: opposite:Rise 1, opposite:Fall -1)" in said
 
 
+@pytest.mark.slow
 def test_a_stage_with_too_many_unscorable_answers_stops_with_examples(folder: Path) -> None:
     job = folder / "job.toml"
     job.write_text(job.read_text().replace("max_unscorable = 0.9", "max_unscorable = 0.0").replace(
@@ -218,6 +221,7 @@ def test_a_stage_with_too_many_unscorable_answers_stops_with_examples(folder: Pa
     assert run(folder, "run", str(job)).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_cannot_be_scored_stops_and_stores_nothing(folder: Path) -> None:
     job = folder / "job.toml"
     job.write_text(job.read_text().replace("train = 8", "train = 8\neval = 6").replace(
@@ -234,6 +238,7 @@ def test_an_evaluation_that_cannot_be_scored_stops_and_stores_nothing(folder: Pa
     assert open_store(str(folder / "store")).table("evals").num_rows == 0
 
 
+@pytest.mark.slow
 def test_held_out_answers_are_scored_again_as_they_were_given(folder: Path) -> None:
     job = folder / "job.toml"
     job.write_text(job.read_text().replace("train = 8", "train = 8\neval = 6").replace(

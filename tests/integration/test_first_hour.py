@@ -185,6 +185,7 @@ def test_a_store_made_elsewhere_answers_without_torch(demo_store: Store, environ
         assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= columns, command
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_needs_no_torch(demo_store: Store, mopd: Mopd, tmp_path: Path) -> None:
     shutil.copytree(demo_store.uri, tmp_path / "store")
     mopd("report", "store", "-o", "report.html")

@@ -24,6 +24,7 @@ train = {{ schedule = "linear", warmup_steps = 0 }}
 """
 
 
+@pytest.mark.slow
 def test_training_while_samples_are_written(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable, start_mopd: Callable
 ):

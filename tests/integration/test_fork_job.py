@@ -123,6 +123,7 @@ def unwrapped(text: str) -> str:
     return "".join(text.split())
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_with_the_bits_of_its_run(run: Path, tmp_path: Path) -> None:
     before = bytes_of(run)
     run_mopd("fork", run, tmp_path / "again", "--at", "student@1")
@@ -158,6 +159,7 @@ def test_a_change_behind_the_point_is_left_out_of_the_fork(run: Path, tmp_path: 
     assert load_job(tmp_path / "late").stage("student").train.learning_rate == 2e-4
 
 
+@pytest.mark.slow
 def test_what_cannot_be_forked_is_refused_with_the_next_step(run: Path, tmp_path: Path) -> None:
     store, new = open_store(str(run)), str(tmp_path / "new")
     shutil.rmtree(run / "checkpoints" / "student" / "step-00000002")
@@ -293,6 +295,7 @@ CHANGES: dict[str, Callable[[Store], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_neither_store_notices_what_becomes_of_the_other(seed: int, run: Path, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
@@ -379,6 +382,7 @@ def test_a_run_that_a_process_has_open_is_not_taken_back(run: Path, monkeypatch:
     assert rewind(str(run), "student@2").point == "student@2"
 
 
+@pytest.mark.slow
 def test_the_run_and_the_point_are_named_wherever_a_fork_is_shown(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_job_runs_below_an_odd_folder_and_makes_nothing_beside_it(
     tmp_path: Path, write_job: Callable, mopd: Callable
 ):

@@ -127,6 +127,7 @@ def plain(policy: Path, store: Store) -> list[float]:
     return step_losses
 
 
+@pytest.mark.slow
 def test_the_loss_and_the_weights_are_those_of_mopd_train(
     scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_the_loss_and_the_weights_are_those_of_mopd_train(
     assert theirs.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_a_condition(scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path) -> None:
     """Every step that has a sample left is trained, on those alone: as a plain loop over its packs counts them."""
     store, _ = scored
@@ -160,6 +162,7 @@ def test_a_trainer_takes_a_condition(scored: tuple[Store, dict[str, Any]], polic
         assert [sum(len(pack.cu_seqlens) - 1 for pack in batch.packs) for batch in stream] == left
 
 
+@pytest.mark.slow
 def test_cutting_a_step_changes_nothing_and_an_epoch_begins_again(
     scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "job.toml"
 
 
+@pytest.mark.slow
 def test_a_killed_job_with_a_teacher_of_another_tokenizer_ends_whole(job: Path, mopd: Callable[..., Any]) -> None:
     """Its random student also writes tokens without a text, which the job first refuses and then leaves out."""
     refused = mopd("run", job, check=False)
@@ -128,6 +129,7 @@ def test_a_killed_job_with_a_teacher_of_another_tokenizer_ends_whole(job: Path, 
     assert (job.parent / "store" / "tokenizers" / f"{teacher.tokenizer_digest}.json").is_file()
 
 
+@pytest.mark.slow
 def test_it_is_checked_shown_and_left_out_of_comparisons_of_distributions(job: Path, mopd: Callable[..., Any]) -> None:
     assert mopd("check", job, "--json").returncode == 0
     uid = open_store(str(job.parent / "store")).table("scores", ["uid"])["uid"][0].as_py()

@@ -174,6 +174,7 @@ print(json.dumps([(each.exit_code, each.output) for each in done]))
 """
 
 
+@pytest.mark.slow
 def test_what_nobody_offers_is_named(installed: Path, tmp_path: Path) -> None:
     """In one process, which imports once."""
     text = JOB.format(
@@ -197,6 +198,7 @@ def test_what_nobody_offers_is_named(installed: Path, tmp_path: Path) -> None:
         assert said in output
 
 
+@pytest.mark.slow
 def test_the_plug_in_passes_the_contract_suites(installed: Path, tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path

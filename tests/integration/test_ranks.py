@@ -104,22 +104,16 @@ def assert_same_training(run_dir: Path, alone: Path) -> None:
     assert drift.max() < 2 * LEARNING_RATE * len(one)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "members"),
-    [
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        (4, 1),
-        pytest.param(2, 2, marks=pytest.mark.slow),
-        (4, 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "members"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_losses_and_weights_are_those_of_one_rank(ranks: int, members: int, ground: Ground, alone: Path) -> None:
     run_dir = ground.root / f"r{ranks}m{members}"
     train(ground, run_dir, ranks=ranks, members=members)
     assert_same_training(run_dir, alone)
 
 
-@pytest.mark.parametrize(("ranks", "members"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "members"), [(2, 1), (4, 2)])
 def test_an_adapter_is_trained_by_several_ranks_as_by_one(ranks: int, members: int, ground: Ground) -> None:
     alone, run_dir = ground.root / f"adapter-alone-{ranks}", ground.root / f"adapter-r{ranks}m{members}"
     train(ground, alone, ranks=1, lora=Lora(r=4))
@@ -149,6 +143,7 @@ def test_a_killed_rank_with_less_on_its_device_is_continued_by_any_number(ground
     assert_same_training(run_dir, alone)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_any_number_of_ranks_continues_it(ground: Ground, alone: Path) -> None:
     run_dir = ground.root / "killed"
     with ground.loader(run_dir, track=PAUSE) as spec:
@@ -200,6 +195,7 @@ def test_a_stop_ends_every_rank_at_a_checkpoint(ground: Ground, alone: Path) -> 
     assert_same_training(run_dir, alone)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_given_up(ground: Ground) -> None:
     """SIGSTOP: no connection breaks, so only the deadline of the others ends the wait."""
     run_dir = ground.root / "stands-still"

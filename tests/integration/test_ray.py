@@ -179,6 +179,7 @@ def group(worker: type) -> pool.Group:
     return pool.Group("trial", worker, (), {"num_cpus": 0}, 1, deque([pool.Task(())]))
 
 
+@pytest.mark.slow
 def test_a_workers_error_ends_the_run_as_itself(cluster: Any, make_run: Callable[[str], Run]) -> None:
     with (
         ray_fleet(cluster.address, make_run("refused")),
@@ -187,6 +188,7 @@ def test_a_workers_error_ends_the_run_as_itself(cluster: Any, make_run: Callable
         pool.drive([group(Refuses)], done=lambda group, task, result: None)
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_every_worker_is_given_up(
     cluster: Any, make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

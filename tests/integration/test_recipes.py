@@ -64,6 +64,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_student(student, tmp_path_factory.mktemp("teacher") / "policy", seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [name if name in OFTEN else pytest.param(name, marks=SLOW) for name in RECIPES])
 def test_the_last_stage_of_a_recipe_runs(recipe: str, teacher: Path, tmp_path: Path) -> None:
     job = only_last_stage(small(recipe, tmp_path / "store"), teacher)

@@ -74,6 +74,7 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", CHEAP)
 def test_a_full_scale_job_is_rehearsed(recipe: str, tmp_path: Path, handed_over: list[str]) -> None:
     small = run(recipe, tmp_path)

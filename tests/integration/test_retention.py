@@ -35,6 +35,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_snapshots_and_policies_of_the_newest_windows_stay_and_files_with_them(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ) -> None:

@@ -123,6 +123,7 @@ def test_an_iteration_samples_until_enough_groups_have_different_rewards(tmp_pat
     assert f"time/student/0/rollout/{rounds}" in events, "the time of every round counts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "count"), [("rollout.step", 30), ("rollout.committed", 2)])
 def test_a_killed_iteration_ends_with_the_same_samples(tmp_path: Path, point: str, count: int) -> None:
     whole, killed = job_of(raw_job(tmp_path / "whole")), job_of(raw_job(tmp_path / "killed"))
@@ -140,6 +141,7 @@ def test_a_killed_iteration_ends_with_the_same_samples(tmp_path: Path, point: st
     assert samples_of(killed) == before, "what is sampled is not sampled again"
 
 
+@pytest.mark.slow
 def test_an_iteration_without_an_informative_group_is_refused_with_what_to_do(tmp_path: Path) -> None:
     job = job_of(raw_job(tmp_path / "flat", reward="never"))
     with advises(

@@ -104,6 +104,7 @@ def scored(job: Path) -> Store:
     return open_store(str(job.parent / "store"))
 
 
+@pytest.mark.slow
 def test_signals_are_the_log_probs_of_the_model_behind_the_url(job: Path, server: ModelServer) -> None:
     store = scored(job)
     teacher = store.teachers()["large"]
@@ -154,6 +155,7 @@ def test_another_model_under_the_same_name_is_refused(job: Path, server: ModelSe
     assert signals(job) == 8
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(job: Path, server: ModelServer) -> None:
     server.misbehave = lambda connection, reply: (
         "tokens" in (reply or {}) and sends(b'{"tokens": [1, 2, 3]}')(connection, reply)

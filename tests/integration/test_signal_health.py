@@ -15,6 +15,7 @@ from mopd_dataplane.query.measures import measure
 from mopd_dataplane.query.report import write_report
 
 
+@pytest.mark.slow
 def test_every_pass_leaves_one_row_for_each_teacher(finished_job: Path, tmp_path: Path) -> None:
     store = open_store(str(finished_job / "store"))
     measures = measure(store)
@@ -41,6 +42,7 @@ def test_every_pass_leaves_one_row_for_each_teacher(finished_job: Path, tmp_path
     assert "own text" in page
 
 
+@pytest.mark.slow
 def test_a_job_may_refuse_unhealthy_signals(
     finished_job: Path, write_job: Callable[..., Path], mopd: Callable, tmp_path: Path
 ) -> None:

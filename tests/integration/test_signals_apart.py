@@ -39,6 +39,7 @@ def test_another_teacher_does_not_touch_samples_or_tokens(
     assert scored.to_pylist() == [{"n": 32, "t": 2}]
 
 
+@pytest.mark.slow
 def test_full_vocabulary_training_without_teacher_models(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ):

@@ -60,6 +60,7 @@ def words(tmp_path: Path) -> list[str]:
     return ["sweep", str(job), *settings]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_continues_without_running_again_what_has_ended(
     words: list[str], tmp_path: Path, start_mopd: Callable[..., subprocess.Popen[bytes]],
     mopd: Callable[..., subprocess.CompletedProcess[str]],

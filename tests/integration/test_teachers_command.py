@@ -13,6 +13,7 @@ import pytest
 from mopd_dataplane import open_store
 
 
+@pytest.mark.slow
 def test_every_teacher_scores_every_domain_as_scoring_did(finished_job: Path, mopd: Callable) -> None:
     job = finished_job / "job.toml"
     rows = json.loads(mopd("teachers", job, "--stage", "student", "--samples", "1000", "--json").stdout)
@@ -46,6 +47,7 @@ def test_every_teacher_scores_every_domain_as_scoring_did(finished_job: Path, mo
     assert [line for line in shown.splitlines() if line in ("sums", "words")] == ["sums", "words"]
 
 
+@pytest.mark.slow
 def test_a_probe_proposes_a_routing_that_a_job_can_take_over(finished_job: Path, mopd: Callable) -> None:
     job = finished_job / "job.toml"
     shown = mopd("teachers", job, "--stage", "student", "--probe", "16").stdout
@@ -57,6 +59,7 @@ def test_a_probe_proposes_a_routing_that_a_job_can_take_over(finished_job: Path,
     assert {row["answers"] for row in probed["teachers"]} == {8}
 
 
+@pytest.mark.slow
 def test_teachers_are_compared_on_answers_that_meet_a_condition(finished_job: Path, mopd: Callable) -> None:
     job, where = finished_job / "job.toml", "domain = 'sums' and response_len < 6"
     options = ("--stage", "student", "--samples", "1000", "--where", where, "--json")

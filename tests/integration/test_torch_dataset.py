@@ -56,6 +56,7 @@ def read(items: Iterator[dict[str, Any]]) -> list[tuple[int, int, list[Any]]]:
     return [(item["step"], item["loss_tokens"], packs_of(item)) for item in items]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_gives_every_step_once(store: Store, workers: int) -> None:
     loader = DataLoader(StoreDataset(store.uri, SPEC, windows=WINDOWS), batch_size=None, num_workers=workers)
@@ -63,6 +64,7 @@ def test_a_data_loader_gives_every_step_once(store: Store, workers: int) -> None
     assert len(read(iter(loader))) == len(WINDOWS) * 3, "a second pass begins at the first step"
 
 
+@pytest.mark.slow
 def test_a_saved_position_goes_on_with_the_next_step(store: Store) -> None:
     expected = whole(store)
     for done in (1, 3, 5):
@@ -76,6 +78,7 @@ def test_a_saved_position_goes_on_with_the_next_step(store: Store) -> None:
         assert read(iter(later)) == expected[done:]
 
 
+@pytest.mark.slow
 def test_the_shares_of_two_ranks_are_the_whole(store: Store) -> None:
     shares = [iter(StoreDataset(store.uri, SPEC, windows=WINDOWS, rank=rank, world_size=2)) for rank in (0, 1)]
     joined = []

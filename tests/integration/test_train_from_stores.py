@@ -153,6 +153,7 @@ def test_samples_are_trained_on_where_they_are(home: Path) -> None:
     assert store.verify().ok
 
 
+@pytest.mark.slow
 def test_it_trains_what_the_same_samples_train_in_their_own_store(home: Path) -> None:
     prepare(raw_job(home, "own", [rollouts()]))
     jobs = [
@@ -262,6 +263,7 @@ def test_the_viewer_opens_samples_of_other_stores(home: Path) -> None:
     assert everything.status_code == 200, everything.text
 
 
+@pytest.mark.slow
 def test_the_prompts_of_chosen_samples_are_answered_once_more(home: Path, mopd: Callable[..., Any]) -> None:
     advises("give --tasks or --where, one of the two")
     store = open_store(str(home / "a"))

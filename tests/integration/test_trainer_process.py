@@ -46,6 +46,7 @@ def whole(ground: Ground) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
     metrics = MetricsReader(whole / "checkpoints").steps()
     assert [m.step for m in metrics] == list(range(ground.steps))
@@ -59,7 +60,8 @@ def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
     assert any(not torch.equal(start[name], tensor) for name, tensor in weights(whole).items())
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_trainer_continues_to_the_same_policy(
     number: signal.Signals, ground: Ground, whole: Path
 ) -> None:
@@ -81,6 +83,7 @@ def test_an_interrupted_trainer_continues_to_the_same_policy(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run_dir).items())
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_trainer_whose_loader_is_gone(ground: Ground) -> None:
     """A terminal sends it to the loader too; who waits for one that is gone would wait until the deadline."""
     spec = ground.root / "alone.json"

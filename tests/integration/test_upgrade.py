@@ -86,6 +86,7 @@ def rows(uri: str, version: int | None = None) -> list[dict]:
     return [{name: v for name, v in row.items() if v not in absent and name != "row_crc"} for row in renamed]
 
 
+@pytest.mark.slow
 def test_every_row_of_every_version_that_counts_is_the_same(upgraded: tuple[Path, Path]) -> None:
     old, new = upgraded
     names = [path.parent.relative_to(old).as_posix() for path in old.rglob("_versions")]
@@ -132,6 +133,7 @@ def test_a_whole_copy_has_every_file_that_counts(upgraded: tuple[Path, Path], tm
             assert lance.dataset(f"{tmp_path}/copy/{name}").tags.list()[file.stem]["version"] == version
 
 
+@pytest.mark.slow
 def test_a_token_log_goes_to_an_object_store_and_back(upgraded: tuple[Path, Path], tmp_path: Path) -> None:
     """Where it has another form; one that somebody writes is copied as it is at that moment."""
     _, source = upgraded
@@ -213,6 +215,7 @@ def test_the_interrupted_rollout_continues_to_the_samples_it_would_have_had(
     assert store.verify().findings == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visit", [2, 17, 33, 36])
 def test_killed_anywhere_the_same_call_goes_on(
     old: Path, tmp_path: Path, visit: int, upgraded: tuple[Path, Path]
@@ -254,6 +257,7 @@ def replace_byte(file: Path) -> bytes:
     return content
 
 
+@pytest.mark.slow
 def test_files_that_changed_since_are_those_of_the_source(old: Path, tmp_path: Path) -> None:
     """Files of the same name and size with another content, and a folder that the source has no more."""
     new = tmp_path / "new"

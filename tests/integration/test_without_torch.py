@@ -37,6 +37,7 @@ def test_the_blocker_blocks(bare: Mopd, tmp_path: Path) -> None:
     assert b"No module named 'torch'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_finished_store_is_asked_shown_and_reported(finished_job: Path, bare: Mopd, tmp_path: Path) -> None:
     store = finished_job / "store"
     shown = bare("show", store)
@@ -61,6 +62,7 @@ plan = {{ batch_samples = 4 }}
 """
 
 
+@pytest.mark.slow
 def test_rewards_and_plans_need_no_model(
     finished_job: Path, bare: Mopd, tmp_path: Path, write_job: JobWriter, mopd: Mopd
 ) -> None:
@@ -76,6 +78,7 @@ def test_rewards_and_plans_need_no_model(
     assert json.loads(planned.stdout)["samples"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["run"], ["rollout", "--stage", "student"], ["train", "--stage", "student"]])
 def test_what_needs_a_model_says_what_to_install(finished_job: Path, bare: Mopd, command: list[str]) -> None:
     done = bare(command[0], finished_job / "job.toml", *command[1:])

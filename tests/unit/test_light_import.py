@@ -57,6 +57,7 @@ def test_a_store_opens_without_torch() -> None:
     assert loaded.isdisjoint({"torch", "transformers"})
 
 
+@pytest.mark.slow
 def test_the_trainer_process_never_loads_lance() -> None:
     loaded = modules_after("import mopd_dataplane.train.run, mopd_dataplane.load.client")
     assert "torch" in loaded

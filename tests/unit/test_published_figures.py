@@ -63,6 +63,7 @@ def test_every_block_has_a_table(figures: ModuleType) -> None:
             assert page.relative_to(ROOT).as_posix() in figures.PAGES
 
 
+@pytest.mark.slow
 def test_another_number_in_a_page_or_a_result_is_noticed(figures: ModuleType, tmp_path: Path) -> None:
     for folder in ("jobs", "evidence"):
         shutil.copytree(ROOT / folder, tmp_path / folder)

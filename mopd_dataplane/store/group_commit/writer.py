@@ -22,10 +22,12 @@ from mopd_dataplane.store.group_commit.mailbox import FOLDER, REPLIES, REQUESTS,
 from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_reply, encode_request
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
 
-POLL_S = 0.01
-"""Pause between two looks for a reply."""
-REMOTE_POLL_S = 0.1
-"""Pause between two looks on an object store, where each look is a request."""
+POLL_S = (0.005, 0.05)
+"""Shortest and longest pause between two looks for a reply."""
+REMOTE_POLL_S = (0.1, 0.5)
+"""Shortest and longest pause on an object store, where each look is a request."""
+POLL_GROWTH = 1.5
+"""Factor by which each pause is longer than the one before: a commit of many writers takes its time."""
 REPLY_S = 600.0
 """Longest wait for a reply."""
 
@@ -116,6 +118,7 @@ class GroupWriter:
     def _wait(self, name: str) -> Reply:
         begin = time.monotonic()
         next_look = begin
+        pause_s, longest_s = self._poll_s
         while (now := time.monotonic()) < begin + REPLY_S:
             if (content := self._mailbox.read(f"{REPLIES}/{name}")) is not None:
                 self._mailbox.remove([f"{REPLIES}/{name}"])
@@ -123,7 +126,8 @@ class GroupWriter:
             if now >= next_look:
                 self._election.start_committer_if_none()
                 next_look = now + LOOK_EVERY_S
-            time.sleep(self._poll_s)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * POLL_GROWTH, longest_s)
         raise DeadlineError(
             f"{self.uri}: no process has committed the batch in {REPLY_S:.0f} s (its messages are in {FOLDER}/ of the "
             "store); the batch may still be committed: commit it again, which changes nothing that is there"

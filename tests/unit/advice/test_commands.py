@@ -109,6 +109,7 @@ def test_a_port_that_is_taken() -> None:
     listen(port, []).close()
 
 
+@pytest.mark.slow
 def test_a_page_of_corrections_needs_signals(tmp_path: Path, make_store: MakeStore) -> None:
     with advises("; run the job's scoring, then export again"):
         export_redpen(Shown(Store.create(tmp_path / "bare")), tmp_path / "bare.html")

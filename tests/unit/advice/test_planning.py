@@ -145,6 +145,7 @@ def test_a_pack_beyond_the_ring() -> None:
     larger.close()
 
 
+@pytest.mark.slow
 def test_a_loader_that_needs_longer(make_store: Any, tmp_path: Path) -> None:
     store: Store = make_store(tmp_path / "store", prompts=2)
     spec = LoadSpec(stage="student", deadline_s=1e-3)

@@ -187,6 +187,7 @@ def test_store_compact_says_the_heaviest_reasons_only(tmp_path: Path, make_store
     assert "more (--json names them)" in said.partition("events keeps")[2]
 
 
+@pytest.mark.slow
 def test_store_verify_finds_a_flipped_byte_and_ends_with_1(tmp_path: Path, make_store: Any) -> None:
     store = make_store(tmp_path / "s", prompts=1)
     assert answered("store", "verify", store.uri, "--json")["ok"] is True

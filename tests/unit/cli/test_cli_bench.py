@@ -25,6 +25,7 @@ def figures(*words: str) -> dict[str, Any]:
     return measurements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 2000])
 def test_plan(tmp_path: Path, window: int) -> None:
     measurements = figures("plan", "--samples", "5000", "--window", str(window), "--folder", str(tmp_path))

@@ -48,6 +48,7 @@ def emptied(
     return store.uri, uid, table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["show", "export", "report", "query", "page"])
 def test_files_without_a_byte_are_named_too(emptied: tuple[str, str, str], command: str, tmp_path: Path) -> None:
     """By DuckDB, which carries only the text of Lance's error, as by the other readers."""

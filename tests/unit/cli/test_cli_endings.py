@@ -120,6 +120,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number: int) -> None:
     # Keys so few that DuckDB spends minutes in tasks in which it does not look for signals.
@@ -226,6 +227,7 @@ def test_version() -> None:
     assert mopd("--version").stdout == f"mopd-dataplane {__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

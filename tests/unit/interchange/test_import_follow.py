@@ -191,6 +191,7 @@ def test_a_row_that_cannot_be_imported_is_named_and_what_came_before_it_stays(
         follow_rollouts(store, "s3://bucket/dumps", SETTINGS, vocabulary, stop=Stop())
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_has_each_row_once(
     tmp_path: Path, tokenizer: Path, vocabulary: TokenizerVocabulary
 ) -> None:

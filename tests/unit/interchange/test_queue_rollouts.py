@@ -237,6 +237,7 @@ for number in range(first, first + 400):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_every_acknowledged_trajectory_is_a_sample_once_whoever_is_killed(tmp_path: Path, seed: int) -> None:
     """Two writers and the processes that fold behind them are killed at random moments."""

@@ -24,6 +24,7 @@ from mopd_dataplane.load.server import Server
 from mopd_dataplane.load.source import WindowSource
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1.0, 2.5])
 def test_packs_larger_than_a_slot_stream_inside_the_bound(store, tmp_path, rounds):
     """Each needs a slot of its own size, and the ring holds little more than the largest one."""
@@ -152,6 +153,7 @@ def test_packs_that_were_lent_and_not_looked_at_go_back_with_their_batch(store, 
         assert wait_until_lent(client, trainer_slots=len(following.packs._leases))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update", "together"), [({"poison": True}, 1), ({"ring_bytes": 40}, 2), ({}, 4)])
 def test_few_packs_are_lent_together_where_the_ring_is_small(store, tmp_path, update, together):
     """ring_bytes here counts the largest packs; a sixteenth of it is two of them."""
@@ -229,6 +231,7 @@ def read_at(client: LoaderClient, pack_s: float) -> dict:
     return client.stats()
 
 
+@pytest.mark.slow
 def test_a_fast_trainer_gets_a_deeper_ring_than_a_slow_one_inside_the_bound(store, tmp_path):
     most = 6 * max(pack_bytes(store))
     stats = {}
@@ -244,6 +247,7 @@ def test_a_fast_trainer_gets_a_deeper_ring_than_a_slow_one_inside_the_bound(stor
     assert stats["bounded"]["bytes"] <= stats["bounded"]["max_bytes"] <= most
 
 
+@pytest.mark.slow
 def test_a_pack_larger_than_the_ring_says_so_and_others_are_still_read(store, tmp_path):
     sizes = pack_bytes(store)
     most = (max(sizes) - 1) // 4096 * 4096

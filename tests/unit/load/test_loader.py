@@ -123,6 +123,7 @@ def test_resume_by_integer_gives_the_same_batches(store, loader):
     assert [step for step, _, _ in whole + later] == list(range(len(whole) + len(later))), "steps count over windows"
 
 
+@pytest.mark.slow
 def test_a_window_that_comes_later_is_waited_for(tmp_path):
     """The trainer is ahead: it waits, is told why, and goes on as soon as the window is recorded."""
     store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)

@@ -82,6 +82,7 @@ def test_every_slot_is_registered_once_and_until_the_trainer_leaves(store, drive
     assert not driver.registered
 
 
+@pytest.mark.slow
 def test_a_driver_that_refuses_costs_speed_only(store, driver):
     driver.code = 801
     with stream(store, pin=True) as batches, pytest.warns(UserWarning, match="CUDA error 801: .* cannot be pinned"):

@@ -135,6 +135,7 @@ def test_a_condition_leaves_out_samples_and_the_batches_say_so(store):
     assert all(counted == there for _, counted, there in batches), "what a loss is divided by counts the others out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "error", "message"),
     [
@@ -159,6 +160,7 @@ def test_a_window_that_the_stream_does_not_walk_is_refused(store, served):
         stream.load_state_dict({"window": 0, "step": 0})
 
 
+@pytest.mark.slow
 def test_it_waits_for_a_window_and_gives_up_in_time(tmp_path):
     growing_store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
     add_window(growing_store, 0)
@@ -198,6 +200,7 @@ def test_the_first_rank_starts_the_loader_and_the_others_find_it(store):
     assert not is_served(socket_of(store.uri, SPEC)), "the loader ended with its last trainer"
 
 
+@pytest.mark.slow
 def test_a_loader_started_by_hand_is_used_and_outlives_its_trainers(store):
     command = [sys.executable, "-m", "mopd_dataplane", "load", "serve", store.uri, "--stage", STAGE, "--slots", "2"]
     command_process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

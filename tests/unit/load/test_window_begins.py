@@ -73,6 +73,7 @@ def test_few_packs_are_looked_up_first_and_then_ever_more(store, monkeypatch):
     assert len(looked_up) < len(store.plan(STAGE, 0).pack_teachers), "and not each alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1, 30, 1 << 20])
 def test_packs_do_not_depend_on_how_many_samples_were_looked_up_when_the_window_was_opened(store, monkeypatch, first):
     monkeypatch.setattr(source_module, "LOOKED_UP_FIRST", first)

@@ -27,6 +27,7 @@ def check_outcome(model_type: str, folder: Path) -> None:
         assert outcome.worst < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", QUICK)
 def test_one_class_of_each_outcome(model_type: str, tmp_path: Path) -> None:
     check_outcome(model_type, tmp_path / "model")

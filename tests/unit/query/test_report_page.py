@@ -97,6 +97,7 @@ def test_partial_credit_is_never_called_accuracy(measures: Measures, page: str) 
     assert "partial credit" in reward.caption
 
 
+@pytest.mark.slow
 def test_a_student_that_learnt_nothing_recovers_nothing_and_a_teacher_without_a_lead_has_none_to_give(
     make_store: Callable[..., Store], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_student_that_learnt_nothing_recovers_nothing_and_a_teacher_without_a_
     assert "number_sorting: – because the teacher's lead over the base" in section.grids[1].caption
 
 
+@pytest.mark.slow
 def test_one_reason_for_several_domains_is_said_once(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", prompts=8)
     store.add_evals(
@@ -281,6 +283,7 @@ def test_fresh_data_gives_no_stale_plot(tmp_path: Path, make_store: Callable[...
     assert "0 versions on every step" in staleness.text
 
 
+@pytest.mark.slow
 def test_report_is_read_at_one_snapshot(tmp_path: Path, make_store: Callable[..., Store]) -> None:
     store = make_store(tmp_path / "s", prompts=1)
     before = measure(store)

@@ -54,6 +54,7 @@ def measures(stores: dict[tuple[str, int], Store]) -> SweepMeasures:
     return measure_sweep("demo", arms, "student")
 
 
+@pytest.mark.slow
 def test_cost_is_the_sum_of_the_steps_and_times_before_a_version(stores: dict[tuple[str, int], Store]) -> None:
     store = stores["low", 0]
     spent = spent_by_version(store, "student")

@@ -55,6 +55,7 @@ def dying_at(point: str, visit: int) -> Callable[[str], None]:
     return die
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["tool.dispatch", "tool.executed", "wal.append", "rollout.step"])
 def test_every_command_runs_once_whenever_the_rollout_dies(roll: Roll, shelf: Any, tmp_path: Path, point: str) -> None:
     whole = type(shelf)()

@@ -47,6 +47,7 @@ def test_the_loaders_part_is_rehearsed(tmp_path: Path) -> None:
     assert "tokens_per_s" in json.loads((tmp_path / gpu.RAW / "loader.json").read_text())["figures"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["kernels", "sampler"])
 def test_kernels_and_sampler_need_torch_and_triton_only(part: str) -> None:
     """In a process that finds none of the other packages."""

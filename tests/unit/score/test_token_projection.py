@@ -179,6 +179,7 @@ def greedy(folder_model: Any, ids: list[int], count: int, allowed: torch.Tensor)
     return ids
 
 
+@pytest.mark.slow
 def test_a_student_learns_its_teachers_answers(folders: tuple[Path, Path]) -> None:
     """Texts that the teacher writes greedily, distributions over the student's characters: the loss falls, and the
     student's greedy answers become the teacher's."""

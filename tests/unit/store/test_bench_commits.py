@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane.bench.commits import BATCH, measure
 from mopd_dataplane.store.dataset import Store
 
 
+@pytest.mark.slow
 def test_curve_and_sizes(tmp_path: Path) -> None:
     figures = measure(tmp_path, 40)
     assert [point["commits"] for point in figures["curve"]] == list(range(5, 41, 5))

@@ -80,6 +80,7 @@ def change(source: Store) -> None:
         file.write(f"{seal_line({'step': 2})}\n")
 
 
+@pytest.mark.slow
 def test_a_whole_copy_is_begun_anew_when_its_source_has_changed(source: Store, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     kill_copy(source, target, "")
@@ -102,6 +103,7 @@ def files_of(store: Store) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_a_copy_of_samples_is_begun_anew_when_its_source_has_changed(source: Store, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     kill_copy(source, target, "true")

@@ -252,6 +252,7 @@ def test_two_deletions_at_once(folder: Store) -> None:
     check_nothing_is_left(after)
 
 
+@pytest.mark.slow
 def test_a_deletion_beside_merges(folder: Store) -> None:
     for number in range(20, 40):
         folder.commit_samples([build.sample(number)])
@@ -265,6 +266,7 @@ def test_a_deletion_beside_merges(folder: Store) -> None:
     check_nothing_is_left(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "true"])
 def test_a_copy_beside_a_deletion_is_sound_and_lacks_what_was_deleted(
     folder: Store, tmp_path: Path, where: str
@@ -297,6 +299,7 @@ def wait_until_stopped(pid: int) -> None:
     raise AssertionError("the process did not come to the point")
 
 
+@pytest.mark.slow
 def test_an_unfinished_deletion_is_continued_by_its_own_command_only(folder: Store) -> None:
     died = subprocess.run(
         [sys.executable, "-c", STOPPED.replace("SIGSTOP", "SIGKILL"), "delete.removed",

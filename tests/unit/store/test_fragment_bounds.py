@@ -38,6 +38,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return store
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(low=st.integers(-2, ITERATIONS + 2), count=st.integers(1, 12))
 def test_rows_are_those_of_a_whole_scan(store: Store, low: int, count: int) -> None:

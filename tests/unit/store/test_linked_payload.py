@@ -85,6 +85,7 @@ def test_every_sample_is_here_once_under_its_own_name(mixture: tuple[Store, dict
     assert store.verify().ok
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_rows_in_any_order_are_those_of_their_samples(
@@ -184,6 +185,7 @@ def test_a_prompt_of_the_same_name_and_another_text_is_refused(tmp_path: Path) -
         link_samples(store, source, np.arange(EVERY), source.snapshot())
 
 
+@pytest.mark.slow
 def test_payload_survives_all_upkeep_of_the_other_store(tmp_path: Path) -> None:
     source, samples = filled(tmp_path / "source", 0)
     store = Store.create(tmp_path / "own")

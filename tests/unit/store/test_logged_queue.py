@@ -301,6 +301,7 @@ print(queue.fold(), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["queue.fold.read", "queue.fold.committed", "queue.fold.durable"])
 def test_a_folder_that_stalled_changes_nothing_when_it_wakes_up(tmp_path: Path, point: str) -> None:
     queue = opened(tmp_path)

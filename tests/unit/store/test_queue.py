@@ -170,6 +170,7 @@ def test_a_clearing_stays_while_what_it_cleared_does(tmp_path: Path) -> None:
     assert queue.keys() == [(2, "x"), (3, "x")]
 
 
+@pytest.mark.slow
 def test_two_processes_write_at_once(tmp_path: Path) -> None:
     code = (
         "import sys; from mopd_dataplane.store.queue.committed import CommittedQueue\n"

@@ -92,6 +92,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_read_by_everything(read_only: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Read-only"):
         (read_only / "probe").touch()

@@ -55,6 +55,7 @@ def content_of(store: Store) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in Path(store.uri).rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "cut", "manifest"])
 def test_a_store_with_a_damaged_table_is_left_as_it_is(store: Store, damage: str) -> None:
     commit(store, 0, 6)
@@ -92,6 +93,7 @@ def staged(store: Store) -> list[Path]:
     return [path for path in Path(store.uri).rglob("*") if path.name.startswith(".tmp") or "#" in path.name]
 
 
+@pytest.mark.slow
 def test_files_that_a_killed_writer_began_go_with_the_next_clean_up_and_those_of_a_living_one_stay(
     store: Store,
 ) -> None:
@@ -126,6 +128,7 @@ def whys(report: dict[str, Any], table: str) -> list[str]:
     return [reason["why"] for reason in report[table]["kept"]]
 
 
+@pytest.mark.slow
 def test_now_leaves_one_version_of_few_files(store: Store) -> None:
     commit(store, 0, 5)
     report = store.compact()
@@ -144,6 +147,7 @@ def test_now_leaves_one_version_of_few_files(store: Store) -> None:
     assert Store.open(store.uri).read_tokens(np.arange(7), verify=True).num_rows == 7
 
 
+@pytest.mark.slow
 def test_a_long_run_keeps_as_many_files_as_it_began_with(store: Store) -> None:
     """Of the versions that nobody needs, commits leave the newest; what a process or a snapshot needs stays."""
     commit(store, 0, 1)
@@ -163,6 +167,7 @@ def test_a_long_run_keeps_as_many_files_as_it_began_with(store: Store) -> None:
     assert store.verify().ok
 
 
+@pytest.mark.slow
 def test_what_a_process_reads_stays_and_it_is_named(store: Store) -> None:
     commit(store, 0, 6)
     reader = reader_of(store)
@@ -177,6 +182,7 @@ def test_what_a_process_reads_stays_and_it_is_named(store: Store) -> None:
     assert data_files(store, "tokens") == 1
 
 
+@pytest.mark.slow
 def test_a_version_that_another_clean_up_drops_meanwhile_keeps_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +219,7 @@ def test_a_version_that_was_tagged_while_clean_up_had_it_is_waited_for(store: St
         assert future.result(timeout=10) == 3
 
 
+@pytest.mark.slow
 def test_a_killed_reader_holds_nothing(store: Store) -> None:
     commit(store, 0, 4)
     reader = reader_of(store)
@@ -223,6 +230,7 @@ def test_a_killed_reader_holds_nothing(store: Store) -> None:
     assert data_files(store, "tokens") == 1
 
 
+@pytest.mark.slow
 def test_snapshots_stay_by_name(store: Store) -> None:
     commit(store, 0, 4)
     pinned = store.snapshot(tag="plan-0")
@@ -266,6 +274,7 @@ def test_a_merge_that_copied_wrong_is_not_committed(store: Store, table: str, mo
     assert store.verify().ok
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_not_merged_and_commits_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(store, 0, 6)
     [file, *_] = sorted(Path(store.uri, "samples", "data").iterdir())

@@ -140,6 +140,7 @@ def files_that_name(store: Store, *names: str) -> set[str]:
     return {file.parts[-3] for file in files if any(name.encode() in file.read_bytes() for name in names)}
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_with_its_samples_and_nothing_else_does(filled: Store) -> None:
     before, uids = content(filled), delete(filled)
     check_gone(filled, before, uids, (PROMPT,))
@@ -171,6 +172,7 @@ def test_a_held_out_prompt_goes_with_its_answers(filled: Store) -> None:
     }
 
 
+@pytest.mark.slow
 def test_who_meets_what_was_deleted_is_told(filled: Store) -> None:
     rows = filled.samples(["prompt_id"])["prompt_id"].to_pylist()
     pinned, plan = filled.snapshot(tag="before"), filled.plan("student", 0)
@@ -270,6 +272,7 @@ def test_a_predicate_that_lacks_a_word_deletes_nothing(filled: Store) -> None:
             preview(filled, wrong)
 
 
+@pytest.mark.slow
 def test_nothing_is_deleted_unasked(filled: Store) -> None:
     before = content(filled)
     line = [sys.executable, "-m", "mopd_dataplane", "store", "delete", filled.uri, "--where", WHERE]

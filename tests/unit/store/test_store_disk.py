@@ -32,6 +32,7 @@ def sound(store: Store, count: int) -> None:
     assert store.verify().ok
 
 
+@pytest.mark.slow
 def test_file_size_limit_then_room_again(store: Store, start_child: Start, answer_of: Answer) -> None:
     store.commit_samples([build.sample(0)])
     said = answer_of(start_child(store.uri, "--samples", 1, 8, "--response", 200_000, "--file-limit", 300_000))

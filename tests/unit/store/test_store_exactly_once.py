@@ -58,6 +58,7 @@ def test_sigkill_between_two_writes_then_the_same_commit_again(
     assert payloads == 48, "payload left behind by the killed commit is adopted, not written again"
 
 
+@pytest.mark.slow
 def test_signals_sigkill_between_two_writes(store: Store, start_child: Start, answer_of: Answer) -> None:
     samples = [build.sample(i) for i in range(8)]
     store.commit_samples(samples)

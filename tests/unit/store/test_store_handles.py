@@ -29,6 +29,7 @@ def used(store: Store) -> Store:
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_used_store_is_sent_to_workers(used: Store, method: str) -> None:
     with multiprocessing.get_context(method).Pool(2) as pool:
@@ -38,6 +39,7 @@ def test_a_used_store_is_sent_to_workers(used: Store, method: str) -> None:
     assert [len(state[0]) for state in states] == [build.sample(row).loss_tokens for row in range(4)]
 
 
+@pytest.mark.slow
 def test_a_data_loader_reads_a_used_store_in_workers(used: Store) -> None:
     from torch.utils.data import DataLoader
 
@@ -90,6 +92,7 @@ def test_an_old_handle_does_not_read_another_store_made_at_the_same_path(
     assert other.samples(["stage"])["stage"].to_pylist() == ["other"] * 4
 
 
+@pytest.mark.slow
 def test_two_processes_that_make_a_store_at_once_have_the_same_one(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         uuids = {store.uuid for store in pool.map(Store.create, [tmp_path / "store"] * 8, chunksize=1)}

@@ -63,6 +63,7 @@ def uids(folder: str | Path) -> set[str]:
     return set(copy.samples(["uid"])["uid"].to_pylist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_two_commands_at_once(store: Store, tmp_path: Path, first: str, second: str) -> None:
     children = [(name, start(store, name, tmp_path)) for name in (first, second)]

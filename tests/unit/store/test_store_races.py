@@ -33,6 +33,7 @@ def check_references(store: Store, count: int) -> None:
     assert [finding for finding in store.verify().findings if finding.table != "teachers"] == []
 
 
+@pytest.mark.slow
 def test_a_writer_beside_a_looping_compaction(store: Store, start_child: Start, answer_of: Start) -> None:
     writer = start_child(store.uri, "--samples", 0, COMMITS * BATCH, "--batch", BATCH)
     compactor = Store.open(store.uri)

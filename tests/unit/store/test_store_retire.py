@@ -100,6 +100,7 @@ def test_a_version_in_use_stays_readable(store: Store) -> None:
     assert store.free_hidden("adder", range(20)).bytes > 0, "and goes once it is not"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["retire.written", "retire.replaced"])
 def test_a_call_killed_in_the_middle_is_continued(store: Store, point: str) -> None:
     expected, size = states(store, list(range(20, 40))), sum(a.nbytes for a in states(store, list(range(20))))

@@ -53,6 +53,7 @@ def test_a_store_on_s3_keeps_what_it_is_given(s3: str) -> None:
     assert missing.problem == "head file heads/t.safetensors is missing"
 
 
+@pytest.mark.slow
 def test_committers_that_race_and_one_that_is_killed_lose_nothing(
     s3: str, start_child: Start, answer_of: Callable[..., dict[str, int]]
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_clock_that_leaps_takes_no_file_of_a_commit_in_flight(
     check_sound(store, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_a_committer_that_wakes_after_a_clean_up_returns_what_became_of_its_commit(
     store: Store, stopped: Callable[..., subprocess.Popen[str]], answer_of: Answer, point: str
@@ -111,6 +112,7 @@ def test_a_committer_that_wakes_after_a_clean_up_returns_what_became_of_its_comm
     check_sound(store, 48)
 
 
+@pytest.mark.slow
 def test_clean_up_names_the_process_whose_commit_is_in_flight(
     store: Store, stopped: Callable[..., subprocess.Popen[str]], answer_of: Answer
 ) -> None:

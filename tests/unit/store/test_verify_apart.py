@@ -42,6 +42,7 @@ def test_a_sound_store_is_found_sound(make_store: Callable[..., Store], tmp_path
     assert verify_apart.verify_apart(store) == store.verify()
 
 
+@pytest.mark.slow
 def test_the_place_that_ends_the_process_is_named_and_the_rest_is_audited(
     make_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_place_that_ends_the_process_is_named_and_the_rest_is_audited(
     assert report.checked == store.verify().checked
 
 
+@pytest.mark.slow
 def test_an_audit_that_cannot_begin_says_so(
     make_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

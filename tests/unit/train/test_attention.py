@@ -171,6 +171,7 @@ def shared_with_sinks(rank: int, rendezvous: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_row_have_the_sinks_of_their_heads(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(shared_with_sinks, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
     parts = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]

@@ -101,6 +101,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command("view", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_the_address_stays_and_the_tunnel_is_printed(demo_store: Store, tmp_path: Path) -> None:
     lines = []
     for _ in range(2):
@@ -135,6 +136,7 @@ def test_a_store_that_does_not_exist_yet_is_waited_for(make_store: Callable[...,
         server.wait(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_shows_each_of_them(make_store: Callable[..., Store], tmp_path: Path) -> None:
     for n, name in enumerate(("first", "second")):
         make_store(tmp_path / name, prompts=1)

@@ -219,6 +219,7 @@ def test_two_iterations_compared_by_prompt(page: TestClient) -> None:
     assert row["difference"] < 0, "the student came closer"
 
 
+@pytest.mark.slow
 def test_answers_of_two_stores_are_aligned_each_from_its_own(
     demo_store: Store, make_store: Callable[..., Store], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.stores import ShownStores
 
 
+@pytest.mark.slow
 def test_a_growing_store_is_followed(
     make_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,6 +28,7 @@ def test_a_growing_store_is_followed(
     assert before.page("", "", 0, 1)["total"] > 0, "an older index still answers"
 
 
+@pytest.mark.slow
 def test_a_snapshot_stays_as_it_was(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "pinned", prompts=1)
     store.snapshot(tag="before")
@@ -54,6 +56,7 @@ def test_a_snapshot_stays_as_it_was(make_store: Callable[..., Store], tmp_path: 
     assert get(old, "samples", store=f"0@{digest}") == get(old, "samples")
 
 
+@pytest.mark.slow
 def test_a_label_given_at_a_snapshot_filters_the_newest_too(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "labelled", prompts=1)
     store.snapshot(tag="before")

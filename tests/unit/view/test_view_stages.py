@@ -80,6 +80,7 @@ def test_a_long_prompt_says_how_much_of_it_is_left_out() -> None:
     assert PROMPT_CHARACTERS + shown["cut"] == len(text)
 
 
+@pytest.mark.slow
 def test_stores_of_one_name_are_told_apart(make_store: Callable[..., Store], tmp_path: Path) -> None:
     stores = [make_store(tmp_path / run / "demo", prompts=1) for run in ("a", "b")]
     names = [about["name"] for about in ShownStores([Shown(store) for store in stores]).describe()]

@@ -248,6 +248,7 @@ def test_sorting_names_a_column(page: TestClient, order: str) -> None:
     assert "known:" in answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
     answer = get(page, "sql", q="select domain, count(*) as n from samples group by 1 order by 1")
     assert answer["rows"] == [list(row.values()) for row in demo_store.sql(
@@ -258,6 +259,7 @@ def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
     assert refused.json()["kind"] == "QueryError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("greedy", "said"),
     [
