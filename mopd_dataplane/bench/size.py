@@ -12,6 +12,7 @@ from mopd_kernels import row_bytes
 from typer import Option
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.store.group_commit.election import REMOTE_GATHER_S
 
 Fidelity = Literal["logprob", "topk", "hidden"]
 Codec = Literal["fp32", "bf16", "int8", "fp8", "mxfp4"]
@@ -173,6 +174,7 @@ def _requests(workload: Workload, samples: float, compute: Figures) -> dict[str,
         "gets_per_s": reads + 6 * (rollout + scored),
         "commits_per_s": rollout,
         "commit_load": rollout * COMMIT_S,
+        "commit_load_grouped": min(rollout, 1 / (REMOTE_GATHER_S + COMMIT_S)) * COMMIT_S,
         "samples_per_commit": per_s / rollout,
         "samples_per_commit_needed": max(1.0, 2 * COMMIT_S * samples / DAY_S),
     }
@@ -221,6 +223,7 @@ def _rung(name: str, workload: Workload) -> dict[str, Any]:
         "PUT/s": round(sized["requests"]["puts_per_s"], 2),
         "GET/s": round(sized["requests"]["gets_per_s"], 2),
         "commit load": round(sized["requests"]["commit_load"], 3),
+        "grouped": round(sized["requests"]["commit_load_grouped"], 3),
         "GPUs": int(sized["compute"]["gpus"]),
         "data share of cost": f"{100 * sized['cost']['data_share']:.1f} %",
     }

@@ -12,15 +12,11 @@ import sys
 import time
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.store.group_commit.election import Holding, LockHolding, TermHolding
+from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, Holding, LockHolding, TermHolding
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
 
 IDLE_S = 30.0
 """Time without a request after which the process ends."""
-POLL_S = 0.02
-"""Pause between two looks for requests while there are none."""
-REMOTE_POLL_S = 0.2
-"""Pause between two looks on an object store, where each look is a request, and where batches gather meanwhile."""
 HELD_EVERY_S = 2.0
 """How often the process looks whether another one has taken over."""
 
@@ -33,11 +29,11 @@ def main(uri: str, lock: int | None, term: int | None, storage_options: dict[str
     else:
         assert term is not None
         holding = TermHolding(ObjectFiles(uri, {**DEFAULTS, **storage_options}), term)
-    _commit_while_held(uri, storage_options, holding, POLL_S if lock is not None else REMOTE_POLL_S)
+    _commit_while_held(uri, storage_options, holding, GATHER_S if lock is not None else REMOTE_GATHER_S)
     holding.end()
 
 
-def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holding, poll_s: float) -> None:
+def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holding, gather_s: float) -> None:
     # Not before the first sign of life: they load lance, which takes seconds on a busy machine.
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.group_commit.committer import GroupCommitter
@@ -57,8 +53,7 @@ def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holdi
             return
         if committer.commit_pending():
             asked_at = time.monotonic()
-        else:
-            time.sleep(poll_s)
+        time.sleep(gather_s)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
+from mopd_dataplane.errors import DamagedError, DeadlineError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, open_mailbox
 from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_request, encode_reply
@@ -37,7 +37,7 @@ class GroupCommitter:
     """Commits what the writers of one store have handed over."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._uuid = store, store.uuid
         self._mailbox = open_mailbox(store.root, store.files)
         now = time.monotonic()
         self._replied_at = dict.fromkeys(self._mailbox.children(REPLIES), now)
@@ -83,6 +83,9 @@ class GroupCommitter:
                 request = decode_request(content, f"{self._store.uri}/{REQUESTS}/{name}")
             except MopdError as error:
                 self._reply(name, _refusal(error))
+                continue
+            if request.store != self._uuid:
+                self._reply(name, _refusal(_other_store(self._store.uri, request.store, self._uuid)))
                 continue
             size += len(content)
             if size > GROUP_BYTES and group:
@@ -157,6 +160,10 @@ class GroupCommitter:
 
 def _signal_table(named: _Named) -> tuple[str, str]:
     return named.request.teacher, named.request.kind
+
+
+def _other_store(uri: str, opened: str, present: str) -> MismatchError:
+    return MismatchError(f"{uri}: the store {opened} was opened, and another store is there now ({present})")
 
 
 def _refusal(error: Exception) -> Reply:

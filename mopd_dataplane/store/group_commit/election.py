@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +35,10 @@ LOCK = "group-commit.process"
 """Lock file of the process, in the folder `locks` of the store."""
 MESSAGES = "messages.txt"
 """What the processes of a store in a folder have to say."""
+GATHER_S = 0.02
+"""Pause of the process between two commits, in which batches gather, in a folder."""
+REMOTE_GATHER_S = 0.25
+"""Pause between two commits on an object store, where each look for batches is a request."""
 BEAT_S = 2.0
 EXPIRY_S = 15.0
 """Time without a beat after which a term is over; the process loads lance before the first beat but one."""
@@ -86,7 +91,8 @@ class Election:
             stdin=subprocess.PIPE, stdout=messages, stderr=messages, pass_fds=inherited, start_new_session=True,
         )  # fmt: skip
         assert child.stdin is not None
-        with child.stdin as options:  # not as an argument, which every user of the machine can read
+        # Not as an argument, which every user of the machine can read. A process that died meanwhile reads nothing.
+        with suppress(BrokenPipeError), child.stdin as options:
             options.write(json.dumps(self._storage_options).encode())
         self._children.append(child)
 

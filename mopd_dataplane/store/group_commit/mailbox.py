@@ -3,13 +3,14 @@
     <store>/group-commit/requests/<writer>    written by a writer, removed by the committer
     <store>/group-commit/replies/<writer>     written by the committer, removed by the writer
 
-<writer> is an id of the writer, its process and the number of the request. A file appears complete, under a name that
-is used once. In a folder it is not synced: a reply follows a durable commit,
-and a request that a power cut takes was never acknowledged.
+<writer> is the time, an id of the writer, its process and the number of the request. A file appears complete, under a
+name that is used once. In a folder it is not synced: a reply follows a durable commit, and a request that a power cut
+takes was never acknowledged.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -43,11 +44,16 @@ class FolderMailbox:
         self._root = root
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file that does not exist yet. Raises ResourceError when the disk is full."""
+        """Write a file that does not exist yet. Raises ResourceError when the disk is full, or read-only."""
         path = self._root / name
         try:
             write_unsynced(path, content)
         except OSError as error:
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise ResourceError(
+                    f"{self._root} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for "
+                    "writing"
+                ) from error
             if is_disk_full(error):
                 raise ResourceError(
                     error.errno, f"{path}: {error.strerror}; nothing of it was committed: free space and try again"

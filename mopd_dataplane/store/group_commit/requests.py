@@ -30,6 +30,8 @@ _PLAIN_KINDS = "biuf"
 class Request:
     """A batch that a writer wants committed."""
 
+    store: str
+    """Id of the store that the writer opened."""
     samples: tuple[Sample, ...] = ()
     teacher: str = ""
     """Teacher of `signals`."""
@@ -60,6 +62,7 @@ def encode_request(request: Request) -> bytes:
     arrays: list[NDArray[Any]] = []
     described = {
         "format": FORMAT,
+        "store": request.store,
         "teacher": request.teacher,
         "kind": request.kind,
         "samples": [_describe(sample, arrays) for sample in request.samples],
@@ -83,6 +86,7 @@ def decode_request(content: bytes, where: str) -> Request:
         raise DamagedError(f"{where} fails its checksum; nothing of it was committed: commit the same batch again")
     arrays = _Arrays(payload)
     return Request(
+        store=described["store"],
         samples=tuple(_restore("sample", record, arrays) for record in described["samples"]),
         teacher=described["teacher"],
         kind=described["kind"],

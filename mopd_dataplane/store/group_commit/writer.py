@@ -15,12 +15,13 @@ from pathlib import Path
 
 from mopd_dataplane import errors
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.sealed_json import unseal
 from mopd_dataplane.errors import DeadlineError, EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.records import Sample, Signal
 from mopd_dataplane.store.group_commit.election import LOOK_EVERY_S, Election
 from mopd_dataplane.store.group_commit.mailbox import FOLDER, REPLIES, REQUESTS, open_mailbox
 from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_reply, encode_request
-from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
+from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles, refuse_credentials
 
 POLL_S = (0.005, 0.05)
 """Shortest and longest pause between two looks for a reply."""
@@ -55,19 +56,30 @@ class GroupWriter:
     """
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
-        """uri: an existing store, a folder or an object-store URI. Raises InputError when there is none."""
+        """uri: an existing store, a folder or an object-store URI. Raises InputError when there is none, when it was
+        made for a single writer, and for a URI with credentials; DamagedError when its mark is damaged."""
         text = str(uri).removeprefix("file://")
         self._root = Path(text).absolute() if "://" not in text else None
         self.uri = text.rstrip("/") if self._root is None else str(self._root)
+        if self._root is None:
+            refuse_credentials(self.uri)
         options = {**DEFAULTS, **(storage_options or {})}
         files = ObjectFiles(self.uri, options) if self._root is None else None
         self._poll_s = POLL_S if files is None else REMOTE_POLL_S
         self._mailbox = open_mailbox(self._root, files)
-        if self._mailbox.read("store.json") is None:
+        content = self._mailbox.read("store.json")
+        if content is None:
             raise InputError(
                 f"no store at {self.uri} (it has no store.json); `mopd run JOB` and `mopd import` write one, "
                 "create_store in Python"
             )
+        mark = unseal(content, f"{self.uri}/store.json")
+        if files is not None and mark.get("single_writer"):
+            raise InputError(
+                f"{self.uri} was made for a single writer, since its server ignores If-None-Match; commits of several "
+                "would get lost: commit with the store itself, from one process"
+            )
+        self._uuid = str(mark.get("uuid", ""))
         self._election = Election(self.uri, self._root, files, storage_options or {})
         self._id = secrets.token_hex(16)
         self._numbers = itertools.count()
@@ -78,7 +90,7 @@ class GroupWriter:
         As Store.commit_samples, except that the samples of an error that names one of them may have been committed.
         Raises its errors, and DeadlineError when no process replies in REPLY_S.
         """
-        reply = self._ask(Request(samples=tuple(batch)))
+        reply = self._ask(Request(self._uuid, samples=tuple(batch)))
         dropped = tuple(dict.fromkeys(batch[index].uid for index in reply.dropped))
         if dropped and not keep_first:
             raise MismatchError(
@@ -93,7 +105,7 @@ class GroupWriter:
 
         Raises the errors of Store.commit_signals, and DeadlineError when no process replies in REPLY_S.
         """
-        return self._ask(Request(teacher=teacher, kind=kind, signals=tuple(batch))).inserted
+        return self._ask(Request(self._uuid, teacher=teacher, kind=kind, signals=tuple(batch))).inserted
 
     def close(self) -> None:
         """Let go of the store; a process that commits ends by itself when nobody asks it any more."""
@@ -107,7 +119,8 @@ class GroupWriter:
 
     def _ask(self, request: Request) -> Reply:
         """Hand a request over and wait for the reply. Raises the error that it names."""
-        name = f"{self._id}-{os.getpid()}-{next(self._numbers):08d}"  # a forked process has the same id and number
+        # First the time, so that nobody is overtaken; a forked process has the same id and number.
+        name = f"{time.time_ns():020d}-{self._id}-{os.getpid()}-{next(self._numbers):08d}"
         self._mailbox.write(f"{REQUESTS}/{name}", encode_request(request))
         fault_point("group.requested")
         reply = self._wait(name)

@@ -101,7 +101,7 @@ def _commit_together(writer: Writer, model: Model, draw: random.Random) -> Opera
 
     def work() -> Reply:
         model.hand_over(attempt)
-        mailbox.write(f"{REQUESTS}/{name}", encode_request(Request(samples=tuple(samples))))
+        mailbox.write(f"{REQUESTS}/{name}", encode_request(Request(writer.store.uuid, samples=tuple(samples))))
         fault_point("group.requested")
         GroupCommitter(writer.store).commit_all()
         content = mailbox.read(f"{REPLIES}/{name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def ask(store: Store, *batches: list[Sample]) -> list[str]:
     mailbox = FolderMailbox(Path(store.uri))
     names = [f"{number:032x}-00000000" for number in range(len(batches))]
     for name, batch in zip(names, batches, strict=True):
-        mailbox.write(f"{REQUESTS}/{name}", encode_request(Request(samples=tuple(batch))))
+        mailbox.write(f"{REQUESTS}/{name}", encode_request(Request(store.uuid, samples=tuple(batch))))
     return names
 
 
@@ -133,8 +134,8 @@ def test_a_request_comes_back_as_it_was() -> None:
     kinds = ("logprob", "topk", "hidden")
     signals = [build.signal(build.sample(5), 7, kind) for kind in kinds]
     for request in (
-        Request(samples=samples),
-        *(Request(teacher="t", kind=own.kind, signals=(own,)) for own in signals),
+        Request("id", samples=samples),
+        *(Request("id", teacher="t", kind=own.kind, signals=(own,)) for own in signals),
     ):
         restored = decode_request(encode_request(request), "request")
         assert (restored.teacher, restored.kind) == (request.teacher, request.kind)
@@ -149,7 +150,7 @@ def test_a_request_comes_back_as_it_was() -> None:
 
 
 def test_a_request_that_is_not_as_it_was_written_is_refused() -> None:
-    content = encode_request(Request(samples=(build.sample(0),)))
+    content = encode_request(Request("id", samples=(build.sample(0),)))
     for damaged in (content[:-1], content[:-1] + b"\1", b"", content.replace(b"math", b"code", 1)):
         with pytest.raises(DamagedError):
             decode_request(damaged, "request")
@@ -159,7 +160,7 @@ def test_a_request_that_is_not_as_it_was_written_is_refused() -> None:
         decode_request(b'{"format": 2}', "request")
     bad = replace(build.sample(0), extra={"notes": np.array(["text"], object)})
     with advises("values; give an array of numbers or booleans"):
-        encode_request(Request(samples=(bad,)))
+        encode_request(Request("id", samples=(bad,)))
 
 
 def test_writers_share_commits_and_load_no_lance(store: Store, tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ def test_signals_of_many_scorers_count_once(store: Store) -> None:
     for number, (teacher, chosen) in enumerate((("a", (0, 1, 2)), ("b", (0, 1)), ("a", (2, 3)))):
         batch = tuple(build.signal(build.sample(index), rows[index], "logprob") for index in chosen)
         names.append(f"scorer-{number}")
-        request = Request(teacher=teacher, kind="logprob", signals=batch)
+        request = Request(store.uuid, teacher=teacher, kind="logprob", signals=batch)
         mailbox.write(f"{REQUESTS}/{names[-1]}", encode_request(request))
     before = store.dataset("scores").version
     GroupCommitter(store).commit_pending()
@@ -368,6 +369,27 @@ def test_nobody_commits(store: Store, no_process: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(committer_module, "UNREAD_REPLY_S", -1.0)
     GroupCommitter(store).commit_pending()
     assert not os.listdir(f"{store.uri}/{REPLIES}")
+
+
+def test_a_batch_for_a_store_that_was_replaced_is_refused(store: Store, no_process: None) -> None:
+    with GroupWriter(store.uri) as writer, ThreadPoolExecutor(1) as threads:
+        shutil.rmtree(store.uri)
+        successor = Store.create(store.uri)
+        asking = threads.submit(writer.commit_samples, [build.sample(0)])
+        while not os.path.isdir(f"{store.uri}/{REQUESTS}"):
+            time.sleep(0.01)
+        GroupCommitter(successor).commit_all()
+        with pytest.raises(MismatchError, match="was opened, and another store is there now"):
+            asking.result(60)
+    assert stored_numbers(successor) == []
+
+
+def test_stores_that_cannot_have_several_writers_are_refused(s3: str) -> None:
+    Store.create(f"{s3}/store", single_writer=True)
+    with pytest.raises(InputError, match="made for a single writer, since its server ignores If-None-Match"):
+        GroupWriter(f"{s3}/store")
+    with pytest.raises(InputError, match="must not carry credentials"):
+        GroupWriter("s3://key:secret@bucket/store")
 
 
 def test_an_error_of_the_whole_process_is_the_reply(store: Store) -> None:
