@@ -1,4 +1,4 @@
-"""The heart of the fault list, at counts that fit `make test`: each row in a process of its own, since rows fork."""
+"""The fault list at small counts: each row in a process of its own, since rows fork."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from inject import numbers
 INJECT = Path(__file__).with_name("inject.py")
 
 
-@pytest.mark.parametrize("number", numbers())
+SLOW = {10, 12, 15, 16, 18, 19, 20, 21, 22, 23}
+"""Rows of more than 20 s."""
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number in SLOW)) for number in numbers()]
+)
 def test_row(number: int) -> None:
     command = [sys.executable, str(INJECT), "--tier", "test", "--rows", str(number), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

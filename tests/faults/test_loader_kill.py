@@ -121,6 +121,7 @@ def slots_of(pid: int) -> int:
     return len(inodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", TRAINER_STATES)
 def test_a_killed_trainer_gives_everything_back(loader, expected, state):
     victim = trainer(loader.socket)

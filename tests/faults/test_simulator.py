@@ -111,6 +111,7 @@ def test_every_operation_and_fault_comes_up_in_the_seeds() -> None:
     assert kinds == {"killed", "suspended", "disk full", "failed sync", "lost reply"}
 
 
+@pytest.mark.slow
 def test_a_fork_and_its_run_do_not_change_each_other(template: Template) -> None:
     """Either is compacted and cleaned up, and loses samples, while the other is read."""
     focus = ("fork", "delete", "compact now", "compact a fork", "delete from a fork")

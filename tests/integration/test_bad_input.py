@@ -116,6 +116,7 @@ def test_nan_from_an_engine(finished_job: Path, tmp_path: Path, write_job: Calla
     assert samples_of(store, "again") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["run", "nowhere.toml"], ["query", "nowhere", "select 1"], ["report", "nowhere", "-o", "r.html"]]
 )

@@ -327,6 +327,7 @@ def test_a_fork_that_is_killed_is_made_by_the_same_command(point: str, run: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "run", "whole"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["", "rewind.kept", *slow("fork.weights", "rewind.named")])
 def test_a_run_is_taken_back_and_nothing_is_lost(point: str, run: Path, tmp_path: Path) -> None:
     before, rows = bytes_of(run), content(run)

@@ -16,7 +16,8 @@ RUN_S = (3.0, 14.0)
 """Life of a killed attempt: long enough to get somewhere, short enough to die everywhere."""
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, 8])
+@pytest.mark.slow
 def test_a_job_killed_again_and_again_ends_with_the_same_samples(
     kills: int, finished_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ):

@@ -32,6 +32,7 @@ def shown(notebook: Any) -> list[str | int]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in TRAIN)) for path in NOTEBOOKS],

@@ -136,6 +136,7 @@ def payload_of(store: Store) -> dict[str, tuple[list[int], bytes]]:
     return dict(zip(names, zip(tokens, states, strict=True), strict=True))
 
 
+@pytest.mark.slow
 def test_samples_are_trained_on_where_they_are(home: Path) -> None:
     before = {name: sorted(str(path) for path in (home / name).rglob("*")) for name in ("a", "b")}
     store = linked_store(home, str(home / "a"), str(home / "b"))

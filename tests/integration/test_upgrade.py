@@ -299,6 +299,7 @@ def test_a_source_with_other_rows_or_snapshots_is_refused(old: Path, tmp_path: P
         Store.open(new)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_upgraded_is_refused_and_nothing_is_written(
     old: Path, tmp_path: Path, upgraded: tuple[Path, Path]
 ) -> None:

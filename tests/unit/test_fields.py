@@ -145,6 +145,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_a_field_added_in_one_place_is_stored_packed_cut_exported_and_read_back(tmp_path: Path) -> None:
     package = tmp_path / "src" / "mopd_dataplane"
     shutil.copytree(ROOT / "mopd_dataplane", package, ignore=shutil.ignore_patterns("__pycache__", "recipes", "assets"))

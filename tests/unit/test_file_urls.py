@@ -145,6 +145,7 @@ def test_prompts_come_from_every_file_a_pattern_fits(root: str) -> None:
     assert [prompt.text for prompt in prompts] == ["0?", "1?", "2?"]
 
 
+@pytest.mark.slow
 def test_a_report_goes_to_a_url(root: str, demo_store: Store) -> None:
     run = CliRunner().invoke(app, ["report", demo_store.uri, "-o", f"{root}/report.html"])
     assert run.exit_code == 0, run.output

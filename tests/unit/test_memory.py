@@ -98,6 +98,7 @@ def check_thread_trimmed() -> None:
         assert thread.submit(resident_growth).result() < NBYTES // 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["check", "check_kept", "check_returned", "check_trimmed", "check_thread_trimmed"])
 def test_freed_memory_is_used_again_and_given_back_unless_it_is_to_stay(words: str) -> None:
     environment = os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"}

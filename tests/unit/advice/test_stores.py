@@ -179,6 +179,7 @@ def test_a_deletion_that_lost_rows_goes_on(store: Store, monkeypatch: pytest.Mon
     assert open_store(store.uri).verify().ok
 
 
+@pytest.mark.slow
 def test_an_audit_that_died_early_runs_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(verify_apart, "_attempt", lambda *arguments: (None, None, "was killed"))

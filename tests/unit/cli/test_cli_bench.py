@@ -44,6 +44,7 @@ TEN_COLUMNS = (
 )
 
 
+@pytest.mark.slow
 def test_plan_with_a_condition_over_ten_columns(tmp_path: Path) -> None:
     """Half of the samples have a reward, nine in ten a divergence in that range, and one domain of ten is left out."""
     measurements = measure(5000, where=TEN_COLUMNS, folder=tmp_path)

@@ -199,6 +199,7 @@ def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatc
     assert not runner.is_alive()
 
 
+@pytest.mark.slow
 def test_packs_of_a_step_come_in_any_order_from_a_ring_that_holds_few(store, tmp_path):
     """The loader reads ahead in order; what the trainer asks for comes first, whatever fills the ring."""
     spec = SPEC.model_copy(update={"slots": 2, "ring_bytes": 3 * max(pack_bytes(store)) + 3 * 4096})

@@ -61,6 +61,7 @@ def test_a_mark_stands_before_what_the_change_begins_with(changed_store: Store) 
     assert change_marks(rows, ["base", "student"], "step")[0].label.startswith("student train.learning_rate")
 
 
+@pytest.mark.slow
 def test_the_report_draws_and_lists_them(changed_store: Store, demo_store: Store, tmp_path: Path) -> None:
     page = write_report(changed_store, tmp_path / "changed.html").read_text()
     assert "train.learning_rate: 0.001 → 0.0002" in page

@@ -139,6 +139,7 @@ def test_one_reason_for_several_domains_is_said_once(make_store: Callable[..., S
     assert f"student, {', '.join(DOMAINS)}, mean: – because" in caption
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_verifier_has_no_accuracy(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", prompts=2)
     prompt = Prompt(prompt_id="style-eval-0", domain="style", text="write", answer="", split="eval")
@@ -273,6 +274,7 @@ def test_empty_store_says_so_in_every_section(tmp_path: Path) -> None:
     assert "<svg" not in text
 
 
+@pytest.mark.slow
 def test_fresh_data_gives_no_stale_plot(tmp_path: Path, make_store: Callable[..., Store]) -> None:
     store = make_store(tmp_path / "s", prompts=1)
     fresh = measure(store)

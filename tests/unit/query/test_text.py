@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import unicodedata
 
+import pytest
+
 from mopd_dataplane.query.text import visible
 
 STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
+@pytest.mark.slow
 def test_of_all_characters_those_that_steer_are_shown_and_no_others() -> None:
     for code in range(sys.maxunicode + 1):
         character = chr(code)

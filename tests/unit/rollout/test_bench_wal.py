@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane.bench.wal import measure
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured(tmp_path: Path) -> None:
     figures = measure(tmp_path, sequences=8, seconds=0.2)
     for key in ("tokens_per_s", "ack_p50_ms", "ack_p99_ms", "share_of_decode", "raw_write_bytes_per_s"):

@@ -80,7 +80,12 @@ def check(home: Path, whole: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "visits"), [("rollout.step", (3, 40)), ("rollout.commit", (1,)), ("rollout.committed", (1,))]
+    ("point", "visits"),
+    [
+        pytest.param("rollout.step", (3, 40), marks=pytest.mark.slow),
+        ("rollout.commit", (1,)),
+        ("rollout.committed", (1,)),
+    ],
 )
 def test_kill_and_run_again_gives_the_same_samples(
     attempt: Attempt, tmp_path: Path, whole: Rows, point: str, visits: tuple[int, ...]

@@ -125,6 +125,7 @@ def test_the_audit_compares_samples_with_their_scripts(finished: Path) -> None:
     assert counts(finished, acknowledged=("0" * 32,)) == {"acknowledged and lost": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [False, True])
 def test_a_fleet_that_is_killed_loses_and_repeats_nothing(group: bool, tmp_path: Path) -> None:
     notes: list[str] = []
@@ -140,6 +141,7 @@ def test_a_fleet_that_is_killed_loses_and_repeats_nothing(group: bool, tmp_path:
     assert figures["bytes"]["tokens"] > 4 * figures["tokens"]
 
 
+@pytest.mark.slow
 def test_a_fleet_of_one_commit_has_figures(tmp_path: Path) -> None:
     figures = measure(replace(SMALL, samples=4, kills=0, engines=1, trainers=2, topk=0), tmp_path)
     assert figures["kills"] == {}

@@ -99,6 +99,7 @@ conditions = st.recursive(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(condition=conditions)
+@pytest.mark.slow
 def test_a_condition_chooses_what_plain_sql_chooses(
     scored: Store, reference: sqlite3.Connection, condition: str
 ) -> None:

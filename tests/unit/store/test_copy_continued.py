@@ -118,6 +118,7 @@ def test_a_copy_of_samples_is_begun_anew_when_its_source_has_changed(source: Sto
     assert GONE.uid not in copy.samples(["uid"])["uid"].to_pylist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", ["cut short", "other bytes"])
 def test_a_file_of_a_continued_copy_is_compared_and_not_skipped_by_name(
     source: Store, tmp_path: Path, spoil: str

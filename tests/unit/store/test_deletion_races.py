@@ -126,6 +126,7 @@ def check_nothing_is_left(store: Store, *names: str) -> None:
         assert [name for name in names or (GONE.uid, NEW.uid) if name in text] == [], table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", WRITES)
 def test_a_row_of_a_writer_that_stalls_across_a_deletion_goes_too(store: Store, table: str) -> None:
     point, write, where = WRITES[table]
@@ -241,6 +242,7 @@ def folder(tmp_path: Path) -> Store:
     return fill(Store.create(tmp_path / "s"))
 
 
+@pytest.mark.slow
 def test_two_deletions_at_once(folder: Store) -> None:
     both = [run(*line(folder, "delete", *where_of(number))) for number in (1, 2)]
     for process in both:

@@ -175,6 +175,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_writers_and_folders_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     """Two writers with keys of their own and a process that folds, each killed and started again at random moments."""
     draw = random.Random(0)

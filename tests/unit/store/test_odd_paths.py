@@ -37,6 +37,7 @@ ODD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_a_store_works_at_an_odd_path_and_nothing_is_made_beside_it(tmp_path: Path, name: str) -> None:
     home = tmp_path / "home"

@@ -246,7 +246,8 @@ def test_snapshots_stay_by_name(store: Store) -> None:
     assert Store.open(store.uri).samples(["uid"]).num_rows == 8
 
 
-@pytest.mark.parametrize("table", ["tokens", pytest.param("samples", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("table", ["tokens", "samples"])
+@pytest.mark.slow
 def test_small_commits_take_little_more_than_their_bytes(store: Store, table: str) -> None:
     for number in range(0, 160, 2):
         store.commit_samples([build.sample(i, response=400) for i in (number, number + 1)])

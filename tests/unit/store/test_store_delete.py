@@ -212,14 +212,12 @@ def test_a_log_that_is_being_written_is_left_alone(filled: Store) -> None:
     log.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "times"),
     [
-        ("delete.removed", 3),
-        *(pytest.param(point, times, marks=pytest.mark.slow) for point, times in [
-            ("delete.log", 1), ("delete.unpinned", 1), ("delete.written", 1), ("delete.written", 8),
-            ("delete.removed", 1), ("delete.removed", 7), ("delete.removed", 9),
-        ]),
+        ("delete.log", 1), ("delete.unpinned", 1), ("delete.written", 1), ("delete.written", 8),
+        ("delete.removed", 1), ("delete.removed", 3), ("delete.removed", 7), ("delete.removed", 9),
     ],
 )  # fmt: skip
 def test_a_killed_deletion_goes_on_by_the_same_line(filled: Store, point: str, times: int) -> None:

@@ -132,6 +132,7 @@ for left in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["open", "samples", "tokens", "hidden", "verify", "names"])
 def test_running_out_of_file_descriptors_is_not_reported_as_damage(used: Store, use: str) -> None:
     child = subprocess.run(

@@ -92,6 +92,7 @@ def check_target(target: Path, done: list[str], copies: tuple[str, ...], every: 
     assert len(copied) < 2, "two copies into one target are not both done"
 
 
+@pytest.mark.slow
 def test_two_upgrades_into_one_target(tmp_path: Path) -> None:
     with tarfile.open(DATA / "store-format-1.tar.xz") as archive:
         archive.extractall(tmp_path / "old", filter="data")

@@ -107,6 +107,7 @@ def test_keys_are_found_wherever_a_merge_has_put_them(store: Store) -> None:
     assert store.table("events", ["event_id"])["event_id"].to_pylist() == [f"e{number}" for number in range(8)]
 
 
+@pytest.mark.slow
 def test_threads_of_one_process_beside_merges(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "s")
     store.add_teacher(build.teacher("t"))

@@ -33,6 +33,7 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serv
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_store_on_s3_keeps_what_it_is_given(s3: str) -> None:
     store = Store.create(s3)
     samples = [build.sample(i) for i in range(6)]
@@ -122,6 +123,7 @@ def wait_for(work: Callable[[], int]) -> int:
             time.sleep(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["throttle", "cut", "lose reply"])
 def test_a_bad_network_loses_and_doubles_nothing(
     s3: str, object_server: Server, monkeypatch: pytest.MonkeyPatch, trouble: Mood

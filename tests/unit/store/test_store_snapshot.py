@@ -60,6 +60,7 @@ def test_a_scan_shows_the_rows_of_a_snapshot_in_batches(store: Store, monkeypatc
     assert sum(len(numbers) for numbers, _ in store.scan_samples(["uid"])) == 10
 
 
+@pytest.mark.slow
 def test_rows_keep_their_numbers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fragments, "TIERS", ((1 << 20, 4), (1 << 30, 2)))
     commit(store, 0, 23)

@@ -82,7 +82,8 @@ def check_sound(store: Store, count: int) -> None:
     assert fresh.verify().findings == []
 
 
-@pytest.mark.parametrize("now", [pytest.param(False, marks=pytest.mark.slow), True], ids=["compact", "compact --now"])
+@pytest.mark.parametrize("now", [False, True], ids=["compact", "compact --now"])
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_a_clock_that_leaps_takes_no_file_of_a_commit_in_flight(
     store: Store, stopped: Callable[..., subprocess.Popen[str]], answer_of: Answer, point: str, now: bool

@@ -120,6 +120,7 @@ def test_the_address_stays_and_the_tunnel_is_printed(demo_store: Store, tmp_path
     assert socket.gethostname() in printed
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_exist_yet_is_waited_for(make_store: Callable[..., Store], tmp_path: Path) -> None:
     server = started(str(tmp_path / "later"), "--port", "0", "--follow")
     assert server.stdout is not None

@@ -74,6 +74,7 @@ def test_only_labels_are_written_and_only_as_json(page: TestClient) -> None:
     assert deep.status_code == 400
 
 
+@pytest.mark.slow
 def test_labels_are_kept_and_taken_back(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "labelled", prompts=1)
     page = client_of(store, **BEARER)

@@ -70,6 +70,7 @@ def test_a_label_given_at_a_snapshot_filters_the_newest_too(make_store: Callable
     assert [get(page, "samples", store=key, where=where)["total"] for key in ("0", "0@before")] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", ["0@", "0@befor", "0@../store", "0@" + "x" * 300, "1@before", "-1", "", "²", "0x0", "@"]
 )
