@@ -17,6 +17,7 @@ from mopd_dataplane import open_store
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, BASE, is_adapter
 
+pytestmark = pytest.mark.slow
 LORA = ("sums", "words", "student")
 SETTINGS = [f"stages.{name}.train={{lora={{r=4}}, learning_rate=5e-3}}" for name in LORA]
 
@@ -32,7 +33,6 @@ def adapter_job(tmp_path_factory: pytest.TempPathFactory, write_job: Callable, m
     return folder
 
 
-@pytest.mark.slow
 def test_specialists_and_student_are_adapters_on_the_stage_they_start_from(adapter_job: Path) -> None:
     policies = adapter_job / "store" / "policies"
     store = open_store(str(adapter_job / "store"))
@@ -69,7 +69,6 @@ def test_the_student_is_left_as_an_adapter_and_merged(adapter_job: Path) -> None
     assert Path(named) == policies / "base" / "v1"
 
 
-@pytest.mark.slow
 def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
     adapter_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:
@@ -90,7 +89,6 @@ def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
         assert len(digests) == 1
 
 
-@pytest.mark.slow
 def test_a_job_of_adapters_killed_in_every_action_ends_with_the_same_samples_and_weights(
     adapter_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ) -> None:
@@ -130,7 +128,6 @@ train = {{ lora = {{ r = 4 }}, learning_rate = 5e-3 }}
 """
 
 
-@pytest.mark.slow
 def test_an_adapter_is_trained_while_it_samples(
     adapter_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:
@@ -154,7 +151,6 @@ def test_an_adapter_is_trained_while_it_samples(
     assert len(sampled_by) > 1, "rollouts picked up an adapter that was published while they ran"
 
 
-@pytest.mark.slow
 def test_another_node_goes_on_with_an_adapter_whose_store_is_on_s3(
     s3: str, adapter_job: Path, tmp_path: Path, write_job: Callable
 ) -> None:
