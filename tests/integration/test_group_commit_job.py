@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane import open_store
 
 
+@pytest.mark.slow
 def test_a_job_with_group_commit_leaves_the_same_samples_and_signals(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ) -> None:

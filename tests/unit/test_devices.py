@@ -17,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from stand_in_device.stand_in import NAME, StandInTensor, active
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.fields import SIGNAL_KINDS
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.devices import resolve_device
@@ -30,7 +29,7 @@ from mopd_dataplane.rollout.engines.sampling import SAMPLERS, sample_key
 from mopd_dataplane.score.discriminator import Discriminator, Pair
 from mopd_dataplane.score.readers import HfReader, Scorable, TeacherForward
 from mopd_dataplane.score.scorer import model_input, score_samples
-from mopd_dataplane.score.signal_kinds import StudentTopk
+from mopd_dataplane.score.signal_kinds import SIGNALS, StudentTopk
 from mopd_dataplane.score.teacher_comparison import Answer, compare, quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
@@ -170,7 +169,7 @@ def signals(folders: dict[str, Path], device: str, **changed: Any) -> dict[tuple
     tokenizer = hf.load_tokenizer(folders["teacher"])
     pool = TeacherPool({"teacher": spec}, student_tokenizer=tokenizer, device=device)
     student = StudentTopk(lambda version: folders["policy"], device=device)
-    scored_signals = score_samples(pool, "teacher", list(SIGNAL_KINDS), samples(), settings, student=student)
+    scored_signals = score_samples(pool, "teacher", list(SIGNALS), samples(), settings, student=student)
     return {(signal.uid, signal.kind): signal for signal in scored_signals}
 
 
