@@ -96,6 +96,8 @@ class Model:
         """Attempts that died or failed since the last repair: what they left of a deleted sample, repair removes."""
         self.failed: list[Attempt] = []
         """All attempts that died or failed: what they put may have become the last value of a key."""
+        self.committers: list[Attempt] = []
+        """All attempts that ended and committed for others: a disk that failed them is the error of others, too."""
         self.deletions: dict[str, Deletion] = {}
         self.closed: set[str] = set()
         """Records whose end was acknowledged."""
@@ -164,6 +166,8 @@ class Model:
     def _end(self, attempt: Attempt) -> None:
         self.moment += 1
         attempt.ended = self.moment
+        if attempt.others is not None:
+            self.committers.append(attempt)
 
     def settle(self) -> None:
         """A reader has looked: attempts that ended have done what they ever will."""

@@ -19,7 +19,8 @@ def is_expected(error: BaseException, attempt: Attempt, model: Model, struck: bo
         injected = isinstance(error, LostReplyError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EIO)
         return injected or isinstance(error, MopdError)
     if isinstance(error, ResourceError) and attempt.others is not None:  # the disk failed somebody who commits for all
-        return any(one.others is not None for one in (*model.live, *model.failed) if one is not attempt)
+        others = (one for one in (*model.live, *model.committers) if one.others is not None and one is not attempt)
+        return any(not one.ended or one.ended > attempt.began for one in others)
     if isinstance(error, DeadlineError):  # a writer that is suspended publishes the same file
         return any(not one.ended for one in model.live)
     if isinstance(error, MismatchError | InputError) and attempt.rows:
