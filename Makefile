@@ -46,7 +46,7 @@ test: $(INSTALLED)  ## the tests
 	$(BIN)/python -m pytest -q -m device tests/unit/test_devices.py tests/unit/train/test_train_device.py
 	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
-test-slow: $(INSTALLED)  ## tests that take minutes each
+test-slow: $(INSTALLED)  ## what `make test` leaves out: whole jobs, kills, races, ranks
 	$(BIN)/python -m pytest -q -m slow
 	$(BIN)/python -m pytest -q -m slow tests/kernels
 

@@ -57,15 +57,15 @@ def measure(
     if stored != samples:
         raise EngineError(f"the writers committed {samples} samples, the store has {stored}")
     elapsed_s = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
-    made = store.dataset("samples").version - before  # merges of small files are versions, too
+    versions = store.dataset("samples").version - before  # merges of small files included
     return {
         "writers": writers,
         "offered samples/s": writers * finished / WINDOW_S,
         "samples/s": samples / elapsed_s,
         "wait p50, ms": float(1e3 * np.percentile(waits, 50)),
         "wait p99, ms": float(1e3 * np.percentile(waits, 99)),
-        "commits/s": made / elapsed_s,
-        "samples in a commit": samples / made,
+        "commits/s": versions / elapsed_s,
+        "samples in a commit": samples / versions,
         "commit p50, ms": float(1e3 * np.median([commit["commit_s"] for commit in commits])),
         "files": sum(1 for _ in store.location.identities()),
         "writer MiB": max(answer["mib"] for answer in answers),

@@ -184,7 +184,7 @@ def _rates(run: _Run, store: Store) -> dict[str, Any]:
     A run with too few commits for that is measured from its first to its last commit.
     """
     lines = list(run.of("engine"))
-    committed = np.cumsum([line["inserted"] for line in lines])
+    committed = np.cumsum([len(line["uids"]) - line["dropped"] for line in lines])
     first, last = (int(np.searchsorted(committed, share * committed[-1])) for share in STEADY)
     if last - first < LEAST_COMMITS:
         first, last = 0, len(lines) - 1

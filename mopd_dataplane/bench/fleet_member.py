@@ -106,7 +106,7 @@ def run_engine(fleet: Fleet, folder: Path, number: int) -> None:
         acknowledged.add(
             uids=[sample.uid for sample in batch], tokens=sum(len(sample.tokens) for sample in batch),
             commit_s=now - start, waits_s=[now - end for end in ends if end is not None],
-            inserted=len(batch) - len(receipt.dropped), dropped=len(receipt.dropped),
+            dropped=len(receipt.dropped),
         )  # fmt: skip
 
     run_rollout(

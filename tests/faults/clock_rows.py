@@ -53,15 +53,20 @@ class Clock:
         self._bend[:24] = struct.pack("ddd", offset, rate, time.time())
 
 
+def bent_clock(scratch: Path) -> dict[str, str]:
+    """Compile the shim. Returns the environment under which a process has the clock of CLOCK_FILE, calm at first."""
+    shim, file = scratch / "clock.so", scratch / "clock"
+    source = str(Path(__file__).with_name("clock_shim.c"))
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source], check=True)
+    file.write_bytes(struct.pack("ddd", 0.0, 1.0, 0.0))
+    return {**os.environ, "LD_PRELOAD": str(shim), "CLOCK_FILE": str(file)}
+
+
 def clock_bent(count: int, seed: int) -> Tally:
     """The same bytes as with a calm clock, and a pinned version that stays readable."""
     tally = Tally()
     with tempfile.TemporaryDirectory() as scratch:
-        shim, file = Path(scratch) / "clock.so", Path(scratch) / "clock"
-        source = str(Path(__file__).with_name("clock_shim.c"))
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source], check=True)
-        file.write_bytes(struct.pack("ddd", 0.0, 1.0, 0.0))
-        bent = {**os.environ, "LD_PRELOAD": str(shim), "CLOCK_FILE": str(file)}
+        bent = bent_clock(Path(scratch))
         done = subprocess.run(
             [sys.executable, __file__, str(count), str(seed)], env=bent, stdout=subprocess.PIPE, text=True, check=True
         )

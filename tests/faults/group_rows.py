@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from clock_rows import DAY_S
+from clock_rows import DAY_S, Clock, bent_clock
 from deaths import folder, told_by
 from inject import Row, Tally
 
@@ -50,16 +49,13 @@ def killed_committers(count: int, seed: int) -> Tally:
     """Races of writers; a case is a sample that was acknowledged, or a row of the store."""
     tally = Tally()
     with tempfile.TemporaryDirectory() as scratch:
-        shim, clock = Path(scratch) / "clock.so", Path(scratch) / "clock"
-        source = str(Path(__file__).with_name("clock_shim.c"))
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), source], check=True)
-        clock.write_bytes(struct.pack("ddd", 0.0, 1.0, 0.0))
+        bent = bent_clock(Path(scratch))
+        clock = Clock(bent["CLOCK_FILE"])
         for race in range(seed, seed + count):
             with folder() as home:
-                bent = {"LD_PRELOAD": str(shim), "CLOCK_FILE": str(clock)} if race % 2 else {}
-                leap = struct.pack("ddd", DAY_S if race % 4 == 1 else -DAY_S, 1.0, time.time())
-                _race(tally, home, race, {**os.environ, **bent}, partial(clock.write_bytes, leap))
-                clock.write_bytes(struct.pack("ddd", 0.0, 1.0, 0.0))
+                leap = partial(clock.set, DAY_S if race % 4 == 1 else -DAY_S, 1.0)
+                _race(tally, home, race, bent if race % 2 else dict(os.environ), leap)
+                clock.set(0.0, 1.0)
     return tally
 
 
@@ -113,8 +109,8 @@ def _listen(writer: subprocess.Popen[str], acknowledged: list[tuple[int, int]]) 
 
 
 def _kill_committers(home: Path) -> None:
-    found = subprocess.run(["pgrep", "-f", f"group_commit {home}"], capture_output=True, text=True, check=False)
-    for pid in found.stdout.split():
+    listing = subprocess.run(["pgrep", "-f", f"group_commit {home}"], capture_output=True, text=True, check=False)
+    for pid in listing.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
 
 
@@ -129,8 +125,8 @@ def _wrong(home: Path, acknowledged: list[tuple[int, int]]) -> list[str]:
             wrong.append(f"row {row} was acknowledged as that of sample {number}")
         elif store.read_tokens([row], ["tokens"], verify=True)["tokens"].to_pylist() != [sample.tokens.tolist()]:
             wrong.append(f"sample {number} has other tokens")
-    known = {build.sample(number).uid for number, _ in acknowledged}
-    wrong += [f"{uid} was acknowledged to nobody" for uid in set(stored) - known]
+    acknowledged_uids = {build.sample(number).uid for number, _ in acknowledged}
+    wrong += [f"{uid} was acknowledged to nobody" for uid in set(stored) - acknowledged_uids]
     wrong += [str(finding) for finding in store.verify().findings]
     return wrong
 

@@ -1,7 +1,8 @@
-"""`python -m mopd_dataplane.store.group_commit URI --lock FD | --term N`: commit for all writers of a store.
+"""`python -m mopd_dataplane.store.group_commit URI [--term N]`: commit for all writers of a store.
 
-Writers start it (election.py), with the lock or the term that they took for it, and the storage options as JSON on
-stdin. It ends when nobody has asked for IDLE_S, when another process took a later term, and when the store is deleted.
+Writers start it (election.py), with the storage options as JSON on stdin. They have taken a lock for it, which it
+inherits and which ends with it, or a term on an object store. It ends when nobody has asked for IDLE_S, when another
+process took a later term, and when the store is deleted.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, Holding, LockHolding, TermHolding
+from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, TermHolding
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
 
 IDLE_S = 30.0
@@ -21,19 +23,18 @@ HELD_EVERY_S = 2.0
 """How often the process looks whether another one has taken over."""
 
 
-def main(uri: str, lock: int | None, term: int | None, storage_options: dict[str, str]) -> None:
-    """Commit until there is nothing to do any more."""
-    holding: Holding
-    if lock is not None:
-        holding = LockHolding(lock)
-    else:
-        assert term is not None
-        holding = TermHolding(ObjectFiles(uri, {**DEFAULTS, **storage_options}), term)
-    _commit_while_held(uri, storage_options, holding, GATHER_S if lock is not None else REMOTE_GATHER_S)
+def main(uri: str, term: int | None, storage_options: dict[str, str]) -> None:
+    """Commit until there is nothing to do any more. term: on an object store, the one that was taken for this
+    process."""
+    if term is None:
+        _commit_while_held(uri, storage_options, lambda: True, GATHER_S)
+        return
+    holding = TermHolding(ObjectFiles(uri, {**DEFAULTS, **storage_options}), term)
+    _commit_while_held(uri, storage_options, lambda: holding.is_held, REMOTE_GATHER_S)
     holding.end()
 
 
-def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holding, gather_s: float) -> None:
+def _commit_while_held(uri: str, storage_options: dict[str, str], is_held: Callable[[], bool], gather_s: float) -> None:
     # Not before the first sign of life: they load lance, which takes seconds on a busy machine.
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.group_commit.committer import GroupCommitter
@@ -43,7 +44,7 @@ def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holdi
     asked_at = looked_at = time.monotonic()
     while (now := time.monotonic()) - asked_at < IDLE_S:
         if now - looked_at >= HELD_EVERY_S:
-            if not holding.is_held:
+            if not is_held():
                 return
             looked_at = now
         try:
@@ -59,7 +60,6 @@ def _commit_while_held(uri: str, storage_options: dict[str, str], holding: Holdi
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("uri")
-    parser.add_argument("--lock", type=int)
     parser.add_argument("--term", type=int)
     args = parser.parse_args()
-    main(args.uri, args.lock, args.term, json.loads(sys.stdin.read()))
+    main(args.uri, args.term, json.loads(sys.stdin.read()))

@@ -61,9 +61,10 @@ class GroupCommitter:
         return len(group)
 
     def commit_all(self) -> None:
-        """Commit until no request is left."""
-        while self.commit_pending():
-            pass
+        """Commit every request that is there now; later ones are left to others."""
+        present = set(self._mailbox.children(REQUESTS))
+        while present & set(self._mailbox.children(REQUESTS)):
+            self.commit_pending()
 
     def refuse_pending(self, error: MopdError) -> None:
         """Reply to every request that nothing can be committed."""
@@ -168,5 +169,5 @@ def _other_store(uri: str, opened: str, present: str) -> MismatchError:
 
 def _refusal(error: Exception) -> Reply:
     if isinstance(error, MopdError):
-        return Reply(error=type(error).__name__, message=str(error))
+        return Reply(error=type(error).__name__, message=str(error), errno=getattr(error, "errno", None) or 0)
     return Reply(error="EngineError", message=f"the batch cannot be committed: {type(error).__name__}: {error}")

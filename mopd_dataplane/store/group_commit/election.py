@@ -21,7 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.store.group_commit.mailbox import FOLDER
@@ -63,7 +63,7 @@ class Election:
         self.close()
         if self._watch is not None:
             if term := self._watch.take_free_term():
-                self._start(["--term", str(term)], messages=subprocess.DEVNULL)
+                self._start(subprocess.DEVNULL, "--term", str(term))
             return
         assert self._root is not None
         lock = self._root / "locks" / LOCK
@@ -75,7 +75,7 @@ class Election:
                 flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
                 messages = os.open(self._root / FOLDER / MESSAGES, flags, 0o600)
                 try:
-                    self._start(["--lock", str(descriptor)], messages=messages, inherited=(descriptor,))
+                    self._start(messages, inherited=(descriptor,))
                 finally:
                     os.close(messages)
         finally:
@@ -85,9 +85,9 @@ class Election:
         """Reap processes that this writer started and that have ended; the others go on."""
         self._children = [child for child in self._children if child.poll() is None]
 
-    def _start(self, holding: list[str], *, messages: int, inherited: tuple[int, ...] = ()) -> None:
+    def _start(self, messages: int, *arguments: str, inherited: tuple[int, ...] = ()) -> None:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mopd_dataplane.store.group_commit", self._uri, *holding],
+            [sys.executable, "-m", "mopd_dataplane.store.group_commit", self._uri, *arguments],
             stdin=subprocess.PIPE, stdout=messages, stderr=messages, pass_fds=inherited, start_new_session=True,
         )  # fmt: skip
         assert child.stdin is not None
@@ -95,31 +95,6 @@ class Election:
         with suppress(BrokenPipeError), child.stdin as options:
             options.write(json.dumps(self._storage_options).encode())
         self._children.append(child)
-
-
-class Holding(Protocol):
-    """What a process needs to commit for others."""
-
-    @property
-    def is_held(self) -> bool: ...
-
-    def end(self) -> None: ...
-
-
-class LockHolding:
-    """The lock of a store in a folder, inherited from the writer that started this process."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    @property
-    def is_held(self) -> bool:
-        """Always: the lock ends with the process."""
-        return True
-
-    def end(self) -> None:
-        """Let the next writer start another process."""
-        os.close(self._descriptor)
 
 
 class TermHolding:

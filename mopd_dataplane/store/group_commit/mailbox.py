@@ -55,9 +55,9 @@ class FolderMailbox:
                     "writing"
                 ) from error
             if is_disk_full(error):
-                raise ResourceError(
-                    error.errno, f"{path}: {error.strerror}; nothing of it was committed: free space and try again"
-                ) from error
+                full = ResourceError(f"{path}: {error.strerror}; nothing of it was committed: free space and try again")
+                full.errno = error.errno  # lets a caller see whether waiting for space can help
+                raise full from error
             raise
 
     def read(self, name: str) -> bytes | None:

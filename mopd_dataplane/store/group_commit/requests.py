@@ -55,6 +55,8 @@ class Reply:
     """Name of the class of an error; nothing was committed then."""
     message: str = ""
     """Text of the error."""
+    errno: int = 0
+    """Number of an error of the operating system, by which a full disk is told from others; 0 for other errors."""
 
 
 def encode_request(request: Request) -> bytes:

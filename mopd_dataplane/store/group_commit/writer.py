@@ -47,8 +47,8 @@ class GroupWriter:
     """A writer of one store whose batches are committed together with those of other writers.
 
     Any number of processes may have one, and several threads may call it. A call returns when its batch is durable and
-    visible. If the process dies during a call, the batch may still be committed: the same
-    batch committed again changes nothing.
+    visible. If the process dies during a call, the batch may still be committed: the same batch committed again changes
+    nothing.
 
     Example:
         with GroupWriter("runs/demo") as writer:
@@ -90,6 +90,8 @@ class GroupWriter:
         As Store.commit_samples, except that the samples of an error that names one of them may have been committed.
         Raises its errors, and DeadlineError when no process replies in REPLY_S.
         """
+        if not batch:
+            return GroupReceipt((), ())
         reply = self._ask(Request(self._uuid, samples=tuple(batch)))
         dropped = tuple(dict.fromkeys(batch[index].uid for index in reply.dropped))
         if dropped and not keep_first:
@@ -125,7 +127,7 @@ class GroupWriter:
         fault_point("group.requested")
         reply = self._wait(name)
         if reply.error:
-            raise error_class(reply.error)(reply.message)
+            raise error_of(reply)
         return reply
 
     def _wait(self, name: str) -> Reply:
@@ -147,7 +149,10 @@ class GroupWriter:
         )
 
 
-def error_class(name: str) -> type[MopdError]:
-    """The class of an error that a reply names."""
-    kind = getattr(errors, name, EngineError)
-    return kind if isinstance(kind, type) and issubclass(kind, MopdError) else EngineError
+def error_of(reply: Reply) -> MopdError:
+    """The error that a reply names, with its errno: a caller waits while the disk is full."""
+    kind = getattr(errors, reply.error, EngineError)
+    error = (kind if isinstance(kind, type) and issubclass(kind, MopdError) else EngineError)(reply.message)
+    if reply.errno and isinstance(error, OSError):
+        error.errno = reply.errno
+    return error

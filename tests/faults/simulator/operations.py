@@ -20,7 +20,7 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.group_commit.committer import GroupCommitter
 from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, Mailbox, open_mailbox
 from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_reply, decode_request, encode_request
-from mopd_dataplane.store.group_commit.writer import error_class
+from mopd_dataplane.store.group_commit.writer import error_of
 from mopd_dataplane.store.maintain.deletion_records import prompt_hash
 from mopd_dataplane.store.queue.committed import CommittedQueue
 from mopd_dataplane.store.queue.values import Value
@@ -110,7 +110,7 @@ def _commit_together(writer: Writer, model: Model, draw: random.Random) -> Opera
         mailbox.remove([f"{REPLIES}/{name}"])
         reply = decode_reply(content, name)
         if reply.error:
-            raise error_class(reply.error)(reply.message)
+            raise error_of(reply)
         return reply
 
     def done(reply: Reply) -> None:

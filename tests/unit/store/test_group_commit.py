@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import store_builders as build
 from advice import advises
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.files import is_disk_full
 from mopd_dataplane.base.sealed_json import seal_line
 from mopd_dataplane.errors import (
     DamagedError,
@@ -98,10 +100,11 @@ def stored_numbers(store: Store) -> list[int]:
 
 def kill_processes(store: Store) -> int:
     """Kill the processes that commit for a store; how many there were."""
-    found = subprocess.run(["pgrep", "-f", f"group_commit {store.uri}"], capture_output=True, text=True, check=True)
-    for pid in found.stdout.split():
+    listing = subprocess.run(["pgrep", "-f", f"group_commit {store.uri}"], capture_output=True, text=True, check=True)
+    pids = listing.stdout.split()
+    for pid in pids:
         os.kill(int(pid), signal.SIGKILL)
-    return len(found.stdout.split())
+    return len(pids)
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -271,13 +274,17 @@ def test_a_disk_that_fails_is_tried_once(store: Store, monkeypatch: pytest.Monke
 
     def fail(*arguments: object, **options: object) -> None:
         tried.append(arguments)
-        raise ResourceError("sync failed")
+        full = ResourceError("no room")
+        full.errno = errno.ENOSPC
+        raise full
 
     names = ask(store, [build.sample(0)], [build.sample(1)])
     committer = GroupCommitter(store)
     monkeypatch.setattr(store, "commit_samples", fail)
     committer.commit_all()
-    assert [(reply.error, reply.message) for reply in replies(store, names)] == [("ResourceError", "sync failed")] * 2
+    failures = [writer_module.error_of(reply) for reply in replies(store, names)]
+    assert [str(failure) for failure in failures] == ["no room"] * 2
+    assert all(isinstance(failure, ResourceError) and is_disk_full(failure) for failure in failures), "a rollout waits"
     assert len(tried) == 1
 
 
@@ -309,6 +316,7 @@ def test_a_writer_gets_the_rows_and_errors_of_its_batch(store: Store, no_process
         with GroupWriter(store.uri) as writer:
             rows = writer.commit_samples([build.sample(number) for number in range(3)]).rows
             assert writer.commit_samples([build.sample(1)]).rows == rows[1:2]
+            assert writer.commit_samples([]).rows == ()
             deleted = writer.commit_samples([build.sample(9), build.sample(3)], keep_first=True)
             assert deleted.dropped == (build.sample(9).uid,)
             assert deleted.rows[0] == -1
@@ -397,22 +405,18 @@ def test_an_error_of_the_whole_process_is_the_reply(store: Store) -> None:
     GroupCommitter(store).refuse_pending(MismatchError("another store"))
     (reply,) = replies(store, names)
     assert reply == Reply(error="MismatchError", message="another store")
-    assert writer_module.error_class("MismatchError") is MismatchError
-    assert writer_module.error_class("nearest") is EngineError
+    assert isinstance(writer_module.error_of(reply), MismatchError)
+    assert type(writer_module.error_of(replace(reply, error="nearest"))) is EngineError
     assert stored_numbers(store) == []
 
 
-def test_a_process_ends_when_nobody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = Path(store.uri) / "locks" / election.LOCK
-    lock.parent.mkdir(exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
+def test_a_process_ends_when_nobody_asks(store: Store) -> None:
     ask(store, [build.sample(0)])
     code = (
         "import sys; from mopd_dataplane.store.group_commit import __main__ as process; process.IDLE_S = 0.5; "
-        "process.main(sys.argv[1], int(sys.argv[2]), None, {})"
+        "process.main(sys.argv[1], None, {})"
     )
-    subprocess.run([sys.executable, "-c", code, store.uri, str(descriptor)], pass_fds=(descriptor,), check=True,
-                   timeout=120)  # fmt: skip
+    subprocess.run([sys.executable, "-c", code, store.uri], check=True, timeout=120)
     assert stored_numbers(store) == [0]
 
 
