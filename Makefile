@@ -69,7 +69,7 @@ test-transferqueue: $(INSTALLED)  ## this store behind TransferQueue: its own en
 $(LOOPS_VENV)/installed: pyproject.toml constraints.txt requirements-loops.txt
 	$(PYTHON) -m venv $(LOOPS_VENV)
 	$(LOOPS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -e ".[train,jobs,transferqueue,dev]"
+	    -e ".[train,lora,jobs,transferqueue,dev]"
 	$(LOOPS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-loops.txt
 	@touch $@
 
