@@ -11,8 +11,9 @@ verl's own: AgentLoopWorkerTQ from the start of a prompt to its puts, AgentLoopO
 TransferQueue with its controller and checkpoints. Stand-ins: the server that samples (a random model, written to
 runs/verl.model), the reward (the share of even tokens), the dataset, and the step of the optimizer.
 
-After a kill the same command goes on from the last checkpoint. A line of `runs/verl.acknowledged` is a trajectory whose
-put has returned. Needs what `make test-loops` installs.
+After a kill the same command goes on from the last checkpoint, and takes the groups that were finished after it from
+the store. A line of `runs/verl.acknowledged` is a trajectory whose put has returned. Needs what `make test-loops`
+installs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 import mopd_dataplane.transferqueue  # noqa: F401
+from mopd_dataplane.transferqueue.verl_manager import take_stored_groups
 
 DOMAINS = ("sums", "words")
 PROMPTS, GROUP = 4, 2
@@ -137,7 +139,9 @@ class Run:
         }, batch_size=PROMPTS)  # fmt: skip
         tags = [{"is_prompt": True, "status": "pending", "global_steps": step} for _ in numbers]
         tq.kv_batch_put(keys=list(batch["uid"]), partition_id="train", tags=tags, fields=batch)
-        self.generate(batch, step)
+        rest = take_stored_groups(batch)
+        if rest is not None:
+            self.generate(rest, step)
 
     def generate(self, batch: TensorDict, step: int) -> None:
         batch["global_steps"] = NonTensorStack(*[step] * len(batch))
@@ -153,7 +157,7 @@ class Run:
         latest.rename(self.checkpoints / "latest")
 
     def resume(self) -> int:
-        """Restore the queue and begin with the step after the checkpoint, whose prompts are issued anew."""
+        """Restore the queue and begin with the step after the checkpoint, whose prompts are drawn anew."""
         latest = self.checkpoints / "latest"
         if not latest.exists():
             return 0
@@ -181,7 +185,8 @@ def main(store: str, steps: int, *, has_teacher: bool) -> None:
     if not Path(model).exists():
         make_model(model)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    backend = {"store": store, "queue": "verl", "mapping": "verl", "tokenizer": model, "policy": "actor"}
+    backend = {"store": store, "queue": "verl", "mapping": "verl", "tokenizer": model, "policy": "actor",
+               "promote": "verl"}  # fmt: skip
     tq.init(OmegaConf.create({
         "controller": {"polling_mode": True},
         "backend": {"storage_backend": "MopdStore", "MopdStore": backend},

@@ -17,14 +17,15 @@ from commandline import ENVIRONMENT, command
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.store.queue.logged import LoggedQueue
+from mopd_dataplane.transferqueue.promote import GROUP
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
 KILLS, STEPS = 3, 4
 
 
-def start(store: Path, steps: int) -> subprocess.Popen[str]:
+def start(store: Path, steps: int, *options: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    run = [sys.executable, str(EXAMPLES / "verl_run.py"), str(store), str(steps)]
+    run = [sys.executable, str(EXAMPLES / "verl_run.py"), str(store), str(steps), *options]
     return subprocess.Popen(run, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
 
 
@@ -41,6 +42,11 @@ def trajectories(store: Store) -> list[tuple[tuple[str, int], list[int]]]:
     samples = store.take_samples(ids, ["group_id", "group_index"]).to_pylist()
     tokens = store.read_tokens(ids, ["tokens"], verify=True)["tokens"].to_pylist()
     return [((row["group_id"], row["group_index"]), own) for row, own in zip(samples, tokens, strict=True)]
+
+
+def finished_groups(store: Path) -> int:
+    """Records of finished groups in the queue; a prompt is finished a moment after its last answer."""
+    return sum(field == GROUP for _, field in LoggedQueue(store, "verl", starts_folding=False).writes())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +74,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_acknowledged_trajectory_is_a_sample_once(killed_run: Path) -> None:
     there, promised = trajectories(open_store(str(killed_run))), acknowledged(killed_run)
-    assert len(promised) >= (KILLS + STEPS) * 8
+    assert len(promised) >= STEPS * 8
     assert len({key for key, _ in there}) == len(there)
     assert {key: tokens for key, tokens in there if key in promised} == promised
 
@@ -84,3 +90,28 @@ def test_two_teachers_score_the_run_and_a_stage_trains_on_it(killed_run: Path) -
     # other shapes through two layers, in nat, mean of a sample.
     assert scored["gap"] < 1e-4
     assert store.sql("select sum(samples) as n from steps").to_pylist() == [{"n": samples}]
+
+
+def test_groups_that_were_finished_before_the_kill_are_not_generated_again(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    run = start(store, 1)
+    run.communicate(timeout=600)
+    before = acknowledged(store)
+    waiting = start(store, 2, "--teacher")  # its second step draws finished groups and waits for a teacher without end
+    deadline = time.monotonic() + 300
+    while len(acknowledged(store)) < len(before) + 8 or finished_groups(store) < 4:
+        assert waiting.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "no group was finished"
+        time.sleep(0.1)
+    os.killpg(waiting.pid, signal.SIGKILL)
+    waiting.wait()
+    finished = acknowledged(store)
+    again = start(store, 3)
+    out, _ = again.communicate(timeout=600)
+    assert again.returncode == 0, out
+    assert [line for line in out.splitlines() if line.startswith("step")] == [
+        "step 1: 8 trajectories", "step 2: 8 trajectories",
+    ]  # fmt: skip
+    assert len(before) == 8
+    assert len(finished) == 16
+    assert len(acknowledged(store)) == 24, "only the third step generates"
