@@ -140,6 +140,14 @@ FIELDS: tuple[Field, ...] = (
         doc="log-prob under the reference policy of ExOPD, from the log-prob signal of another teacher",
     ),
     Field(
+        name="helped_logprobs", dtype="<f4", axis="response", unit="nat",
+        doc="log-prob under the teacher with a prompt that helps it (Cal-OPD), from the signal of another teacher",
+    ),
+    Field(
+        name="misled_logprobs", dtype="<f4", axis="response", unit="nat",
+        doc="log-prob under the teacher with a prompt that misleads it (Cal-OPD), from the signal of another teacher",
+    ),
+    Field(
         name="topk_ids", column="ids", dtype="<i4", axis="trained", table=SIGNALS + "topk", width="k", token_ids=True,
         doc="[M * K] token ids; -1 in a slot that is not used",
     ),
@@ -170,8 +178,8 @@ SIGNAL_KINDS = tuple(dict.fromkeys(f.table.removeprefix(SIGNALS) for f in FIELDS
 """Kinds of signals that have fields here."""
 PACK_KINDS = tuple(kind for kind in SIGNAL_KINDS if kind != ALIGNMENT)
 """Those of them that packs can carry and objectives can use."""
-REFERENCE = "reference_logprobs"
-"""The field that the log-prob signal of another teacher fills."""
+OTHERS = ("reference_logprobs", "helped_logprobs", "misled_logprobs")
+"""Fields that the log-prob signals of other teachers than the sample's own fill."""
 DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
 """Types that a slot may hold."""
 BY_NAME = {field.name: field for field in FIELDS}

@@ -301,6 +301,10 @@ class Pack:
     """[T] f32, 0 where loss_mask is 0"""
     reference_logprobs: Any | None = None
     """[T] f32, log-prob under the reference policy of ExOPD, 0 where loss_mask is 0"""
+    helped_logprobs: Any | None = None
+    """[T] f32, log-prob under the teacher with a prompt that helps it, 0 where loss_mask is 0"""
+    misled_logprobs: Any | None = None
+    """[T] f32, log-prob under the teacher with a prompt that misleads it, 0 where loss_mask is 0"""
     topk_ids: Any | None = None
     """[M, K] int32"""
     topk_logprobs: Any | None = None

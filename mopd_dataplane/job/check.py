@@ -157,6 +157,11 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
             f"{at}: early_weight = {term.early_weight} compares all tokens of a sample, which the ranks of "
             "scale.context_parallel do not share; set scale.context_parallel = 1, or early_weight = 0"
         )
+    for key, share in term.shares.items() if job.scale.context_parallel > 1 and term is not None else ():
+        raise JobFileError(
+            f"{at}: {key} = {share:g} compares all tokens of a sample, which the ranks of scale.context_parallel do "
+            f"not share; set scale.context_parallel = 1, or {key} = 1"
+        )
 
 
 def _check_choices(stage: Stage, at: str) -> None:
@@ -390,9 +395,11 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
                 f"{at}.rollout: teacher {sampler!r} has only a url, from which it does not answer prompts; give "
                 f"teachers.{sampler}.source, or let another teacher or the student answer"
             )
-    for reference in job.reference_of(stage):
-        _require(reference, job.teachers, f"objectives.{stage.objective}.policy_gradient.reference names no teacher")
-        teachers.add(reference)
+    gradient = job.objective(stage).policy_gradient
+    for other in job.others_of(stage):
+        key = "reference" if gradient is not None and other == gradient.reference else "calibration"
+        _require(other, job.teachers, f"objectives.{stage.objective}.policy_gradient.{key} names no teacher")
+        teachers.add(other)
     check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score

@@ -45,10 +45,11 @@ def check_own_tokenizers_of_stage(job: Job, stage: Stage, samplers: tuple[str, .
             f"{at}.rollout: teacher {foreign[0]!r} has other tokens than the student, so its answers are not the "
             f'student\'s; let another one answer, or set teachers.{foreign[0]}.tokenizer = "student"'
         )
-    if foreign := [name for name in job.reference_of(stage) if _reads_own(job.teachers[name])]:
+    if foreign := [name for name in job.others_of(stage) if _reads_own(job.teachers[name])]:
         raise JobFileError(
-            f"{at}: teacher {foreign[0]!r} is the reference, whose log-prob of each single token is needed, and it has "
-            f'other tokens; name another reference, or set teachers.{foreign[0]}.tokenizer = "student"'
+            f"{at}: policy_gradient names teacher {foreign[0]!r} as reference or for calibration, which needs its "
+            "log-prob of each single token, and it has other tokens; name another teacher there, or set "
+            f'teachers.{foreign[0]}.tokenizer = "student"'
         )
     foreign = [name for name in job.teachers_of(stage) if _reads_own(job.teachers[name])]
     kinds = [kind for kind in (*job.objective(stage).signals, *stage.score.signals) if kind not in KINDS]

@@ -186,11 +186,11 @@ class Job(Section):
         names = [self.teacher_of(stage, d, self.domains[d].effort) for d in self.domains_of(stage)]
         return tuple(dict.fromkeys(names))
 
-    def reference_of(self, stage: Stage) -> tuple[str, ...]:
-        """The teacher that is the reference policy of a stage's objective; empty when there is none."""
+    def others_of(self, stage: Stage) -> tuple[str, ...]:
+        """Teachers that score every sample of a stage beside its own: the reference policy, and those of Cal-OPD."""
         term = self.objective(stage).policy_gradient
-        return (term.reference,) if term and term.reference else ()
+        return tuple(dict.fromkeys(term.others.values())) if term else ()
 
     def scorers_of(self, stage: Stage) -> tuple[str, ...]:
-        """Teachers whose signals a stage needs: those that score a domain, and the reference policy."""
-        return tuple(dict.fromkeys((*self.teachers_of(stage), *self.reference_of(stage))))
+        """Teachers whose signals a stage needs: those that score a domain, and those beside them."""
+        return tuple(dict.fromkeys((*self.teachers_of(stage), *self.others_of(stage))))

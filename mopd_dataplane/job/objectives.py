@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import JobFileError, UnknownNameError, require_known
+from mopd_dataplane.fields import OTHERS
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.section import Section
 from mopd_dataplane.job.sections import Plan, Train
@@ -107,6 +108,15 @@ class PolicyGradientTerm(Term):
     early_weight: float = Field(default=0.0, ge=0)
     """gamma of IW-OPD (arXiv 2606.22600): a token weighs 1 + gamma times the share of its sample's absolute log-ratios
     that lies at it and behind it, so that the tokens before the first disagreements count most."""
+    entropy_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of each sample's trained tokens that the term trains on: those at which the current policy has the highest
+    entropy (arXiv 2506.01939); 1 is all."""
+    disagreement_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of each sample's trained tokens that the term trains on: those with the largest absolute log-ratio of
+    teacher to sampler; 1 is all."""
+    calibration: tuple[()] | tuple[str, str] = ()
+    """Two teachers, [helped, misled]: the sample's teacher with prompts that help and that mislead it. Only the part of
+    a log-ratio that lies beyond their deviations from the teacher is an advantage (Cal-OPD, arXiv 2609.21619)."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """gamma: discounted sum of later log-ratios."""
     own_token: bool = True
@@ -134,6 +144,18 @@ class PolicyGradientTerm(Term):
         return bool(self.reward_coef)
 
     @property
+    def others(self) -> dict[str, str]:
+        """Teachers whose log-probs are needed beside those of the sample's own, by their field in a pack."""
+        teachers = (self.reference, *(self.calibration or ("", "")))
+        return {name: teacher for name, teacher in zip(OTHERS, teachers, strict=True) if teacher}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Settings that leave tokens of a sample out, by their key."""
+        shares = {"entropy_share": self.entropy_share, "disagreement_share": self.disagreement_share}
+        return {key: share for key, share in shares.items() if share < 1}
+
+    @property
     def has_effect(self) -> bool:
         return bool(self.weight and (self.teacher_coef or self.reward_coef or self.kl_coef))
 
@@ -153,6 +175,17 @@ class PolicyGradientTerm(Term):
             raise ValueError(
                 f"early_weight = {self.early_weight:g} weighs by a teacher's log-ratios alone, and teacher_coef is "
                 f"{self.teacher_coef:g}, reward_coef {self.reward_coef:g}; set reward_coef = 0, or early_weight = 0"
+            )
+        for key, value in (("disagreement_share", self.disagreement_share < 1), ("calibration", self.calibration)):
+            if value and not self.teacher_coef:
+                raise ValueError(
+                    f"{key} compares with a teacher, and teacher_coef is 0; leave {key} out, or set teacher_coef to "
+                    "another value"
+                )
+        if self.calibration and self.baseline != "none":
+            raise ValueError(
+                f"baseline = {self.baseline!r} is the mean of whole log-ratios, and calibration leaves a part of each; "
+                "leave baseline out, or calibration"
             )
         if not self.own_token and not self.discount:
             raise ValueError("own_token = false leaves nothing to sum at discount = 0; give a discount above 0")

@@ -125,12 +125,10 @@ class WindowSource:
 
     def _carried_fields(self) -> list[per_token.Field]:
         """Return the fields that the spec requests and the window has."""
-        carried = [field for field in per_token.FIELDS if not field.table and field.name != per_token.REFERENCE]
+        carried = [field for field in per_token.FIELDS if not field.table and field.name not in per_token.OTHERS]
         signals = [field for kind in self._spec.signals for field in per_token.of_signal(kind)]
-        reference = [per_token.BY_NAME[per_token.REFERENCE]] if self._spec.reference else []
-        return sorted(
-            [*per_token.PAYLOAD, *carried, *self._recorded, *reference, *signals], key=lambda field: field.blob
-        )
+        others = [per_token.BY_NAME[name] for name in self._spec.others]
+        return sorted([*per_token.PAYLOAD, *carried, *self._recorded, *others, *signals], key=lambda field: field.blob)
 
     def _width(self, field: per_token.Field, pack: int) -> int:
         """Return the number of values at one position of a field of a pack."""
@@ -229,9 +227,9 @@ class WindowSource:
         """Return the sample rows that need each listed signal, by (teacher, kind). parts: (teacher, its sample
         rows)."""
         rows_by_signal: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
-        reference = [(self._spec.reference, "logprob")] if self._spec.reference else []
+        others = [(teacher, "logprob") for teacher in self._spec.others.values()]
         for teacher, rows in parts:
-            for key in dict.fromkeys([*((teacher, kind) for kind in self._listed), *reference]):
+            for key in dict.fromkeys([*((teacher, kind) for kind in self._listed), *others]):
                 rows_by_signal.setdefault(key, []).append(rows)
         return {key: np.concatenate(rows) for key, rows in rows_by_signal.items()}
 
@@ -248,9 +246,9 @@ class WindowSource:
         out["sample_rows"][:] = self._rows(pack)
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
-        if self._spec.reference:
-            [field] = per_token.of_signal("logprob")
-            payload.fill_responses(self._spec.reference, "logprob", field, part, out[per_token.REFERENCE])
+        for name, other in self._spec.others.items():
+            [logprob] = per_token.of_signal("logprob")
+            payload.fill_responses(other, "logprob", logprob, part, out[name])
         for kind in self._listed:
             payload.fill_signal(teacher, kind, part, out)
         if self._hidden:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from mopd_dataplane.fields import ALIGNMENT, PLUGIN_KIND
+from mopd_dataplane.fields import ALIGNMENT, OTHERS, PLUGIN_KIND
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.job.sections import Load
 
@@ -22,8 +22,8 @@ class LoadSpec(Load):
     """Kinds of signals of each pack's own teacher: logprob, topk, hidden, or another package's."""
     topk_source: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
     """Whose top-k must be stored; empty takes either."""
-    reference: str = ""
-    """Teacher whose log-probs are the reference policy's; empty for none."""
+    others: dict[Annotated[str, Field(pattern=f"^({'|'.join(OTHERS)})$")], str] = Field(default_factory=dict)
+    """Other teachers whose log-probs packs carry, by the field that has them, such as the reference policy."""
     rewards: bool = False
     """Packs carry outcome rewards and group-relative advantages."""
     recorded: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class LoadSpec(Load):
             where=where,
             signals=objective.signals,
             topk_source=topk_source if "topk" in objective.signals else "",
-            reference=gradient.reference if gradient else "",
+            others=gradient.others if gradient else {},
             rewards=objective.needs_rewards,
             recorded=objective.recorded,
             verifier=verifier,

@@ -74,7 +74,7 @@ def teacher_context_problems(
 
 def _scorers(job: Job, stage: Stage, prompt: Prompt) -> set[str]:
     routed = {job.teacher_of(stage, prompt.domain, prompt.effort)} if job.teachers_of(stage) else set()
-    return routed | set(job.reference_of(stage))
+    return routed | set(job.others_of(stage))
 
 
 def _longest(prompts: Sequence[Prompt], lengths: Mapping[str, int]) -> int:

@@ -98,6 +98,8 @@ def _pack(seed: int, plugin_kinds: list[str]) -> Pack:
         advantages=draw.normal(size=2).astype(np.float32),
         teacher_logprobs=np.where(mask, -draw.gamma(2.0, 0.5, total), 0).astype(np.float32),
         reference_logprobs=np.where(mask, -draw.gamma(2.0, 0.5, total), 0).astype(np.float32),
+        helped_logprobs=np.where(mask, -draw.gamma(2.0, 0.5, total), 0).astype(np.float32),
+        misled_logprobs=np.where(mask, -draw.gamma(2.0, 0.5, total), 0).astype(np.float32),
         topk_ids=ids, topk_logprobs=np.ascontiguousarray(likelier, np.float32),
         hidden=draw.normal(size=(trained, WIDTH)).astype(np.float32).view(np.uint8), hidden_codec="fp32",
         extra={kind: np.where(mask, draw.normal(size=total), 0).astype(np.float32) for kind in plugin_kinds},

@@ -66,6 +66,10 @@ class MicroBatch:
     """[M] f32"""
     reference_logprobs: Tensor | None = None
     """[M] f32"""
+    helped_logprobs: Tensor | None = None
+    """[M] f32"""
+    misled_logprobs: Tensor | None = None
+    """[M] f32"""
     topk_ids: Tensor | None = None
     """[M, K] int64"""
     topk_logprobs: Tensor | None = None

@@ -37,7 +37,7 @@ from torch import Tensor
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm, Term
 from mopd_dataplane.job.schedules import weight_at
-from mopd_dataplane.train.advantage import early_weights, token_advantage
+from mopd_dataplane.train.advantage import early_weights, needs_current, share_weights, token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.plugin_divergence import plugin_divergence
 from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
@@ -225,10 +225,16 @@ class ObjectiveLoss:
         hidden, head, batch = inputs.hidden, inputs.head, inputs.batch
         if term.early_weight:
             weights = weights * early_weights(batch, term.early_weight)
-        current = None
-        if term.discount and term.student_logprob == "current":
+        current = entropy = None
+        if needs_current(term) or term.entropy_share < 1:
             with torch.no_grad():
-                current = self.logprob(hidden, head, batch)
+                current, entropy = token_logprob(
+                    hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
+                    return_entropy=True,
+                )  # fmt: skip
+        if term.shares:
+            weights = weights * share_weights(term, batch, entropy)
+        current = current if needs_current(term) else None
         advantage = token_advantage(term, batch, current, self._baseline(term, inputs))
         if term.correction == "none":
             old, sampler = batch.sampler_logprobs, None

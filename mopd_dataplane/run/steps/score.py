@@ -290,7 +290,7 @@ def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
             for t in run.job.teachers_of(stage)
             for kind in (*([ALIGNMENT] if run.job.teachers[t].tokenizer == "own" else []), *kinds)
         }
-    rows_by_signal |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
+    rows_by_signal |= {(teacher, "logprob"): rows for teacher in run.job.others_of(stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in rows_by_signal.items()}
     masks = any(run.job.teachers[teacher].unknown_tokens == "mask" for teacher, _ in rows_by_signal)
     unreadable = event_rows(run.store, stage, UNREADABLE) if masks else np.empty(0, np.int64)

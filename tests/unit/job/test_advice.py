@@ -114,6 +114,26 @@ REFUSALS = [
             ("early_weight = 0", {f"{GRADIENT}.early_weight": 0}),
         ],
     ),
+    *(
+        Refusal(
+            {**TWO_RANKS, f"{GRADIENT}.{key}": 0.5},
+            [
+                ("set scale.context_parallel = 1", {"scale.context_parallel": 1}),
+                (f"{key} = 1", {f"{GRADIENT}.{key}": 1}),
+            ],
+        )
+        for key in ("entropy_share", "disagreement_share")
+    ),
+    Refusal(
+        {
+            f"{GRADIENT}.disagreement_share": 0.5, f"{GRADIENT}.teacher_coef": 0.0, f"{GRADIENT}.reward_coef": 1.0,
+            _at("rollout.group_size"): 2,
+        },
+        [
+            ("leave disagreement_share out", {f"{GRADIENT}.disagreement_share": 1.0}),
+            ("set teacher_coef to another value", {f"{GRADIENT}.teacher_coef": 1.0}),
+        ],
+    ),
     Refusal(
         {f"{GRADIENT}.early_weight": 0.5, f"{GRADIENT}.reward_coef": 1.0, _at("rollout.group_size"): 2},
         [
@@ -145,7 +165,7 @@ REFUSALS = [
     Refusal(
         {**OWN_TOKENS, "routing.sums": "other", f"{GRADIENT}.kl_coef": 0.1, f"{GRADIENT}.reference": "expert"},
         [
-            ("name another reference", {f"{GRADIENT}.reference": "other"}),
+            ("name another teacher there", {f"{GRADIENT}.reference": "other"}),
             ('set teachers.expert.tokenizer = "student"', {"teachers.expert.tokenizer": "student"}),
         ],
     ),

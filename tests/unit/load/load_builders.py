@@ -20,7 +20,12 @@ from mopd_dataplane.store.dataset import Store
 TEACHERS = ["adder", "speller"]
 RULE = sections.Plan(pack_tokens=512, batch_samples=16)
 SPEC = LoadSpec(
-    stage=STAGE, signals=("logprob", "topk", "hidden"), reference="adder", rewards=True, slots=2, deadline_s=20
+    stage=STAGE,
+    signals=("logprob", "topk", "hidden"),
+    rewards=True,
+    slots=2,
+    deadline_s=20,
+    others={"reference_logprobs": "adder", "helped_logprobs": "speller"},
 )
 
 
@@ -40,13 +45,13 @@ def small_store(root: Path) -> Store:
         root, lengths, teachers=TEACHERS, signals=("logprob", "topk", "hidden"), group_size=4, rewards=True
     )
     rows = np.arange(60)
-    speller = rows[rows % 2 == 1]
-    tokens = store.read_tokens(speller, ["loss_mask"]).to_pylist()
-    uids = store.take_samples(speller, ["uid"])["uid"].to_pylist()
-    store.commit_signals("adder", "logprob", [
-        Signal(uid=uid, sample_row=int(row), kind="logprob", logprob=-0.25 * np.array(t["loss_mask"], dtype=np.float32))
-        for uid, row, t in zip(uids, speller, tokens, strict=True)
-    ])  # fmt: skip
+    for teacher, others in (("adder", rows[rows % 2 == 1]), ("speller", rows[rows % 2 == 0])):
+        tokens = store.read_tokens(others, ["loss_mask"]).to_pylist()
+        uids = store.take_samples(others, ["uid"])["uid"].to_pylist()
+        store.commit_signals(teacher, "logprob", [
+            Signal(uid=uid, sample_row=int(row), kind="logprob", logprob=-0.25 * np.float32(t["loss_mask"]))
+            for uid, row, t in zip(uids, others, tokens, strict=True)
+        ])  # fmt: skip
     add_window(store, 0)
     add_window(store, 1, seed=1)
     return store
@@ -62,7 +67,7 @@ def expect_pack(store: Store, plan: PlanWindow, pack: Pack) -> None:
     teacher = TEACHERS[plan.pack_teachers[pack.index]]
     payload = store.read_tokens(rows).to_pylist()
     logprobs = store.read_signal(teacher, "logprob", rows)
-    reference = store.read_signal("adder", "logprob", rows)
+    reference, helped = (store.read_signal(other, "logprob", rows) for other in ("adder", "speller"))
     topk = store.read_signal(teacher, "topk", rows)
     hidden = store.read_signal(teacher, "hidden", rows)
     assert (pack.teacher, pack.hidden_codec) == (teacher, "bf16")
@@ -78,11 +83,12 @@ def expect_pack(store: Store, plan: PlanWindow, pack: Pack) -> None:
         assert np.array_equal(pack.sampler_logprobs[response], np.float32(sample["logprobs"]))
         assert np.array_equal(pack.teacher_logprobs[response], logprobs[i])
         assert np.array_equal(pack.reference_logprobs[response], reference[i])
+        assert np.array_equal(pack.helped_logprobs[response], helped[i])
         spans = [*sample["version_starts"], last - first - prompt]
         versions = [v for v, (a, b) in zip(sample["versions"], pairwise(spans), strict=True) for _ in range(b - a)]
         trained = [v if m else -1 for v, m in zip(versions, sample["loss_mask"], strict=True)]
         assert pack.policy_versions[first:last].tolist() == [-1] * prompt + trained
-        for field in (pack.sampler_logprobs, pack.teacher_logprobs, pack.reference_logprobs):
+        for field in (pack.sampler_logprobs, pack.teacher_logprobs, pack.reference_logprobs, pack.helped_logprobs):
             assert not field[first : first + prompt].any()
     assert np.array_equal(pack.topk_ids, np.concatenate([ids for ids, _ in topk]))
     assert np.array_equal(pack.topk_logprobs, np.concatenate([values for _, values in topk]))

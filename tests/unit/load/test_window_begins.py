@@ -94,7 +94,7 @@ def test_packs_do_not_depend_on_how_many_samples_were_looked_up_when_the_window_
 def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
     """Filling one asks neither for metadata nor, of hidden states, anything through Lance."""
     plan = store.plan(STAGE, 0)
-    source = WindowSource(store, plan, SPEC.model_copy(update={"signals": ("hidden",), "reference": ""}))
+    source = WindowSource(store, plan, SPEC.model_copy(update={"signals": ("hidden",), "others": {}}))
     lance_reads: list[str] = []
     monkeypatch.setattr(HiddenReader, "_through_lance", lambda _, row, *__: lance_reads.append(f"row {row}"))
     rows_of_all = PayloadReader.look_up

@@ -112,3 +112,6 @@ def test_a_reference_is_one_of_the_jobs_teachers() -> None:
     load_job(JOBS / "exopd", overrides=[f'{key}.reference="{teachers[0]}"', f"{key}.kl_coef=0.1"])
     with pytest.raises(JobFileError, match=f"{key}.reference names no teacher 'nobody': known: {teachers[0]}"):
         load_job(JOBS / "exopd", overrides=[f'{key}.reference="nobody"'])
+    load_job(JOBS / "exopd", overrides=[f'{key}.calibration=["{teachers[0]}", "{teachers[1]}"]'])
+    with pytest.raises(JobFileError, match=f"{key}.calibration names no teacher 'nobody': known: {teachers[0]}"):
+        load_job(JOBS / "exopd", overrides=[f'{key}.calibration=["{teachers[0]}", "nobody"]'])
