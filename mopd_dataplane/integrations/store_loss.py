@@ -29,8 +29,8 @@ from mopd_dataplane.train.student import Student
 def parsed_objective(objective: Objective | Mapping[str, Any]) -> Objective:
     """An objective as `[objectives.NAME]` of a job file says it: {"divergence": {"kind": "reverse"}}.
 
-    Raises InputError that names the key, and for one that needs the policy at the window's start, which only
-    `mopd train` keeps.
+    Raises InputError that names the key, and for one that needs what only `mopd train` has: the policy at the window's
+    start, or the tokens of thoughts.
     """
     if not isinstance(objective, Objective):
         objective = parse_section(Objective, json.dumps(objective), "objective")
@@ -38,6 +38,9 @@ def parsed_objective(objective: Objective | Mapping[str, Any]) -> Objective:
         raise InputError("objective.policy_gradient: clip and correction together need the log-probs of the policy at "
                          "the window's start, which this trainer does not compute; leave one of them out, or train "
                          "with mopd run")  # fmt: skip
+    if objective.leaves_thoughts_out:
+        raise InputError('objective.teacher_parts: "outside_thought" needs token ids of the student, which this '
+                         "trainer does not look up; leave teacher_parts out, or train with mopd run")  # fmt: skip
     return objective
 
 

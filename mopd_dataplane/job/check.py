@@ -157,6 +157,12 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
             f"{at}: early_weight = {term.early_weight} compares all tokens of a sample, which the ranks of "
             "scale.context_parallel do not share; set scale.context_parallel = 1, or early_weight = 0"
         )
+    parts = [part for part in job.objective(stage).teacher_parts.values() if part != "all"]
+    if job.scale.context_parallel > 1 and parts:
+        raise JobFileError(
+            f"{at}: teacher_parts = {parts[0]!r} looks at the tokens before, which the ranks of scale.context_parallel "
+            "do not share; set scale.context_parallel = 1, or leave teacher_parts out"
+        )
     for key, share in term.shares.items() if job.scale.context_parallel > 1 and term is not None else ():
         raise JobFileError(
             f"{at}: {key} = {share:g} compares all tokens of a sample, which the ranks of scale.context_parallel do "
@@ -333,6 +339,8 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
         _require(domain, domains, f"{at}.plan.mixture: the stage has no domain")
     for teacher in job.objective(stage).teacher_weights:
         _require(teacher, job.teachers, f"{at}: objective {stage.objective!r} gives a weight to no known teacher,")
+    for teacher in job.objective(stage).teacher_parts:
+        _require(teacher, job.teachers, f"{at}: objective {stage.objective!r} gives a part to no known teacher,")
 
 
 def _check_effect(job: Job, stage: Stage, at: str) -> None:

@@ -136,6 +136,8 @@ EXAMPLES: dict[str, str] = {
     "objectives.NAME.plan": "{ batch_samples = 512 }",
     "objectives.NAME.train": "{ learning_rate = 1e-3 }",
     "objectives.NAME.teacher_weights": "{ sorter = 2.0, speller = [[0, 1.0], [100, 0.5]] }",
+    "objectives.NAME.teacher_parts": '{ sorter = "outside_thought" }',
+    "objectives.NAME.thought": '["<|begin_of_thought|>", "<|end_of_thought|>"]',
     "objectives.NAME.terms": '{ "my_package.losses:EntropyBonus" = { weight = 0.01 } }',
     "objectives.NAME.policy_gradient.weight": "0.5",
     "objectives.NAME.policy_gradient.teacher_coef": "0.0",

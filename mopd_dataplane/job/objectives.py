@@ -32,6 +32,10 @@ Normaliser = Literal["token", "sequence", "sum", "constant"]
 """See Term.normaliser; these are in order those of DAPO, GRPO, tinker and Dr.GRPO (arXiv 2503.20783)."""
 
 
+TeacherPart = Literal["all", "after_tool", "outside_thought"]
+"""See Objective.teacher_parts."""
+
+
 class Term(Section):
     """A term of an objective: its settings, and what it needs of a sample.
 
@@ -310,6 +314,11 @@ class Objective(Section):
     """Keys of `[train]` for the stages with this objective; a stage's own still win."""
     teacher_weights: dict[str, Weight] = Field(default_factory=dict)
     """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
+    teacher_parts: dict[str, TeacherPart] = Field(default_factory=dict)
+    """Which trained tokens of a sample a teacher judges: `all`, those `after_tool` (behind the first reply of a tool),
+    or those `outside_thought`. The others count for rewards and cross entropy only; default `all`."""
+    thought: tuple[str, str] = ("<think>", "</think>")
+    """The student's tokens that begin and end a thought, for `outside_thought`; each must be one token."""
 
     @field_validator("plan", "train")
     @classmethod
@@ -331,6 +340,11 @@ class Objective(Section):
         if not (self.policy_gradient or self.divergence or self.cross_entropy or self.entropy or self.terms):
             raise ValueError("give at least one of policy_gradient, divergence, cross_entropy, entropy, terms")
         return self
+
+    @property
+    def leaves_thoughts_out(self) -> bool:
+        """Whether the token ids of `thought` are needed."""
+        return "outside_thought" in self.teacher_parts.values()
 
     @property
     def by_name(self) -> dict[str, Term]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import InputError
+from mopd_dataplane.errors import InputError, UnknownNameError
 from mopd_dataplane.models.render_limits import RenderLimitError, bounded_rendering, check_rendered
 
 if TYPE_CHECKING:
@@ -351,3 +351,16 @@ def _has_hidden_thought(
     silent = [{name: said for name, said in message.items() if name not in THOUGHT_FIELDS} for message in response]
     whole, without = ([*prompt, *messages] for messages in (response, silent))
     return render_messages(tokenizer, whole, options=options) == render_messages(tokenizer, without, options=options)
+
+
+def thought_ids(tokenizer: PreTrainedTokenizerBase, thought: tuple[str, str]) -> tuple[int, int]:
+    """Token ids of the texts that begin and end a thought. Raises UnknownNameError for a text that is no single
+    token."""
+    begin, end = (tokenizer.encode(text, add_special_tokens=False) for text in thought)
+    for text, ids in zip(thought, (begin, end), strict=True):
+        if len(ids) != 1 or tokenizer.decode(ids) != text:
+            raise UnknownNameError(
+                f"{text!r:.80} is {len(ids)} tokens of the student, and a thought is recognised by single ones; set "
+                'thought to the tokens of its chat template, or teacher_parts to "all"'
+            )
+    return begin[0], end[0]

@@ -23,6 +23,7 @@ from mopd_dataplane.fields import PACK_KINDS
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.adapter_files import is_adapter
+from mopd_dataplane.models.chat_template import thought_ids
 from mopd_dataplane.models.checkpoint_quantisation import check_readable, check_trainable
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import check_model_folder, load_tokenizer
@@ -83,6 +84,7 @@ def preflight(job: Job) -> Checked:
     _student(look, store)
     _environments(look)
     _prompt_lengths(look, store)
+    _thoughts(look)
     for name in sorted(_teachers(job)):
         _teacher(look, name)
     _packages(look)
@@ -224,6 +226,16 @@ def _prompt_lengths(look: _Look, store: Store | None) -> None:
         look.findings += [
             Finding(*problem) for problem in prompt_problems(look.job, store, look.prompts, look.tokenizer)
         ]
+
+
+def _thoughts(look: _Look) -> None:
+    """The student has tokens for the thoughts that a teacher does not judge."""
+    if look.tokenizer is None:
+        return
+    objectives = {stage.objective: look.job.objective(stage) for stage in look.job.stages}
+    for name, objective in objectives.items():
+        if objective.leaves_thoughts_out:
+            look.at(f"objectives.{name}.thought", partial(thought_ids, look.tokenizer, objective.thought))
 
 
 def check_converted(job: Job, store: Store, tokenizer: PreTrainedTokenizerBase) -> None:

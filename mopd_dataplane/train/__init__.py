@@ -10,6 +10,7 @@ attention.py         causal attention over packed sequences
 context.py           context parallelism: ranks share a pack
 objective.py         the loss: a sum of declared terms over the trained tokens
 advantage.py         the advantage of a sampled token
+teacher_parts.py     which tokens of a sample its teacher judges
 plugin_divergence.py  a divergence of another package, computed in parts of the tokens
 heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens

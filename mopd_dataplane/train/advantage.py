@@ -43,12 +43,17 @@ class TokenAdvantage:
 
 
 def token_advantage(
-    term: PolicyGradientTerm, batch: MicroBatch, current: Tensor | None = None, reverse_kl: Tensor | None = None
+    term: PolicyGradientTerm,
+    batch: MicroBatch,
+    current: Tensor | None = None,
+    reverse_kl: Tensor | None = None,
+    judged: Tensor | None = None,
 ) -> TokenAdvantage:
     """Compute the advantage of every trained token.
 
     current: [M] log-probs under the policy being trained, where `needs_current`. reverse_kl: [M] f32, nat, KL(student,
-    teacher) at each token's position: the baseline of a term that has one.
+    teacher) at each token's position: the baseline of a term that has one. judged: [M] bool, tokens that the teacher
+    judges; None for all.
     Raises MismatchError when teacher or reference log-probs are missing.
     """
     constant = None
@@ -59,12 +64,14 @@ def token_advantage(
     target = _target(term, batch)
     if reverse_kl is not None:
         target = target + reverse_kl
-    if not needs_current(term) and term.student_logprob == "current":
+    if not needs_current(term, judged) and term.student_logprob == "current":
         return TokenAdvantage(constant, target)
     student = batch.sampler_logprobs if current is None else current
     gap = target - student
     if term.calibration:
         gap = beyond_deviations(gap, batch)
+    if judged is not None:
+        gap = gap * judged
     if term.advantage_clip:
         gap = gap.clamp(-term.advantage_clip, term.advantage_clip)
     if term.discount:
@@ -73,9 +80,9 @@ def token_advantage(
     return TokenAdvantage(gap if constant is None else constant + gap, None)
 
 
-def needs_current(term: PolicyGradientTerm) -> bool:
-    """Whether log-probs under the policy being trained must be known before its loss is computed."""
-    return term.student_logprob == "current" and bool(term.discount or term.calibration)
+def needs_current(term: PolicyGradientTerm, judged: Tensor | None) -> bool:
+    """Whether log-probs under the policy being trained must be known before its loss is computed. judged: as above."""
+    return term.student_logprob == "current" and bool(term.discount or term.calibration or judged is not None)
 
 
 def beyond_deviations(gap: Tensor, batch: MicroBatch) -> Tensor:

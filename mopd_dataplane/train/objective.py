@@ -40,6 +40,7 @@ from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.train.advantage import early_weights, needs_current, share_weights, token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.plugin_divergence import plugin_divergence
+from mopd_dataplane.train.teacher_parts import Thought, judged_tokens
 from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
 
 T = TypeVar("T")
@@ -79,11 +80,15 @@ class ObjectiveLoss:
     """A declared objective as a function of hidden states and the student's head.
 
     temperature: of the sampler, at which log-probs of the policy-gradient term are taken, over the sampling mask where
-    the batch has one. max_new_tokens: longest response, which the `constant` normaliser divides by.
+    the batch has one. max_new_tokens: longest response, which the `constant` normaliser divides by. thought: token ids
+    of `objective.thought`, where it leaves thoughts out.
     """
 
-    def __init__(self, objective: Objective, *, temperature: float = 1.0, max_new_tokens: int = 1) -> None:
+    def __init__(
+        self, objective: Objective, *, temperature: float = 1.0, max_new_tokens: int = 1, thought: Thought | None = None
+    ) -> None:
         self.objective = objective
+        self._thought = thought
         self._plugins = objective.plugins
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
@@ -154,15 +159,17 @@ class ObjectiveLoss:
         sums = TermSums()
         loss = hidden.new_zeros((), dtype=torch.float32)
         objective, inputs = self.objective, _Inputs(hidden, head, batch, teacher_head)
+        judged = judged_tokens(batch, objective.teacher_parts.get(batch.teacher, "all"), self._thought)
         if (term := objective.policy_gradient) is not None:
             weights = self._weights(term, batch, totals)
-            loss = loss + term.weight * self._policy(term, inputs, weights, proximal_logprobs, sums)
+            loss = loss + term.weight * self._policy(term, inputs, weights, proximal_logprobs, judged, sums)
             if term.kl_coef:
                 loss = loss + term.weight * term.kl_coef * self._reference_kl(inputs, weights, sums)
         if (divergence_term := objective.divergence) is not None:
             weights = self._weights(divergence_term, batch, totals)
+            weights = weights if judged is None else weights * judged
             if divergence_term.signal == "hidden":
-                value = _hidden_divergence(divergence_term, inputs, weights, sums)
+                value = _hidden_divergence(divergence_term, inputs, weights, judged, sums)
                 self._drop_unlike(divergence_term, inputs, totals, sums)
             else:
                 value = _topk_divergence(divergence_term, inputs, weights, sums)
@@ -182,7 +189,9 @@ class ObjectiveLoss:
                 hidden, head, batch, temperature=self._temperature, teacher_head=teacher_head
             )
             sums.add(**{name: metrics[name] for name in other.metrics})
-            loss = loss + other.weight * (rows * self._weights(other, batch, totals)).sum()
+            weights = self._weights(other, batch, totals)
+            weights = weights if judged is None or not other.signals else weights * judged
+            loss = loss + other.weight * (rows * weights).sum()
         return loss, sums
 
     def _drop_unlike(self, term: DivergenceTerm, inputs: _Inputs, totals: Totals, sums: TermSums) -> None:
@@ -220,13 +229,14 @@ class ObjectiveLoss:
         return topk_divergence(inputs.hidden, inputs.head, *inputs.topk, mode="tail", temperature=self._temperature)
 
     def _policy(
-        self, term: PolicyGradientTerm, inputs: _Inputs, weights: Tensor, proximal: Tensor | None, sums: TermSums
-    ) -> Tensor:
+        self, term: PolicyGradientTerm, inputs: _Inputs, weights: Tensor, proximal: Tensor | None,
+        judged: Tensor | None, sums: TermSums,
+    ) -> Tensor:  # fmt: skip
         hidden, head, batch = inputs.hidden, inputs.head, inputs.batch
         if term.early_weight:
             weights = weights * early_weights(batch, term.early_weight)
         current = entropy = None
-        if needs_current(term) or term.entropy_share < 1:
+        if needs_current(term, judged) or term.entropy_share < 1:
             with torch.no_grad():
                 current, entropy = token_logprob(
                     hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
@@ -234,8 +244,8 @@ class ObjectiveLoss:
                 )  # fmt: skip
         if term.shares:
             weights = weights * share_weights(term, batch, entropy)
-        current = current if needs_current(term) else None
-        advantage = token_advantage(term, batch, current, self._baseline(term, inputs))
+        current = current if needs_current(term, judged) else None
+        advantage = token_advantage(term, batch, current, self._baseline(term, inputs), judged)
         if term.correction == "none":
             old, sampler = batch.sampler_logprobs, None
         elif term.clip is None:
@@ -320,16 +330,20 @@ class _Inputs:
         return _present(batch.topk_ids, "top-k token ids"), _present(batch.topk_logprobs, "top-k log-probs")
 
 
-def _hidden_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+def _hidden_divergence(
+    term: DivergenceTerm, inputs: _Inputs, weights: Tensor, judged: Tensor | None, sums: TermSums
+) -> Tensor:
     kind = term.form_kind
     if kind is None:
         return _plugin_divergence(term, inputs, weights, sums)
+    # A row of weight 0 has no statistics, so tokens that are not judged are weighted after the pass.
+    weighting: dict[str, Any] = {"weights": weights, "reduction": "sum"} if judged is None else {"reduction": "none"}
     loss, stats = divergence(
         inputs.hidden, inputs.head, *inputs.teacher, kind=kind, beta=term.beta, alpha=term.alpha,
-        temperature=term.temperature, weights=weights, reduction="sum", return_stats=True,
+        temperature=term.temperature, return_stats=True, **weighting,
     )  # fmt: skip
     _add_exact(stats, sums)
-    return loss
+    return loss if judged is None else (loss * weights).sum()
 
 
 def _plugin_divergence(term: DivergenceTerm, inputs: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:

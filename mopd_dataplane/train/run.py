@@ -47,7 +47,9 @@ class Run:
         self._ranks = ranks
         if spec.train.threads:
             torch.set_num_threads(spec.train.threads)
-        objective = ObjectiveLoss(spec.objective, temperature=spec.temperature, max_new_tokens=spec.max_new_tokens)
+        objective = ObjectiveLoss(
+            spec.objective, temperature=spec.temperature, max_new_tokens=spec.max_new_tokens, thought=spec.thought
+        )
         self._heads = TeacherHeads(spec.heads, ranks.device) if objective.needs_head else None
         stats = None
         if spec.train.stats != "off":

@@ -68,6 +68,8 @@ class TrainSpec(Section):
     heads: dict[str, HeadFile] = Field(default_factory=dict)
     teachers: tuple[str, ...] = ()
     """Teachers of the stage; metrics are reported for each."""
+    thought: tuple[int, int] | None = None
+    """Token ids that begin and end a thought, if a teacher does not judge thoughts."""
     sampling: Sampling | None = None
     """How the samples were drawn; None if the sampler's log-probs are of another distribution, or missing."""
     check_texts: tuple[tuple[int, ...], ...] = ()

@@ -26,7 +26,9 @@ def test_names_of_the_package() -> None:
 def test_pages_and_examples_import_the_public_names_only() -> None:
     root = Path(__file__).parents[2]
     pages = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "jobs" / "examples").glob("*.py")]
-    deep_import = re.compile(r"^from (mopd_dataplane\.(?!integrations\.|transferqueue\.verl_manager)\S+) import", re.MULTILINE)
+    deep_import = re.compile(
+        r"^from (mopd_dataplane\.(?!integrations\.|transferqueue\.verl_manager)\S+) import", re.MULTILINE
+    )
     deep = {page.name: deep_import.findall(page.read_text()) for page in pages}
     assert {page: names for page, names in deep.items() if names} == {}
 

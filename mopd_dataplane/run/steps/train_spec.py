@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
+from mopd_dataplane.models.chat_template import thought_ids
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import is_hub_name
 from mopd_dataplane.run.changes import last_change, next_change
@@ -26,7 +27,7 @@ def train_spec(run: Run, stage: Stage, window: int, *, checkpoints: Path, scratc
     run, stage: as they are at that window. checkpoints: folder of the stage's checkpoints. scratch: folder of the
     loader's socket. samples: as for Training.
     """
-    student = run.job.student
+    student, objective = run.job.student, run.job.objective(stage)
     from_hub = stage.start == "init" and is_hub_name(student.path)
     return TrainSpec(
         stage=stage.name,
@@ -38,9 +39,10 @@ def train_spec(run: Run, stage: Stage, window: int, *, checkpoints: Path, scratc
         checkpoints_every=run.job.retain.checkpoints_every,
         socket=str(scratch / "loader.sock"),
         train=stage.train,
-        objective=run.job.objective(stage),
+        objective=objective,
         heads=_head_files(run, stage),
         teachers=run.job.teachers_of(stage),
+        thought=thought_ids(run.tokenizer, objective.thought) if objective.leaves_thoughts_out else None,
         sampling=sampling_at(run, stage),
         check_texts=_check_texts(run, stage),
         total_steps=_steps_expected(run, stage, window, samples),

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from mopd_dataplane import Store, prompts
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job
+from mopd_dataplane.models.chat_template import thought_ids
 from mopd_dataplane.models.initial_weights import character_tokenizer
 from mopd_dataplane.models.vllm_local import answering
 from mopd_dataplane.records import Teacher
@@ -38,6 +39,7 @@ from mopd_dataplane.score import vllm_states
 from mopd_dataplane.train import advantage, heads, ranks, student
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.spec import HeadFile
+from mopd_dataplane.train.teacher_parts import judged_tokens
 
 JOB: dict[str, Any] = {
     "name": "j", "student": {"config": {"model_type": "qwen3"}}, "domains": {"d": {"source": "x.jsonl"}},
@@ -199,6 +201,25 @@ def test_extrapolation_from_a_reference() -> None:
     assert advantage._target(term, scored).item() == pytest.approx(-0.75)
     term.extrapolation = 1.0
     assert advantage._target(term, batch).item() == -1.0
+
+
+def test_thoughts_that_a_teacher_does_not_judge() -> None:
+    plain, thinking = character_tokenizer(()), character_tokenizer(("<think>", "</think>"))
+    with advises('set thought to the tokens of its chat template, or teacher_parts to "all"'):
+        thought_ids(plain, ("<think>", "</think>"))
+    ids = thought_ids(thinking, ("<think>", "</think>"))
+    assert thought_ids(plain, ("[", "]")) == (plain.convert_tokens_to_ids("["), plain.convert_tokens_to_ids("]"))
+    batch: Any = SimpleNamespace(
+        input_ids=torch.tensor([[5, ids[0], 6, ids[1], 7]]), position_ids=torch.arange(5)[None],
+        predictors=torch.arange(4),
+    )  # fmt: skip
+    with advises("give them as thought to ObjectiveLoss"):
+        judged_tokens(batch, "outside_thought", None)
+    judged = judged_tokens(batch, "outside_thought", ids)
+    assert judged is not None
+    assert judged.tolist() == [False, False, False, True]
+    all_tokens = judged_tokens(batch, "all", None)
+    assert all_tokens is None
 
 
 def test_a_head_on_a_slow_disk(demo_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

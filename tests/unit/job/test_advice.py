@@ -125,6 +125,13 @@ REFUSALS = [
         for key in ("entropy_share", "disagreement_share")
     ),
     Refusal(
+        {**TWO_RANKS, "objectives.opd.teacher_parts": {"expert": "after_tool"}},
+        [
+            ("set scale.context_parallel = 1", {"scale.context_parallel": 1}),
+            ("leave teacher_parts out", {"objectives.opd.teacher_parts": {}}),
+        ],
+    ),
+    Refusal(
         {
             f"{GRADIENT}.disagreement_share": 0.5, f"{GRADIENT}.teacher_coef": 0.0, f"{GRADIENT}.reward_coef": 1.0,
             _at("rollout.group_size"): 2,
