@@ -11,7 +11,7 @@ from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.check_tokenizers import check_own_tokenizers, check_own_tokenizers_of_stage
 from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
-from mopd_dataplane.score.engines import SCORING, engines_that
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -268,6 +268,13 @@ def _check_reads(job: Job, stage: Stage, at: str) -> None:
             f'{at}.score.reads = "extract_hidden_states" is for teachers that vLLM runs on this machine, but teacher '
             f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
         )
+    scorers = sorted({member for name in job.scorers_of(stage) for member in job.members_of(name)})
+    unserved = [name for name in scorers if not job.teachers[name].url]
+    if stage.score.reads == "echo" and unserved:
+        raise JobFileError(
+            f'{at}.score.reads = "echo" is for teachers behind a server, but teacher {unserved[0]!r} has no url; give '
+            f'teachers.{unserved[0]}.url, or set reads = "prompt_logprobs"'
+        )
 
 
 def _check_until(job: Job, stage: Stage, at: str) -> None:
@@ -396,11 +403,11 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
     check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score
-        if job.teachers[teacher].is_remote and (score.engine, score.reads) != ("vllm", "prompt_logprobs"):
+        if job.teachers[teacher].is_remote and (score.engine != "vllm" or score.reads not in LOGPROB_READS):
             raise JobFileError(
                 f"{at}: teacher {teacher!r} has only a url, so it gives log-probs and no states, but score.engine = "
                 f'{score.engine!r} and score.reads = {score.reads!r}; set score.engine = "vllm" and score.reads = '
-                f'"prompt_logprobs", or give teachers.{teacher}.source'
+                f'"prompt_logprobs" (or "echo"), or give teachers.{teacher}.source'
             )
         rounded = job.teachers[teacher].quantisation
         if rounded != "none" and not SCORING[stage.score.engine].quantises:

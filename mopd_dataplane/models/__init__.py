@@ -7,6 +7,7 @@ chat_template.py    conversations as tokens: where an answer begins, and the tok
 checkpoint_quantisation.py checkpoints that are published quantised: read as plain weights, or refused
 config_files.py     reads config.json of a model folder
 devices.py          chooses the device of a model, and frees its memory
+echo_replies.py     texts read by OpenAI's completions API with `echo`: the request, and its checked answer
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 hub.py              models by their Hugging Face name
 initial_weights.py  the initial model of a job, made once

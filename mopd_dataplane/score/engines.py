@@ -25,6 +25,10 @@ SCORING: dict[str, ScoringEngine] = {
 """Engines by their names in `score.engine`."""
 
 
+LOGPROB_READS = ("prompt_logprobs", "echo")
+"""Values of `score.reads` with which a teacher gives log-probs of text and no hidden states."""
+
+
 def engines_that(can: Callable[[ScoringEngine], bool]) -> str:
     """List the engines with a capability, as written in a job, for messages.
 

@@ -166,8 +166,8 @@ def test_replies_of_vllm() -> None:
         predicting([torch.zeros(3, 2)], ids, places)
     assert predicting([torch.zeros(4, 2)], ids, places).shape == (2, 2)
     with advises(" likeliest; run again"):
-        vllm_logprobs._said(np.arange(2), [{7: (1, -0.5)}], 1)
-    assert vllm_logprobs._said(np.arange(2), [{1: (1, -0.5)}], 1).token_logprobs.tolist() == [-0.5]
+        vllm_logprobs.sequence_logprobs(np.arange(2), [{7: (1, -0.5)}], 1)
+    assert vllm_logprobs.sequence_logprobs(np.arange(2), [{1: (1, -0.5)}], 1).token_logprobs.tolist() == [-0.5]
 
 
 def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
