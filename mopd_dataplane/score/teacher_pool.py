@@ -321,8 +321,8 @@ class TeacherPool:
                 return self._served_logprobs(folder, url, vocab_size, hf.load_tokenizer(folder))
             if self._reads == "echo":
                 raise MismatchError(
-                    f'score.reads = "echo" reads a running server, and the teacher in {folder} has none; give its '
-                    'teachers.*.url, or set score.reads = "prompt_logprobs"'
+                    f'score.reads = "echo" reads a running server, which the teacher in {folder} does not have'
+                    '; give its teachers.*.url, or set score.reads = "prompt_logprobs"'
                 )
             return VllmLogprobs(folder, dtype=dtype, options=options)
         head = exchanged_head(hf.load_head(folder, dtype="float32", device=self._device), exchanged)

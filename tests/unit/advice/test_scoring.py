@@ -254,6 +254,10 @@ def test_what_is_read_of_teachers_in_vllm(folders: dict[str, Path], monkeypatch:
         with advises('; set score.reads = "states", or end = "own"'):
             pool._vllm_reader(folders["one"], "float32", {}, server.url, (1, 2))
         pool._vllm_reader(folders["one"], "float32", {}, server.url, ()).close()
+        pool = pool_of(folders, "one", engine="vllm", reads="echo")
+        with advises("; give its teachers.*.url, or set score.reads = "):
+            pool._vllm_reader(folders["one"], "float32", {})
+        pool._vllm_reader(folders["one"], "float32", {}, server.url).close()
     assert score(pool_of(folders, "one", settings={"end": "map"}), "one", sample()) == 1
 
 
