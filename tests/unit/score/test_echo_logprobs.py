@@ -15,7 +15,7 @@ from mopd_dataplane.base import http_client
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
-from mopd_dataplane.models.echo_replies import SERVER, echo_call, read_echoed_ids
+from mopd_dataplane.models.echo_replies import echo_call, read_echoed_ids
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.steps.server_identity import TOLERANCE
 from mopd_dataplane.score.echo_logprobs import EchoLogprobs
@@ -30,7 +30,7 @@ CONFIG = {
     "initializer_range": 0.2,
 }  # fmt: skip
 EXCHANGES = Path(__file__).parents[2] / "data" / "vllm-0.32-echo.json"
-"""Exchanges recorded from a real server: tests/vllm/test_vllm_echo.py records them."""
+"""Exchanges recorded from a real server; tests/vllm/test_vllm_echo.py repeats their requests."""
 
 
 @pytest.fixture(scope="module")
@@ -278,20 +278,18 @@ def test_requests_retries_and_tokens_are_counted(server: ModelServer, teacher: E
 def test_answers_of_a_real_vllm_server() -> None:
     """Recorded with vLLM's server; the log-probs beside them are transformers'."""
     recorded = json.loads(EXCHANGES.read_text())
-    plain, ids = np.array(recorded["plain"]), recorded["ids"]
+    plain, ids, texts = np.array(recorded["plain"]), recorded["ids"], recorded["texts"]
     for exchange in recorded["exchanges"]:
-        k, request = exchange["k"], exchange["request"]
-        call = echo_call("http://127.0.0.1:8000/v1", request["model"], ids, k, {})
-        answer = http_client.Answer(
-            call, exchange["status"], "application/json", json.dumps(exchange["answer"]).encode()
-        )
-        if exchange["status"] != 200:
-            with pytest.raises(EngineError, match="logprobs"):
-                answer.require_success()
+        k = exchange["k"]
+        call = echo_call("http://127.0.0.1:8000/v1", "models/v0", ids, k, {})
+        content = json.dumps(exchange["answer"]).encode()
+        answer = http_client.Answer(call, exchange["status"], "application/json", content)
+        if exchange["refused"]:
+            with pytest.raises(EngineError, match=exchange["refused"]):
+                read_echoed_ids(answer, ids, k, plain.shape[1], lambda token: (texts[str(token)],))
             continue
-        rows = read_echoed_ids(answer, ids, k, plain.shape[1], lambda token: (chr(token),))
+        rows = read_echoed_ids(answer, ids, k, plain.shape[1], lambda token: (texts[str(token)],))
         result = sequence_logprobs(np.array(ids), rows, k)
         np.testing.assert_allclose(result.token_logprobs, plain[np.arange(len(ids) - 1), ids[1:]], atol=2e-5)
         np.testing.assert_allclose(result.logprobs, -np.sort(-plain[:-1])[:, :k], atol=2e-5)
         np.testing.assert_array_equal(result.ids, np.argsort(-plain[:-1])[:, :k])
-    assert SERVER in str(answer.refused("x"))
