@@ -268,13 +268,6 @@ def _check_reads(job: Job, stage: Stage, at: str) -> None:
             f'{at}.score.reads = "extract_hidden_states" is for teachers that vLLM runs on this machine, but teacher '
             f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
         )
-    scorers = sorted({member for name in job.scorers_of(stage) for member in job.members_of(name)})
-    unserved = [name for name in scorers if not job.teachers[name].url]
-    if stage.score.reads == "echo" and unserved:
-        raise JobFileError(
-            f'{at}.score.reads = "echo" is for teachers behind a server, but teacher {unserved[0]!r} has no url; give '
-            f'teachers.{unserved[0]}.url, or set reads = "prompt_logprobs"'
-        )
 
 
 def _check_until(job: Job, stage: Stage, at: str) -> None:
@@ -401,9 +394,15 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
         _require(reference, job.teachers, f"objectives.{stage.objective}.policy_gradient.reference names no teacher")
         teachers.add(reference)
     check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
+    scorers = {member for name in job.scorers_of(stage) for member in job.members_of(name)}
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score
-        if job.teachers[teacher].is_remote and (score.engine != "vllm" or score.reads not in LOGPROB_READS):
+        if score.reads == "echo" and teacher in scorers and not job.teachers[teacher].url:
+            raise JobFileError(
+                f'{at}.score.reads = "echo" is for teachers behind a server, but teacher {teacher!r} has no url; give '
+                f'teachers.{teacher}.url, or set reads = "prompt_logprobs"'
+            )
+        if job.teachers[teacher].is_remote and (SCORING[score.engine].here or score.reads not in LOGPROB_READS):
             raise JobFileError(
                 f"{at}: teacher {teacher!r} has only a url, so it gives log-probs and no states, but score.engine = "
                 f'{score.engine!r} and score.reads = {score.reads!r}; set score.engine = "vllm" and score.reads = '

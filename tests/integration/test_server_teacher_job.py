@@ -142,7 +142,7 @@ def test_a_sampling_server_with_other_weights_is_refused(tmp_path: Path, models:
 
 @pytest.mark.slow
 def test_log_probs_of_the_completions_api_are_the_same(job: Path, server: ModelServer) -> None:
-    job.write_text(job.read_text().replace('reads = "prompt_logprobs"', 'reads = "echo"'))
+    job.write_text(job.read_text().replace('reads = "prompt_logprobs"', 'reads = "echo"\nprobe = 0'))
     server.refused_fields = {"max_tokens": 0}
     server.misbehave = on_scoring(fails(2, sends(b"slow down", status=429)))
     ran = run_mopd("score", job)
