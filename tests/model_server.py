@@ -139,6 +139,8 @@ class ModelServer(ThreadingHTTPServer):
             return self._develop(path, body)
         if path == "/tokenize":
             return {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False), "count": 1}
+        if path == "/generate":
+            return self._generate(body)
         if path != "/v1/completions":
             return None
         if "prompt_logprobs" in body:
@@ -203,6 +205,18 @@ class ModelServer(ThreadingHTTPServer):
             "top_logprobs": tops,
         }  # fmt: skip
         return {"id": "cmpl-1", "choices": [{"index": 0, "text": "", "logprobs": logprobs}]}
+
+    def _generate(self, body: Any) -> Any:
+        """The answer of SGLang's own API, in the documented form."""
+        ids = body.get("input_ids") or self.tokenizer.encode(body["text"], add_special_tokens=False)
+        values = self.logprobs(ids)
+        tops: list[list[list[Any]] | None] = [None]
+        for row in values[:-1]:
+            likeliest = np.argsort(-row)[: body["top_logprobs_num"]].tolist()
+            tops.append([[float(row[token]), token, None] for token in likeliest])
+        own = [[float(row[token]), token, None] for token, row in zip(ids[1:], values, strict=False)]
+        meta = {"input_token_logprobs": [[None, ids[0], None], *own], "prompt_tokens": len(ids)}
+        return {"text": "", "meta_info": meta | ({"input_top_logprobs": tops} if body["top_logprobs_num"] else {})}
 
     def _decode(self, body: Any) -> list[tuple[int, float]]:
         """Tokens drawn by the request's seed, with their log-probs."""

@@ -11,7 +11,7 @@ from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.check_tokenizers import check_own_tokenizers, check_own_tokenizers_of_stage
 from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
-from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, engines_that
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, SERVER_READS, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -397,10 +397,10 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
     scorers = {member for name in job.scorers_of(stage) for member in job.members_of(name)}
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score
-        if score.reads == "echo" and teacher in scorers and not job.teachers[teacher].url:
+        if score.reads in SERVER_READS and teacher in scorers and not job.teachers[teacher].url:
             raise JobFileError(
-                f'{at}.score.reads = "echo" is for teachers behind a server, but teacher {teacher!r} has no url; give '
-                f'teachers.{teacher}.url, or set reads = "prompt_logprobs"'
+                f'{at}.score.reads = "{score.reads}" is for teachers behind a server, but teacher {teacher!r} has no '
+                f'url; give teachers.{teacher}.url, or set reads = "prompt_logprobs"'
             )
         if job.teachers[teacher].is_remote and (SCORING[score.engine].here or score.reads not in LOGPROB_READS):
             raise JobFileError(

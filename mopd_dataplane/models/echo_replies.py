@@ -7,7 +7,7 @@ The server returns the prompt's own tokens with their log-probs. It names a toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, Field, StrictFloat
 
@@ -27,7 +27,7 @@ REFUSED_FIELDS = (400, 422)
 """Statuses with which servers refuse a field."""
 _ENTRY_BYTES = 2048
 """Upper bound of the bytes of one log-prob in an answer; vLLM sends each one twice."""
-_ID_PREFIX = "token_id:"
+ID_PREFIX = "token_id:"
 _UNDECODABLE = "\ufffd"
 
 TokenTexts = Callable[[int], Sequence[str]]
@@ -67,12 +67,41 @@ def echo_call(api: str, model: str, prompt: list[int] | str, k: int, form: Mappi
     return Call(url=f"{api}/completions", body=body, purpose=purpose, limit_bytes=limit, server=SERVER)
 
 
-def read_echoed(answer: Answer, fewest: int) -> EchoedLogprobs:
-    """Read the tokens and log-probs of an answer. Raises EngineError for fewer than `fewest` tokens, or lists of
-    different lengths."""
+def completion_logprobs(answer: Answer) -> EchoedLogprobs:
+    """Read the log-probs of a completion. Raises EngineError without them."""
     logprobs = answer.read(EchoedTexts).choices[0].logprobs
     if logprobs is None:
         raise answer.refused("choices.0.logprobs is missing, so the server computes no log-probs for completions")
+    return logprobs
+
+
+class CallBuilder(Protocol):
+    """Builds the request for a prompt, see echo_call."""
+
+    def __call__(self, api: str, model: str, prompt: list[int] | str, k: int, form: Mapping[str, Any], /) -> Call:
+        """Build the request for the log-probs of a prompt."""
+
+
+class TextApi(NamedTuple):
+    """An API that returns the log-probs of a prompt."""
+
+    forms: tuple[Mapping[str, Any], ...]
+    """Fields in which requests differ between servers, in the order of trying."""
+    call: CallBuilder
+    parse: Callable[[Answer], EchoedLogprobs]
+    """Reads an answer in the form of the completions API. Raises EngineError."""
+    under_v1: bool = True
+    """Whether its path is below the API root /v1."""
+
+
+COMPLETIONS = TextApi(REQUEST_FORMS, echo_call, completion_logprobs)
+"""OpenAI's completions API."""
+
+
+def read_echoed(answer: Answer, fewest: int, api: TextApi = COMPLETIONS) -> EchoedLogprobs:
+    """Read the tokens and log-probs of an answer. Raises EngineError for fewer than `fewest` tokens, or lists of
+    different lengths."""
+    logprobs = api.parse(answer)
     rows = len(logprobs.tokens)
     if len(logprobs.token_logprobs) != rows:
         raise answer.refused(f"logprobs has {rows} tokens and {len(logprobs.token_logprobs)} token_logprobs")
@@ -83,14 +112,14 @@ def read_echoed(answer: Answer, fewest: int) -> EchoedLogprobs:
 
 
 def read_echoed_ids(
-    answer: Answer, ids: list[int], k: int, vocab_size: int, texts_of: TokenTexts
+    answer: Answer, ids: list[int], k: int, vocab_size: int, texts_of: TokenTexts, api: TextApi = COMPLETIONS
 ) -> list[dict[int, tuple[int, float]]]:
     """Read the answer about token ids: {token: (rank, log-prob)} for every position but the first; ranks begin at 1.
 
     A generated token after the prompt is dropped. Raises EngineError unless the server has read these tokens, and names
     each one's log-prob and the k likeliest, with values that a model can have.
     """
-    logprobs = read_echoed(answer, len(ids))
+    logprobs = read_echoed(answer, len(ids), api)
     rows = len(logprobs.tokens)
     if rows > len(ids) + 1:
         raise answer.refused(f"logprobs has {rows} rows for {len(ids)} tokens of the prompt and one of the completion")
@@ -167,7 +196,7 @@ def token_id(label: str) -> int | None:
     >>> token_id("token_id:7"), token_id("seven")
     (7, None)
     """
-    number = label.removeprefix(_ID_PREFIX)
+    number = label.removeprefix(ID_PREFIX)
     is_id = number != label and number.isascii() and number.isdigit() and len(number) < 10
     return int(number) if is_id else None
 

@@ -1,6 +1,6 @@
-"""Teachers behind OpenAI's completions API: `echo` with `logprobs` gives the log-prob of every token in a text.
+"""Teachers behind servers that return the log-probs of a prompt: OpenAI's completions API with `echo`, or SGLang's own.
 
-vLLM's server answers in this form, and so can servers that have no `prompt_logprobs`. Log-probs are at temperature 1.
+vLLM's server answers the first, and so can servers that have no `prompt_logprobs`. Log-probs are at temperature 1.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.http_client import Answer, Call
 from mopd_dataplane.models.echo_replies import (
+    COMPLETIONS,
     REFUSED_FIELDS,
-    REQUEST_FORMS,
-    echo_call,
+    TextApi,
     names_token,
     read_echoed,
     read_echoed_ids,
@@ -32,15 +32,24 @@ if TYPE_CHECKING:
 
 
 class EchoLogprobs(ServerLogprobs):
-    """A teacher behind a server with OpenAI's completions API; without a folder its weights are only there.
+    """A teacher behind a server with a TextApi; without a folder its weights are only there.
 
     The first request of each width k is sent alone. It finds the form of request that the server takes, and it raises
     EngineError if the server does not return what was requested. tokenizer: the teacher's, for servers that name tokens
     by their texts.
     """
 
-    def __init__(self, folder: Path | None, *, url: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        url: str,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase,
+        api: TextApi = COMPLETIONS,
+    ) -> None:
         super().__init__(folder, url=url, vocab_size=vocab_size)
+        self._api = api
         self._form: Mapping[str, Any] | None = None
         self._checked_widths: set[int] = set()
 
@@ -69,7 +78,7 @@ class EchoLogprobs(ServerLogprobs):
         for text in FINGERPRINT_TEXTS:
             here = encoded(tokenizer, text)
             answer = self._server.gather([self._request(text, 0)], lambda _, answer: answer)[0]
-            labels = read_echoed(answer, 2).tokens
+            labels = read_echoed(answer, 2, self._api).tokens
             starts = range(min(2, len(labels) - len(here) + 1))
             if not any(self._are_tokens(labels[start:], here) for start in starts):
                 there = [label if token_id(label) is None else token_id(label) for label in labels]
@@ -86,7 +95,7 @@ class EchoLogprobs(ServerLogprobs):
 
     def _read_first(self, ids: NDArray[np.int64], k: int) -> SequenceLogprobs:
         """Read a text with the first form of request that the server does not refuse, and keep to that form."""
-        forms = REQUEST_FORMS if self._form is None else (self._form,)
+        forms = self._api.forms if self._form is None else (self._form,)
         for form in forms:
             self._form = form
             [answer] = self.ask([ids], lambda ids: self._call(ids, k), lambda _, answer: answer)
@@ -103,8 +112,9 @@ class EchoLogprobs(ServerLogprobs):
 
     def _request(self, prompt: list[int] | str, k: int) -> Call:
         assert self._form is not None
-        return echo_call(self._server.url, self._name, prompt, k, self._form)
+        base = self._server.url if self._api.under_v1 else self._server.root
+        return self._api.call(base, self._name, prompt, k, self._form)
 
     def _read(self, ids: NDArray[np.int64], answer: Answer, k: int) -> SequenceLogprobs:
-        rows = read_echoed_ids(answer, ids.tolist(), k, self.vocab_size, self._texts_of)
+        rows = read_echoed_ids(answer, ids.tolist(), k, self.vocab_size, self._texts_of, self._api)
         return sequence_logprobs(ids, rows, k)

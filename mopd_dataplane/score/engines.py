@@ -25,7 +25,9 @@ SCORING: dict[str, ScoringEngine] = {
 """Engines by their names in `score.engine`."""
 
 
-LOGPROB_READS = ("prompt_logprobs", "echo")
+SERVER_READS = ("echo", "sglang")
+"""Values of `score.reads` that only a running server has."""
+LOGPROB_READS = ("prompt_logprobs", *SERVER_READS)
 """Values of `score.reads` with which a teacher gives log-probs of text and no hidden states."""
 
 

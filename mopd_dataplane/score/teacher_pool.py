@@ -21,14 +21,16 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
 from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
+from mopd_dataplane.models.echo_replies import COMPLETIONS
 from mopd_dataplane.models.self_check import SelfCheck, check_forward
+from mopd_dataplane.models.sglang_replies import SGLANG
 from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
 from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.models.vocabulary import compare_vocabularies, unknown_tokens
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader, VllmAdaptedBase
 from mopd_dataplane.score.echo_logprobs import EchoLogprobs
-from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, engines_that
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, SERVER_READS, engines_that
 from mopd_dataplane.score.head_files import exchange_rows, exchanged_head, read_head_header, write_head
 from mopd_dataplane.score.own_tokens import OwnTokenizer
 from mopd_dataplane.score.quantise import quantisation_of, quantise
@@ -69,7 +71,7 @@ class TeacherPool:
         max_resident: int = 1,
         device: str = "cpu",
         engine: Literal["hf", "vllm"] = "hf",
-        reads: Literal["states", "extract_hidden_states", "prompt_logprobs", "echo"] = "states",
+        reads: Literal["states", "extract_hidden_states", "prompt_logprobs", "echo", "sglang"] = "states",
         options: Mapping[str, Any] | None = None,
         check_texts: Callable[[str], Sequence[NDArray[np.int64]]] = lambda name: (),
     ) -> None:
@@ -294,8 +296,9 @@ class TeacherPool:
     def _served_logprobs(
         self, folder: Path | None, url: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase
     ) -> ServerLogprobs:
-        if self._reads == "echo":
-            return EchoLogprobs(folder, url=url, vocab_size=vocab_size, tokenizer=tokenizer)
+        if self._reads in SERVER_READS:
+            api = SGLANG if self._reads == "sglang" else COMPLETIONS
+            return EchoLogprobs(folder, url=url, vocab_size=vocab_size, tokenizer=tokenizer, api=api)
         return ServerLogprobs(folder, url=url, vocab_size=vocab_size)
 
     def _open(self, name: str, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
@@ -319,9 +322,9 @@ class TeacherPool:
             if url:
                 vocab_size = int(hf.model_shape(folder)["vocab_size"])
                 return self._served_logprobs(folder, url, vocab_size, hf.load_tokenizer(folder))
-            if self._reads == "echo":
+            if self._reads in SERVER_READS:
                 raise MismatchError(
-                    f'score.reads = "echo" reads a running server, which the teacher in {folder} does not have'
+                    f'score.reads = "{self._reads}" reads a running server, which the teacher in {folder} does not have'
                     '; give its teachers.*.url, or set score.reads = "prompt_logprobs"'
                 )
             return VllmLogprobs(folder, dtype=dtype, options=options)

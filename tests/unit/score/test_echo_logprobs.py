@@ -17,6 +17,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.echo_replies import echo_call, read_echoed_ids
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.models.sglang_replies import SGLANG
 from mopd_dataplane.run.steps.server_identity import TOLERANCE
 from mopd_dataplane.score.echo_logprobs import EchoLogprobs
 from mopd_dataplane.score.server_use import ServerUse
@@ -273,6 +274,42 @@ def test_requests_retries_and_tokens_are_counted(server: ModelServer, teacher: E
     server.misbehave = fails(2, sends(b"slow down", status=429))
     teacher.read(SEQUENCES, K)
     assert teacher.use.minus(before) == ServerUse(requests=6, retries=2, tokens=20)
+
+
+@pytest.fixture
+def sglang(server: ModelServer, folder: Path) -> Iterator[EchoLogprobs]:
+    """A teacher read by SGLang's own API, from a stand-in: no answer of a real server has been recorded."""
+    size = int(hf.model_shape(folder)["vocab_size"])
+    tokenizer = hf.load_tokenizer(folder)
+    teacher = EchoLogprobs(folder, url=server.url, vocab_size=size, tokenizer=tokenizer, api=SGLANG)
+    yield teacher
+    teacher.close()
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_values_by_the_api_of_sglang(server: ModelServer, sglang: EchoLogprobs, k: int) -> None:
+    assert_values_of_the_model(server, sglang, k)
+    assert {path for path, body in server.asked if body} == {"/generate"}
+    sglang.check_tokenizer(server.tokenizer)
+
+
+def test_wrong_answers_by_the_api_of_sglang(server: ModelServer, sglang: EchoLogprobs) -> None:
+    def changed(name: str, change: Callable[[list[Any]], Any]) -> Misbehave:
+        return changes(lambda reply: reply["meta_info"].update({name: change(reply["meta_info"][name])}))
+
+    for name, change, expected in (
+        ("input_token_logprobs", lambda rows: None, "input_token_logprobs is missing"),
+        ("input_token_logprobs", lambda rows: rows[1:], "4 rows for 5 tokens"),
+        ("input_token_logprobs", at_1([-1.0, 60, None]), "the prompt has token 6"),
+        ("input_token_logprobs", at_1([None, 6, None]), "is null; only the first"),
+        ("input_top_logprobs", lambda rows: None, "top_logprobs has 0 rows"),
+        ("input_top_logprobs", at_1([[None, token, None] for token in (60, 61, 62)]), "log-prob nan"),
+        ("input_top_logprobs", at_1([[-9.0, 60, None]]), "has 1 of the 3 likeliest"),
+    ):
+        server.misbehave = changed(name, change)
+        with pytest.raises(EngineError, match=expected) as refused:
+            sglang.read(SEQUENCES, K)
+        assert str(refused.value).startswith(f"POST {server.url.removesuffix('/v1')}/generate (log-probs of 5 tokens)")
 
 
 def test_answers_of_a_real_vllm_server() -> None:
