@@ -147,12 +147,12 @@ def _read_row(
     except ValueError as error:
         raise answer.refused(f"logprobs, row {position}: {error}") from None
     row = {other: (rank, value) for rank, (other, value) in enumerate(likeliest[:k], 1)}
-    named = dict(likeliest)
-    if abs(named.get(token, own) - own) > ROUNDING:
+    top_values = dict(likeliest)
+    if abs(top_values.get(token, own) - own) > ROUNDING:
         raise answer.refused(
-            f"logprobs, row {position}: token {token} has {own:g} in token_logprobs, {named[token]:g} in top_logprobs"
+            f"logprobs, row {position}: token {token} has {own:g} in token_logprobs, {top_values[token]:g} in top_logprobs"
         )
-    if k and token not in named and own > likeliest[k - 1][1] + ROUNDING:
+    if k and token not in top_values and own > likeliest[k - 1][1] + ROUNDING:
         raise answer.refused(
             f"logprobs, row {position}: token {token} has log-prob {own:g} and is not among the {k} likeliest, which "
             f"end at {likeliest[k - 1][1]:g}"
@@ -167,16 +167,16 @@ def _likeliest(
     """Read one row of top_logprobs, likeliest first. Raises EngineError, and ValueError for an impossible log-prob."""
     where = f"logprobs.top_logprobs.{position}"
     assert logprobs.top_logprobs is not None
-    named = logprobs.top_logprobs[position]
-    if named is None:
+    top_row = logprobs.top_logprobs[position]
+    if top_row is None:
         raise answer.refused(f"{where} is null; only the first token of a text has no likeliest tokens")
-    if len(named) < k:
+    if len(top_row) < k:
         raise answer.refused(
-            f"{where} has {len(named)} of the {k} likeliest tokens; start the server with a larger limit (vLLM: "
+            f"{where} has {len(top_row)} of the {k} likeliest tokens; start the server with a larger limit (vLLM: "
             f"--max-logprobs {k}), or use a smaller score.topk"
         )
     values: dict[int, float] = {}
-    for label, value in named.items():
+    for label, value in top_row.items():
         other = token_id(label)
         if other is None:
             raise answer.refused(
