@@ -150,7 +150,8 @@ def _read_row(
     top_values = dict(likeliest)
     if abs(top_values.get(token, own) - own) > ROUNDING:
         raise answer.refused(
-            f"logprobs, row {position}: token {token} has {own:g} in token_logprobs, {top_values[token]:g} in top_logprobs"
+            f"logprobs, row {position}: token {token} has {own:g} in token_logprobs, {top_values[token]:g} in "
+            "top_logprobs"
         )
     if k and token not in top_values and own > likeliest[k - 1][1] + ROUNDING:
         raise answer.refused(
@@ -170,11 +171,6 @@ def _likeliest(
     top_row = logprobs.top_logprobs[position]
     if top_row is None:
         raise answer.refused(f"{where} is null; only the first token of a text has no likeliest tokens")
-    if len(top_row) < k:
-        raise answer.refused(
-            f"{where} has {len(top_row)} of the {k} likeliest tokens; start the server with a larger limit (vLLM: "
-            f"--max-logprobs {k}), or use a smaller score.topk"
-        )
     values: dict[int, float] = {}
     for label, value in top_row.items():
         other = token_id(label)
@@ -186,6 +182,11 @@ def _likeliest(
         if other >= vocab_size:
             raise answer.refused(f"{where} has token {other} of a vocabulary of {vocab_size}")
         values[other] = checked_logprob(value, other)
+    if len(values) < k:
+        raise answer.refused(
+            f"{where} has {len(values)} of the {k} likeliest tokens; start the server with a larger limit (vLLM: "
+            f"--max-logprobs {k}), or use a smaller score.topk"
+        )
     check_mass(list(values.values()))
     return sorted(values.items(), key=lambda entry: -entry[1])
 

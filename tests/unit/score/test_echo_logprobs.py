@@ -221,6 +221,10 @@ WRONG: dict[str, tuple[Misbehave, str]] = {
     "too few likeliest": (
         field("top_logprobs", at_1({"token_id:6": -40.0})), r"has 1 of the 3 likeliest.*--max-logprobs 3.*score\.topk",
     ),
+    "a likeliest token twice": (
+        field("top_logprobs", at_1({"token_id:60": -9.0, "token_id:060": -9.0, "token_id:61": -9.0})),
+        "has 2 of the 3 likeliest",
+    ),
     "a log-prob above 0": (field("token_logprobs", at_1(0.5)), r"row 1: token 6 has log-prob 0\.5, above 0"),
     "the sign for impossible": (field("token_logprobs", at_1(-9999.0)), "log-prob -9999, which is vLLM's sign"),
     "NaN": (field("token_logprobs", at_1(float("nan"))), "log-prob nan; allowed are finite"),
