@@ -45,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send(b'{"detail":"Not Found"}', status=404)
         elif isinstance(reply, list):
             self._stream(reply)
+        elif "status" in reply:
+            self.send(json.dumps(reply).encode(), status=reply["status"])
         else:
             self.send(json.dumps(reply).encode())
 
@@ -100,6 +102,10 @@ class ModelServer(ThreadingHTTPServer):
         self.misbehave: Misbehave | None = None
         self.asked: list[tuple[str, Any]] = []
         """(path, body) of every request."""
+        self.refused_fields: dict[str, Any] = {}
+        """Fields, and values of fields, that a completion must not have; None for every value."""
+        self.names_ids = True
+        """Whether `return_tokens_as_token_ids` has an effect, as in vLLM."""
         self._load(folder)
         self._one_at_a_time = threading.Lock()
 
@@ -133,11 +139,15 @@ class ModelServer(ThreadingHTTPServer):
             return self._develop(path, body)
         if path == "/tokenize":
             return {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False), "count": 1}
+        if path == "/generate":
+            return self._generate(body)
         if path != "/v1/completions":
             return None
         if "prompt_logprobs" in body:
             rows = self._read(body["prompt"], body["prompt_logprobs"])
             return {"id": "cmpl-1", "choices": [{"index": 0, "text": "a", "prompt_logprobs": [None, *rows]}]}
+        if body.get("echo"):
+            return self._echo(body)
         tokens = self._decode(body)
         if not body["stream"]:
             return {"choices": [_choice(*zip(*tokens, strict=True))]}
@@ -168,6 +178,45 @@ class ModelServer(ThreadingHTTPServer):
                 for other, rank in ranks.items()
             })  # fmt: skip
         return rows
+
+    def _echo(self, body: Any) -> Any:
+        """The prompt and the generated token in the form of OpenAI's completions API."""
+        for name, value in self.refused_fields.items():
+            if name in body and value in (None, body[name]):
+                return {"status": 400, "message": f"{name} is not supported"}
+        ids = body["prompt"]
+        if isinstance(ids, str):
+            ids = self.tokenizer.encode(ids, add_special_tokens=False)
+        values = self.logprobs(ids)
+        by_id = self.names_ids and body.get("return_tokens_as_token_ids")
+
+        def name(token: int) -> str:
+            return f"token_id:{token}" if by_id else str(self.tokenizer.decode([token]))
+
+        generated = [int(values[-1].argmax())][: body["max_tokens"]]
+        tokens = [*ids, *generated]
+        tops: list[dict[str, float] | None] = [None]
+        for own, row in zip(tokens[1:], values, strict=False):
+            likeliest = [own, *np.argsort(-row)[: body["logprobs"]].tolist()]
+            tops.append({name(int(token)): float(row[token]) for token in likeliest})
+        own_values = [float(row[token]) for token, row in zip(tokens[1:], values, strict=False)]
+        logprobs = {
+            "text_offset": [0] * len(tokens), "tokens": list(map(name, tokens)), "token_logprobs": [None, *own_values],
+            "top_logprobs": tops,
+        }  # fmt: skip
+        return {"id": "cmpl-1", "choices": [{"index": 0, "text": "", "logprobs": logprobs}]}
+
+    def _generate(self, body: Any) -> Any:
+        """The answer of SGLang's own API, in the documented form."""
+        ids = body.get("input_ids") or self.tokenizer.encode(body["text"], add_special_tokens=False)
+        values = self.logprobs(ids)
+        tops: list[list[list[Any]] | None] = [None]
+        for row in values[:-1]:
+            likeliest = np.argsort(-row)[: body["top_logprobs_num"]].tolist()
+            tops.append([[float(row[token]), token, None] for token in likeliest])
+        own = [[float(row[token]), token, None] for token, row in zip(ids[1:], values, strict=False)]
+        meta = {"input_token_logprobs": [[None, ids[0], None], *own], "prompt_tokens": len(ids)}
+        return {"text": "", "meta_info": meta | ({"input_top_logprobs": tops} if body["top_logprobs_num"] else {})}
 
     def _decode(self, body: Any) -> list[tuple[int, float]]:
         """Tokens drawn by the request's seed, with their log-probs."""

@@ -4,8 +4,9 @@
     stream(call)                      deadline, limit of size, retries with back-off
 
 The caller only waits for that thread, so Ctrl-C and SIGTERM end the wait at once, whatever the server is doing.
-Failures that may pass (429, 5xx, a connection that is cut or refused) are retried for `patience_s`. Everything else is
-an error that names server, request and reply.
+Failures that may pass (429, 5xx, a connection that is cut or refused) are retried for `patience_s`, and until the
+request's deadline if the server names the pause (Retry-After). Everything else is an error that names server, request
+and reply.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import asyncio
 import random
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -79,6 +82,8 @@ class Call:
     deadline_s: float = field(default_factory=lambda: WORK_S)
     limit_bytes: int = SMALL_BYTES
     """Size in bytes above which an answer is refused."""
+    server: str = "a vLLM server"
+    """The kind of server that can answer, for messages."""
 
     def __str__(self) -> str:
         purpose = f" ({self.purpose})" if self.purpose else ""
@@ -106,7 +111,7 @@ class Answer:
     def require_success(self) -> Answer:
         """Return the answer itself. Raises EngineError for a status outside 200 to 299."""
         if not self.is_success:
-            raise EngineError(f"{self.call} failed: the server answered {self.shown}; {_next_step(self.status)}")
+            raise EngineError(f"{self.call} failed: the server answered {self.shown}; {_next_step(self)}")
         return self
 
     def read(self, form: type[Form]) -> Form:
@@ -121,8 +126,18 @@ class Answer:
         """Return the error for an answer whose content is not usable."""
         return EngineError(
             f"{self.call} failed: {problem}; the server answered {self.shown}; nothing of it was stored: check that "
-            "the url is that of a vLLM server, then run again to continue"
+            f"the url is that of {self.call.server}, then run again to continue"
         )
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Requests to one server so far."""
+
+    requests: int = 0
+    """Requests that were sent, without their repetitions."""
+    retries: int = 0
+    """Repetitions after a failure that may pass."""
 
 
 class BrokenOffError(EngineError):
@@ -152,6 +167,7 @@ class HttpClient:
         limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most)
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         self._client = httpx2.AsyncClient(headers=dict(headers), limits=limits, timeout=timeout)
+        self.traffic = Traffic()
         self._has_answered = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http-client", daemon=True)
@@ -201,7 +217,7 @@ class HttpClient:
         Failures before the first byte of a successful answer are retried; later ones are not, because lines that
         arrived may have been used. The caller closes the generator.
         """
-        retries = _Retries(call, self._patience_s)
+        retries = _Retries(call, self._patience_s, self.traffic)
         while True:
             has_begun = False
             try:
@@ -220,7 +236,7 @@ class HttpClient:
                 await retries.pause(failure)
 
     async def _exchange(self, call: Call) -> Answer:
-        retries = _Retries(call, self._patience_s)
+        retries = _Retries(call, self._patience_s, self.traffic)
         try:
             async with asyncio.timeout(call.deadline_s):
                 while True:
@@ -249,7 +265,7 @@ class HttpClient:
                     response.status_code >= 500 and response.status_code not in _LASTING
                 ):
                     answer = await self._complete(call, response)
-                    raise _Passing(f"the server answered {answer.shown}", _pause_asked(response.headers))
+                    raise _Passing(f"the server answered {answer.shown}", _retry_after_s(response.headers))
                 yield response
         except (http.ConnectError, http.ConnectTimeout) as error:
             problem = f"the server does not answer ({type(error).__name__}: {redacted(str(error))})"
@@ -284,7 +300,7 @@ class HttpClient:
                         raise EngineError(
                             f"{call} failed: the answer has more than {call.limit_bytes} bytes, the limit for this "
                             f"request; the server answered {_shown(response.status_code, kind, parts[0])}; check that "
-                            "the url is that of a vLLM server"
+                            f"the url is that of {call.server}"
                         )
         except TimeoutError:
             raise DeadlineError(
@@ -316,9 +332,11 @@ class HttpClient:
 class _Retries:
     """Pauses between the tries of one request."""
 
-    def __init__(self, call: Call, patience_s: float) -> None:
+    def __init__(self, call: Call, patience_s: float, traffic: Traffic) -> None:
         self._call = call
         self._patience_s = patience_s
+        self._traffic = traffic
+        traffic.requests += 1
         self._began = asyncio.get_running_loop().time()
         self.tries = 0
         """Number of failed tries."""
@@ -326,21 +344,27 @@ class _Retries:
         """Problem of the newest failed try."""
 
     async def pause(self, failure: _Passing) -> None:
-        """Wait before the next try. Raises EngineError after `patience_s`."""
+        """Wait before the next try. Raises EngineError after `patience_s`, or at the request's deadline if the server
+        names the pause."""
         self.tries += 1
         self.last = str(failure)
         elapsed_s = asyncio.get_running_loop().time() - self._began
         back_off_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (self.tries - 1)) * random.uniform(0.5, 1.0)
         pause_s = max(back_off_s, failure.pause_s)
-        if elapsed_s + pause_s > self._patience_s:
+        limit_s = self._patience_s
+        if failure.pause_s and limit_s:
+            limit_s = max(limit_s, self._call.deadline_s)
+        if elapsed_s + pause_s > limit_s:
             raise EngineError(
                 f"{self._call} failed {self.tries} times in {elapsed_s:.0f} s: {self.last}; look at the server, then "
                 "run again to continue"
             ) from None
-        if self.tries == _TELLS_AT:
-            left_s = self._patience_s - elapsed_s
-            text = f"{self._call} failed {self.tries} times: {self.last}; tried again for another {left_s:.0f} s"
+        if self.tries == _TELLS_AT or (failure.pause_s >= _LONGEST_PAUSE_S and self.tries == 1):
+            times = "once" if self.tries == 1 else f"{self.tries} times"
+            left = f"tried again for another {limit_s - elapsed_s:.0f} s, next in {pause_s:.0f} s"
+            text = f"{self._call} failed {times}: {self.last}; {left}"
             print(text, file=sys.stderr, flush=True)
+        self._traffic.retries += 1
         await asyncio.sleep(pause_s)
 
 
@@ -362,7 +386,7 @@ async def _lines(call: Call, parts: AsyncIterator[bytes]) -> AsyncGenerator[str]
         if len(rest) > LINE_BYTES:
             raise EngineError(
                 f"{call} failed: a line of the stream has more than {LINE_BYTES} bytes: {_start(rest)}; check that the "
-                "url is that of a vLLM server"
+                f"url is that of {call.server}"
             )
         for line in complete:
             yield line.rstrip(b"\r").decode(errors="replace")
@@ -396,17 +420,23 @@ def check_root(url: str) -> str:
     return root
 
 
-def _pause_asked(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a Retry-After header; 0 without one, or when it is a date."""
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the pause that a Retry-After header names, in seconds or as a date; 0 without one that can be read."""
     text = headers.get("retry-after", "")
-    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0
+    if text.isascii() and text.isdigit() and len(text) < 6:
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
 
 
-def _next_step(status: int) -> str:
+def _next_step(answer: Answer) -> str:
+    status = answer.status
     if status in (401, 403):
         return "set the server's key in the environment variable VLLM_API_KEY"
     if status in (404, 405) or 300 <= status < 400:
-        return "check the url: it is that of a vLLM server's API root"
+        return f"check the url: it is that of the API root of {answer.call.server}"
     return "change what the server objects to, then run again to continue"
 
 

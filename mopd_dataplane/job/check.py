@@ -11,7 +11,7 @@ from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.check_tokenizers import check_own_tokenizers, check_own_tokenizers_of_stage
 from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
-from mopd_dataplane.score.engines import SCORING, engines_that
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, SERVER_READS, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -409,13 +409,19 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
         _require(other, job.teachers, f"objectives.{stage.objective}.policy_gradient.{key} names no teacher")
         teachers.add(other)
     check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
+    scorers = {member for name in job.scorers_of(stage) for member in job.members_of(name)}
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score
-        if job.teachers[teacher].is_remote and (score.engine, score.reads) != ("vllm", "prompt_logprobs"):
+        if score.reads in SERVER_READS and teacher in scorers and not job.teachers[teacher].url:
+            raise JobFileError(
+                f'{at}.score.reads = "{score.reads}" is for teachers behind a server, but teacher {teacher!r} has no '
+                f'url; give teachers.{teacher}.url, or set reads = "prompt_logprobs"'
+            )
+        if job.teachers[teacher].is_remote and (SCORING[score.engine].here or score.reads not in LOGPROB_READS):
             raise JobFileError(
                 f"{at}: teacher {teacher!r} has only a url, so it gives log-probs and no states, but score.engine = "
                 f'{score.engine!r} and score.reads = {score.reads!r}; set score.engine = "vllm" and score.reads = '
-                f'"prompt_logprobs", or give teachers.{teacher}.source'
+                f'"prompt_logprobs" (or "echo"), or give teachers.{teacher}.source'
             )
         rounded = job.teachers[teacher].quantisation
         if rounded != "none" and not SCORING[stage.score.engine].quantises:

@@ -130,7 +130,7 @@ class Teacher(Section):
     samples. Its effect on the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
     url: Free[ServerUrl] = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here. Without
-    a source the weights are there only: it gives log-probs (`score.reads = "prompt_logprobs"`)."""
+    a source the weights are there only: it gives log-probs (`score.reads` = "prompt_logprobs", "echo" or "sglang")."""
 
     @model_validator(mode="after")
     def _blend_is_sound(self) -> Teacher:
@@ -269,10 +269,10 @@ class Score(Section):
 
     engine: Literal["hf", "vllm"] = "hf"
     """What runs the teachers: transformers or vLLM."""
-    reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states"
-    """What vLLM is asked for: hidden states, which every signal follows from (`states`: a pooling model;
-    `extract_hidden_states`: a generating model started here), or log-probs of the text (a generating model): no hidden
-    states, temperature 1, the teacher's own top-k."""
+    reads: Literal["states", "extract_hidden_states", "prompt_logprobs", "echo", "sglang"] = "states"
+    """What vLLM is asked for: hidden states, from which every signal follows (`states`: a pooling model;
+    `extract_hidden_states`: a generating model started here), or log-probs of the text at temperature 1 with the
+    teacher's own top-k (`prompt_logprobs`; of other servers `echo`, in OpenAI's completions API, or `sglang`)."""
     options: Free[dict[str, Any]] = Field(default_factory=dict)
     """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
     batch_tokens: Free[int] = Field(default=8192, ge=1)

@@ -7,6 +7,7 @@ chat_template.py    conversations as tokens: where an answer begins, and the tok
 checkpoint_quantisation.py checkpoints that are published quantised: read as plain weights, or refused
 config_files.py     reads config.json of a model folder
 devices.py          chooses the device of a model, and frees its memory
+echo_replies.py     texts read by OpenAI's completions API with `echo`: the request, and its checked answer
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 hub.py              models by their Hugging Face name
 initial_weights.py  the initial model of a job, made once
@@ -18,6 +19,7 @@ tiny.py             tiny random models with the architecture and tokenizer of an
 vllm_adapters.py    adapters in a vLLM started by this process, as LoRA requests
 vllm_local.py       vLLM on this machine, its core in a separate process
 vllm_replies.py     replies of a vLLM server: the form of each, and the range of its log-probs
+sglang_replies.py   texts read by SGLang's own API: the request, and its answer
 server_identity.py  identifies a model at a server by its name there and by log-probs of fixed texts
 vllm_server.py      a running vLLM server by its URL
 vllm_worker.py      the part of vllm_adapters.py that runs inside vLLM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,10 +46,15 @@ def identity_of(server: VllmServer, name: str, tokenizer: PreTrainedTokenizerBas
     def own(index: int, answer: Answer) -> list[float]:
         ids = texts[index]
         rows = read_prompt_logprobs(answer, ids, 0, vocab_size)
-        return [round(row[token][1], _DIGITS) for token, row in zip(ids[1:], rows, strict=True)]
+        return [row[token][1] for token, row in zip(ids[1:], rows, strict=True)]
 
     values = server.gather([server.reading(name, ids, 0) for ids in texts], own)
-    return ServerIdentity(server.name, server.folder, tuple(value for text in values for value in text))
+    return identity_from(server, [value for text in values for value in text])
+
+
+def identity_from(server: VllmServer, logprobs: Sequence[float]) -> ServerIdentity:
+    """Return an identity from the log-probs of each token but the first of FINGERPRINT_TEXTS."""
+    return ServerIdentity(server.name, server.folder, tuple(round(value, _DIGITS) for value in logprobs))
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from mopd_dataplane.base.http_client import SMALL_BYTES, STATUS_S, WORK_S, Answer, Call, HttpClient, check_root
+from mopd_dataplane.base.http_client import SMALL_BYTES, STATUS_S, WORK_S, Answer, Call, HttpClient, Traffic, check_root
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.adapter_files import base_folder, is_adapter
@@ -91,6 +91,11 @@ class VllmServer:
         self.context_length = served[0].max_model_len or 0
         self.names_weights = False
         """True if the server had a name for its weights at the last request."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Requests to the server so far."""
+        return self._client.traffic
 
     def completion(self, body: Mapping[str, Any], form: type[Form], purpose: str) -> tuple[Form, Answer]:
         """Send one request for a completion that is not streamed. Returns its parsed answer. Raises EngineError,

@@ -25,7 +25,7 @@ from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import empty_model, student_config
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
-from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +114,7 @@ def _of_its_teachers(job: Job, stage: Stage) -> Iterator[tuple[str, str]]:
                 continue
             if lora.r > RANKS[-1]:
                 yield key, f'an adapter of rank {lora.r}, and vLLM takes at most {RANKS[-1]}; set merge = "end" there'
-            if teacher.url and stage.score.reads == "prompt_logprobs":
+            if teacher.url and stage.score.reads in LOGPROB_READS:
                 yield (
                     f"{key}.url",
                     f'an adapter behind a server, with score.reads = {stage.score.reads!r}: use "states"',

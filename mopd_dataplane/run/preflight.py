@@ -39,7 +39,7 @@ from mopd_dataplane.run.conditions import condition_problems
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.run.other_stores import source_problems
 from mopd_dataplane.run.prompt_lengths import prompt_problems
-from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING
 from mopd_dataplane.score.own_tokens import OwnTokenizer
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
@@ -296,7 +296,7 @@ def _check_teacher(look: _Look, name: str, source: str, revision: str) -> None:
 
 def _reads_weights(job: Job, stage: Stage, teacher: str) -> bool:
     """Whether a stage reads a teacher's weights in this process: all of them, or the LM head."""
-    reads = SCORING[stage.score.engine].here or stage.score.reads != "prompt_logprobs"
+    reads = SCORING[stage.score.engine].here or stage.score.reads not in LOGPROB_READS
     scored = teacher in job.scorers_of(stage) and reads
     return scored or (teacher in sampling_teachers(job, stage) and engine_kind(job.engine.kind).here)
 

@@ -29,7 +29,7 @@ from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.models.tiny import FAMILIES, USUAL, family_of
 from mopd_dataplane.prompts import find_prompts, source_package
 from mopd_dataplane.rollout.engines.kinds import engine_kind
-from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.score.engines import SCORING, SERVER_READS
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 
@@ -232,6 +232,8 @@ def _engines(small: Rehearsal, raw_job: dict[str, Any]) -> None:
     for stage in raw_job["stages"]:
         if SCORING[stage["score"]["engine"]].package == "vllm":
             stage["score"]["options"] = {}
+            if stage["score"]["reads"] in SERVER_READS:  # no server is asked
+                stage["score"]["reads"] = "prompt_logprobs"
             if not has_vllm:
                 stage["score"] |= {"engine": "hf", "reads": "states"}
                 small.replaced["score.engine"] = "vLLM is not installed here: Hugging Face teachers"

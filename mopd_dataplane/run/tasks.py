@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.score.server_use import ServerUse
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -68,6 +70,8 @@ class ScoredTask:
     loss_tokens: int
     health: dict[HealthKey, Health] = field(default_factory=dict)
     """Figures of its log-prob signals."""
+    use: ServerUse = field(default_factory=ServerUse)
+    """What was requested from the teacher's server."""
 
 
 class Fleet(Protocol):

@@ -3,6 +3,7 @@
 scorer.py               scores samples with a teacher: one forward pass per batch yields every kind of signal
 signal_kinds.py         the kinds of signals, and how each follows from hidden states; the student's likeliest tokens
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
+head_files.py           LM heads of teachers: their files, and two rows exchanged
 own_tokens.py           a teacher of another tokenizer: the student's text in its tokens, and its log-probs back
 token_projection.py     distributions of such a teacher over the student's tokens
 scorer_check.py         compares a teacher in vLLM or behind a server with the plain pass of its folder
@@ -12,6 +13,8 @@ readers.py              turns a sample, as a teacher reads it, into states; seve
 vllm_states.py          teachers in vLLM as pooling or as generating models: states
 vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs
+echo_logprobs.py        teachers behind OpenAI's completions API with `echo`: log-probs
+server_use.py           requests, retries and prompt tokens that a teacher's server was sent
 vllm_batch.py           vLLM that reads texts, started here or behind a server
 quantise.py             quantised teachers, through torchao
 reward.py               outcome rewards: (prompt, response) -> a number

@@ -25,6 +25,12 @@ SCORING: dict[str, ScoringEngine] = {
 """Engines by their names in `score.engine`."""
 
 
+SERVER_READS = ("echo", "sglang")
+"""Values of `score.reads` that only a running server has."""
+LOGPROB_READS = ("prompt_logprobs", *SERVER_READS)
+"""Values of `score.reads` with which a teacher gives log-probs of text and no hidden states."""
+
+
 def engines_that(can: Callable[[ScoringEngine], bool]) -> str:
     """List the engines with a capability, as written in a job, for messages.
 

@@ -13,6 +13,7 @@ from mopd_kernels import topk_logprobs
 from numpy.typing import NDArray
 
 from mopd_dataplane.job import sections
+from mopd_dataplane.score.engines import LOGPROB_READS
 from mopd_dataplane.score.health_checks import Probe
 from mopd_dataplane.score.readers import Scorable, TeacherForward
 from mopd_dataplane.score.scorer import PromptRenderer, model_input, score_samples
@@ -48,7 +49,7 @@ def probe(
     ]
     logprobs, entropies = _read(pool, teacher, readable, settings, render_prompt)
     own = None
-    if settings.reads != "prompt_logprobs" and pool.own_tokenizer(teacher) is None:
+    if settings.reads not in LOGPROB_READS and pool.own_tokenizer(teacher) is None:
         chosen = [p for p in prompts if len(model_input(p, render_prompt).tokens) + OWN_TOKENS < limit][:OWN_PROMPTS]
         continued = continue_greedily(pool.teacher(teacher), chosen, render_prompt=render_prompt, end=end)
         own = _mean(_read(pool, teacher, continued, settings, render_prompt)[0])

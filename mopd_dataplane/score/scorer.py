@@ -14,6 +14,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
+from mopd_dataplane.score.engines import LOGPROB_READS
 from mopd_dataplane.score.own_tokens import OwnTokenizer, credit
 from mopd_dataplane.score.readers import ModelInput, Scorable
 from mopd_dataplane.score.signal_kinds import (
@@ -70,7 +71,7 @@ def _score_inputs(
 ) -> Iterator[Signal]:
     """Yield the signals of inputs that are in the teacher's tokens."""
     _check_length(pool, teacher, inputs)
-    if settings.reads == "prompt_logprobs":
+    if settings.reads in LOGPROB_READS:
         yield from _score_from_prompt_logprobs(pool.logprob_reader(teacher), teacher, signal_kinds, inputs, settings)
         return
     model = pool.teacher(teacher)
@@ -154,14 +155,14 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
 def _score_from_prompt_logprobs(
     reader: LogprobReader, teacher: str, kinds: Sequence[SignalKind], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
-    """Yield the signals of a teacher that runs in vLLM, which returns log-probs but no hidden states.
+    """Yield the signals of a teacher that returns log-probs but no hidden states.
 
     Raises MismatchError for kinds that need more.
     """
     for kind in kinds:
         if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
             raise MismatchError(
-                f'score.reads = "prompt_logprobs" cannot produce {kind.name} signals: vLLM returns the log-probs of '
+                f'score.reads = "{settings.reads}" cannot produce {kind.name} signals: it returns the log-probs of '
                 'the text and the teacher\'s own top-k only; set score.reads = "states"'
             )
     needs_topk = any(kind.ranked for kind in kinds)
@@ -169,7 +170,7 @@ def _score_from_prompt_logprobs(
     for temperature, batch in batches(inputs, settings.batch_tokens):
         if temperature != 1:
             raise MismatchError(
-                f"samples of temperature {temperature:g}: vLLM computes prompt_logprobs at temperature 1, so the "
+                f"samples of temperature {temperature:g}: {settings.reads} is computed at temperature 1, so the "
                 'divergence would not be 0 even between identical models; set score.reads = "states"'
             )
         _check_vocabulary(teacher, batch, reader.vocab_size)

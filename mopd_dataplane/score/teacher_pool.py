@@ -7,33 +7,36 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from mopd_kernels import Head
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 
-from mopd_dataplane.base.files import file_digest, fsync
-from mopd_dataplane.base.processes import scratch_folder
-from mopd_dataplane.base.tensor_header import read_tensor_header
-from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.base.files import file_digest
+from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
 from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
+from mopd_dataplane.models.echo_replies import COMPLETIONS
 from mopd_dataplane.models.self_check import SelfCheck, check_forward
+from mopd_dataplane.models.sglang_replies import SGLANG
 from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
 from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.models.vocabulary import compare_vocabularies, unknown_tokens
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader, VllmAdaptedBase
-from mopd_dataplane.score.engines import SCORING, engines_that
+from mopd_dataplane.score.echo_logprobs import EchoLogprobs
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, SERVER_READS, engines_that
+from mopd_dataplane.score.head_files import exchange_rows, exchanged_head, read_head_header, write_head
 from mopd_dataplane.score.own_tokens import OwnTokenizer
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader, TeacherForward, blended_head
+from mopd_dataplane.score.server_use import ServerUse
+from mopd_dataplane.score.vllm_batch import ServerBatches
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, ServerLogprobs, VllmLogprobs
 from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
 
@@ -57,7 +60,7 @@ class TeacherPool:
     its ids must mean the same to every teacher that reads them (models/vocabulary.py). engine: what runs the teachers.
     reads: the output requested from vLLM. options: EngineArgs for vLLM started here. check_texts: gives the texts
     [tokens] that the self-check of a teacher reads besides one that is made up, by the teacher's name. close() ends
-    running engines.
+    running engines, and counts what was requested from servers.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class TeacherPool:
         max_resident: int = 1,
         device: str = "cpu",
         engine: Literal["hf", "vllm"] = "hf",
-        reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states",
+        reads: Literal["states", "extract_hidden_states", "prompt_logprobs", "echo", "sglang"] = "states",
         options: Mapping[str, Any] | None = None,
         check_texts: Callable[[str], Sequence[NDArray[np.int64]]] = lambda name: (),
     ) -> None:
@@ -103,6 +106,8 @@ class TeacherPool:
         self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase | VllmAdaptedBase] = OrderedDict()
         self.loads: dict[str, int] = {}
         """How often each teacher's weights were read from disk; adapters count under the digest of their base."""
+        self._past_use = ServerUse()
+        """What was requested from servers whose teachers were dropped."""
         self._own_tokenizers: dict[str, OwnTokenizer] = {}
         self._self_checks: dict[str, SelfCheck] = {}
         """Self-check of each teacher that runs here, by its key in the pool."""
@@ -175,6 +180,12 @@ class TeacherPool:
             )
         return reader
 
+    @property
+    def server_use(self) -> ServerUse:
+        """What was requested from the servers of all teachers so far."""
+        live = (reader for reader in self._resident.values() if isinstance(reader, ServerBatches))
+        return reduce(ServerUse.plus, (reader.use for reader in live), self._past_use)
+
     def unknown_tokens(self, name: str) -> dict[int, str]:
         """Return the student's tokens that a teacher's tokenizer does not have, by id; for a blend, those that a member
         lacks."""
@@ -218,7 +229,13 @@ class TeacherPool:
     def close(self) -> None:
         """Drop every teacher in memory, and end the engines that run them."""
         while self._resident:
-            self._resident.popitem()[1].close()
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        reader = self._resident.popitem(last=False)[1]
+        if isinstance(reader, ServerBatches):
+            self._past_use = self._past_use.plus(reader.use)
+        reader.close()
 
     def _held(self, name: str) -> Reader | LogprobReader:
         key = self._pool_key(name)
@@ -226,7 +243,7 @@ class TeacherPool:
             spec = self._spec(name)
             folder = None if spec.settings.is_remote else self._checked(name)
             while len(self._resident) >= self._max_resident:
-                self._resident.popitem(last=False)[1].close()
+                self._drop_oldest()
                 gc.collect()
             if folder is None:
                 self._resident[key] = self._open_remote(spec.settings.url)
@@ -268,13 +285,21 @@ class TeacherPool:
 
     def _open_remote(self, url: str) -> ServerLogprobs:
         """Open a teacher that has only a url; its tokenizer must be the student's, as far as texts can tell."""
-        reader = ServerLogprobs(None, url=url, vocab_size=len(self._student_tokenizer))
+        reader = self._served_logprobs(None, url, len(self._student_tokenizer), self._student_tokenizer)
         try:
             reader.check_tokenizer(self._student_tokenizer)
         except BaseException:
             reader.close()
             raise
         return reader
+
+    def _served_logprobs(
+        self, folder: Path | None, url: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase
+    ) -> ServerLogprobs:
+        if self._reads in SERVER_READS:
+            api = SGLANG if self._reads == "sglang" else COMPLETIONS
+            return EchoLogprobs(folder, url=url, vocab_size=vocab_size, tokenizer=tokenizer, api=api)
+        return ServerLogprobs(folder, url=url, vocab_size=vocab_size)
 
     def _open(self, name: str, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine.here:
@@ -288,14 +313,20 @@ class TeacherPool:
         self, folder: Path, dtype: str, options: Mapping[str, Any], url: str = "", exchanged: tuple[int, ...] = ()
     ) -> Reader | LogprobReader:
         """Open a teacher in a vLLM started here, or in a running server."""
-        if self._reads == "prompt_logprobs":
+        if self._reads in LOGPROB_READS:
             if exchanged:
                 raise MismatchError(
-                    f'teachers.*.end = "map" exchanges rows of an LM head, which score.reads = "prompt_logprobs" does '
+                    f'teachers.*.end = "map" exchanges rows of an LM head, which score.reads = "{self._reads}" does '
                     f'not have for {folder}; set score.reads = "states", or end = "own"'
                 )
             if url:
-                return ServerLogprobs(folder, url=url, vocab_size=int(hf.model_shape(folder)["vocab_size"]))
+                vocab_size = int(hf.model_shape(folder)["vocab_size"])
+                return self._served_logprobs(folder, url, vocab_size, hf.load_tokenizer(folder))
+            if self._reads in SERVER_READS:
+                raise MismatchError(
+                    f'score.reads = "{self._reads}" reads a running server, which the teacher in {folder} does not have'
+                    '; give its teachers.*.url, or set score.reads = "prompt_logprobs"'
+                )
             return VllmLogprobs(folder, dtype=dtype, options=options)
         head = exchanged_head(hf.load_head(folder, dtype="float32", device=self._device), exchanged)
         if url:
@@ -337,7 +368,7 @@ class TeacherPool:
         file = root / self.head_file(name)
         if not file.is_file():
             write_head(file, self._head(name), owner)
-        shape, metadata = _read_header(file)
+        shape, metadata = read_head_header(file)
         if metadata["weights_digest"] != owner:
             raise MismatchError(
                 f"{file} is the head of weights {metadata['weights_digest'][:16]}, teacher {name!r} now has "
@@ -428,33 +459,6 @@ class TeacherPool:
         return folder
 
 
-def exchange_rows(model: PreTrainedModel, *ids: int) -> None:
-    """Exchange two rows of a model's LM head, and of its bias; without ids nothing changes.
-
-    The input embedding stays unchanged, even if the two are one tensor: the model still reads the same tokens.
-    """
-    if not ids:
-        return
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head.weight is hf.embedding_weight(model):
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    there, here = list(ids), list(reversed(ids))
-    with torch.no_grad():
-        for rows in (head.weight, getattr(head, "bias", None)):
-            if rows is not None:
-                rows[there] = rows[here].clone()
-
-
-def exchanged_head(head: Head, ids: tuple[int, ...]) -> Head:
-    """Return a head with two rows exchanged, in tensors of its own; without ids the head itself."""
-    if ids:
-        there, here = list(ids), list(reversed(ids))
-        for rows in (head.weight, head.bias):
-            if rows is not None:
-                rows[there] = rows[here].clone()
-    return head
-
-
 def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -462,39 +466,3 @@ def _digest_of(text: str) -> str:
 def _words(blend: Mapping[str, float]) -> str:
     signed = (f"{'-' if weight < 0 else '+'} {abs(weight):g} {name}" for name, weight in blend.items())
     return " ".join(signed).removeprefix("+ ")
-
-
-def write_head(file: Path, head: Head, weights: str) -> None:
-    """Write an LM head durably, under a temporary name first: a half-written head never has the final name.
-
-    The file has tensors `weight` [V, D] and `bias` [V] if any, in the head's dtype. Its metadata holds the
-    architecture's changes to the logits, so the file alone is enough to turn stored hidden states into logits.
-    """
-    tensors = {"weight": head.weight.detach().cpu().contiguous()}
-    if head.bias is not None:
-        tensors["bias"] = head.bias.detach().cpu().contiguous()
-    metadata = {
-        "weights_digest": weights,
-        "norm_placement": "post",
-        "logit_softcap": repr(head.softcap or 0.0),
-        "logit_scale": repr(head.logit_scale),
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(file.parent) as scratch:
-        staging = scratch / file.name
-        save_file(tensors, staging, metadata=metadata)
-        fsync(staging)
-        staging.replace(file)
-        fsync(file.parent)
-
-
-def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
-    """Read [V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
-    try:
-        header = read_tensor_header(file)
-        rows, width = header.tensors["weight"].shape
-    except DamagedError as error:
-        raise DamagedError(f"head file {error}; or delete it and score again") from None
-    except (LookupError, ValueError):
-        raise DamagedError(f"{file} has no matrix `weight`, so it is no head; delete it and score again") from None
-    return (rows, width), header.metadata

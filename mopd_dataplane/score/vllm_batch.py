@@ -14,6 +14,7 @@ from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_local import answering, require_vllm, start
 from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.readers import IntArrays
+from mopd_dataplane.score.server_use import ServerUse
 
 _SLOTS = 64
 """Number of sequences that vLLM reads together."""
@@ -71,6 +72,7 @@ class ServerBatches:
 
     def __init__(self, folder: Path | None, url: str) -> None:
         self._server = VllmServer(url)
+        self._tokens = 0
         try:
             digest = "" if folder is None else weights_digest(folder)
             self._name = self._server.name if folder is None else self._server.take(folder, digest, reload=False)
@@ -81,7 +83,14 @@ class ServerBatches:
 
     def ask(self, sequences: IntArrays, call: Callable[[NDArray[np.int64]], Call], read: Read[Value]) -> list[Value]:
         """Send a request for each sequence of token ids, several at a time. Returns `read` of each answer."""
+        self._tokens += sum(map(len, sequences))
         return self._server.gather([call(ids) for ids in sequences], lambda i, answer: read(sequences[i], answer))
+
+    @property
+    def use(self) -> ServerUse:
+        """What was requested from the server so far."""
+        traffic = self._server.traffic
+        return ServerUse(traffic.requests, traffic.retries, self._tokens)
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running."""

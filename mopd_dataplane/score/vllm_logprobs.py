@@ -5,7 +5,7 @@ vLLM computes them from the plain softmax, so they are at temperature 1, and it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -62,7 +62,7 @@ class VllmLogprobs(VllmBatches):
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
         answers = self.ask(sequences, parameters)
         return [
-            _said(ids, map(_ranked, answer.prompt_logprobs[1:]), k)
+            sequence_logprobs(ids, map(_ranked, answer.prompt_logprobs[1:]), k)
             for ids, answer in zip(sequences, answers, strict=True)
         ]
 
@@ -84,11 +84,14 @@ class ServerLogprobs(ServerBatches):
         for text in FINGERPRINT_TEXTS:
             here, there = encoded(tokenizer, text), self._server.tokenize(text)
             if here != there:
-                raise MismatchError(
-                    f"{self._server.url} serves {self._server.name!r}, which reads {text[:40]!r} as {there[:8]} "
-                    f"({len(there)} ids), the student as {here[:8]} ({len(here)} ids); use a teacher that has the "
-                    "student's tokenizer"
-                )
+                raise self.other_tokens(text, there, here)
+
+    def other_tokens(self, text: str, there: Sequence[object], here: Sequence[int]) -> MismatchError:
+        """Return the error for a text that the server reads as other tokens than the student's tokenizer."""
+        return MismatchError(
+            f"{self._server.url} serves {self._server.name!r}, which reads {text[:40]!r} as {there[:8]} ({len(there)} "
+            f"ids), the student as {here[:8]} ({len(here)} ids); use a teacher that has the student's tokenizer"
+        )
 
     def identity(self, tokenizer: PreTrainedTokenizerBase) -> ServerIdentity:
         """Return the identity of the teacher at its server."""
@@ -102,7 +105,7 @@ class ServerLogprobs(ServerBatches):
 
         def read(ids: NDArray[np.int64], answer: Answer) -> SequenceLogprobs:
             rows = read_prompt_logprobs(answer, ids.tolist(), k, self.vocab_size)
-            return _said(ids, rows, k)
+            return sequence_logprobs(ids, rows, k)
 
         return self.ask(sequences, call, read)
 
@@ -111,7 +114,9 @@ def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:
     return {token: (said.rank, said.logprob) for token, said in row.items()}
 
 
-def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int) -> SequenceLogprobs:
+def sequence_logprobs(
+    ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int
+) -> SequenceLogprobs:
     """Convert {token: (rank, log-prob)} of every position but the first; ranks begin at 1.
 
     Raises EngineError when a token of the text, or one of the k likeliest, is missing.

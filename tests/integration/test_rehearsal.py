@@ -21,7 +21,7 @@ from mopd_dataplane.models.devices import free_device_memory
 from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.prompts import load_prompts
-from mopd_dataplane.run import open_engine
+from mopd_dataplane.run import open_engine, rehearsal
 from mopd_dataplane.run.pipeline import run_job
 from mopd_dataplane.run.preflight import preflight
 from mopd_dataplane.run.rehearsal import MARK, Rehearsal, rehearse
@@ -155,8 +155,13 @@ def small_job(folder: Path, **changes: object) -> Job:
     )  # fmt: skip
 
 
-def test_a_teacher_behind_a_url_has_a_stand_in(tmp_path: Path) -> None:
-    served = {"engine": "vllm", "reads": "prompt_logprobs"}
+@pytest.mark.parametrize("reads", ["prompt_logprobs", "echo", "sglang"])
+@pytest.mark.parametrize("has_vllm", [False, True])
+def test_a_teacher_behind_a_url_has_a_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str, has_vllm: bool
+) -> None:
+    monkeypatch.setattr(rehearsal, "is_installed", lambda package: has_vllm and package == "vllm")
+    served = {"engine": "vllm", "reads": reads}
     far = small_job(
         tmp_path,
         teachers={"t": {"url": "http://127.0.0.1:1/v1"}},
@@ -167,6 +172,7 @@ def test_a_teacher_behind_a_url_has_a_stand_in(tmp_path: Path) -> None:
     small = rehearse(far)
     assert small.replaced["teachers.t"] == "a running server is not asked: the student stands in"
     assert small.job.teachers["t"].source == "student"
+    assert small.job.stages[0].score.reads == ("prompt_logprobs" if has_vllm else "states")
 
 
 def test_what_is_missing_is_replaced_and_said(tmp_path: Path) -> None:

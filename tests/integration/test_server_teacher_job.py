@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commandline import ENVIRONMENT, command, run_mopd
-from model_server import Handler, Misbehave, ModelServer, is_silent, never_ends, sends, serve_model
+from model_server import Handler, Misbehave, ModelServer, fails, is_silent, never_ends, sends, serve_model
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.errors import MismatchError
@@ -138,6 +138,37 @@ def test_a_sampling_server_with_other_weights_is_refused(tmp_path: Path, models:
         ):
             check_policy_server(run, stage, engine)
         engine.close()
+
+
+@pytest.mark.slow
+def test_log_probs_of_the_completions_api_are_the_same(job: Path, server: ModelServer) -> None:
+    job.write_text(job.read_text().replace('reads = "prompt_logprobs"', 'reads = "echo"\nprobe = 0'))
+    server.refused_fields = {"max_tokens": 0}
+    server.misbehave = on_scoring(fails(2, sends(b"slow down", status=429)))
+    ran = run_mopd("score", job)
+    store = open_store(str(job.parent / "store"))
+    rows = np.arange(4)
+    tokens = store.read_tokens(rows, columns=["tokens"])["tokens"].to_pylist()
+    lengths = store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
+    for ids, length, own in zip(tokens, lengths, store.read_signal("large", "logprob", rows), strict=True):
+        values = server.logprobs(ids)
+        np.testing.assert_allclose(own, [values[i - 1, ids[i]] for i in range(length, len(ids))], atol=1e-5)
+    line = next(line for line in ran.stderr.splitlines() if " score " in line)
+    assert f"large 4 requests, 2 retries, {sum(map(len, tokens))} prompt tokens" in line
+    assert not any("prompt_logprobs" in (body or {}) for _, body in server.asked)
+    job.write_text(job.read_text().replace('reads = "echo"', 'reads = "prompt_logprobs"'))
+    run_mopd("score", job)
+
+
+def on_scoring(behaviour: Misbehave) -> Misbehave:
+    """Misbehave once the teacher has been recognised: the fixed texts are the only ones in the first requests."""
+    texts = 7
+
+    def misbehave(connection: Handler, reply: Any) -> bool:
+        echoes = sum(1 for path, _ in connection.server.asked if path == "/v1/completions")
+        return "choices" in (reply or {}) and echoes > texts + 1 and behaviour(connection, reply)
+
+    return misbehave
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ READ_BACK = {
     "score/discriminator.py:scores": "rewards",
     "score/discriminator.py:_step": "a loss and its margins",
     "score/discriminator.py:<dictcomp>": "a version",
-    "score/teacher_pool.py:write_head": "a head file",
+    "score/head_files.py:write_head": "a head file",
     "models/hf.py:hidden_states": "transformers looks whether position ids are packed",
     "score/discriminator.py:forward": "transformers looks whether position ids are packed",
     "train/student.py:packs_apart": "one flag when a model is loaded",

@@ -30,11 +30,12 @@ from mopd_dataplane.run.steps.server_identity import check_teacher_server
 from mopd_dataplane.run.steps.signal_health import check_health, measure_signals, record_health
 from mopd_dataplane.run.steps.teacher_prompts import prompt_renderer
 from mopd_dataplane.run.tasks import HealthKey, ScoredTask, ScoreTask
-from mopd_dataplane.score.engines import SCORING
+from mopd_dataplane.score.engines import LOGPROB_READS, SCORING
 from mopd_dataplane.score.health import Health
 from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
+from mopd_dataplane.score.server_use import ServerUse
 from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_comparison import quantisation_effect
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
@@ -76,6 +77,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: Teacher
     ]
     record_rounding(run, stage, pool, tasks)
     parts: dict[HealthKey, list[Health]] = defaultdict(list)
+    uses: dict[str, ServerUse] = defaultdict(ServerUse)
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with nullcontext() if keeps_teachers else closing(pool), step as (advance, report):
 
@@ -84,6 +86,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: Teacher
             counts["loss_tokens"] += scored.loss_tokens
             for key, health in scored.health.items():
                 parts[key].append(health)
+            if scored.use.requests:
+                uses[scored.teacher] = uses[scored.teacher].plus(scored.use)
             advance(int(counts["signals"]), teacher=scored.teacher)
 
         if run.fleet is not None:
@@ -95,7 +99,9 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: Teacher
                     advance(int(counts["signals"]), now=_loading(run, stage, task.teacher))
                 count(score_task(run, stage, pool, student, task))
         kinds = "+".join(dict.fromkeys(kind for _, kind in work))
-        report.facts = {"signals": f"{int(counts['signals']):,}", "kinds": kinds}
+        report.facts = {"signals": f"{int(counts['signals']):,}", "kinds": kinds} | {
+            teacher: str(use) for teacher, use in uses.items()
+        }
     run.record_time(stage, iteration, "score", report.seconds)
     record_health(run, stage, parts, np.concatenate([task.rows for task in tasks]))
     check_health(run, stage, iteration)
@@ -132,7 +138,7 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
 
 
 def _reads_logprobs(stage: Stage) -> bool:
-    return not SCORING[stage.score.engine].here and stage.score.reads == "prompt_logprobs"
+    return not SCORING[stage.score.engine].here and stage.score.reads in LOGPROB_READS
 
 
 def check_precision(run: Run, stage: Stage) -> None:
@@ -215,6 +221,7 @@ def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, 
 
 
 def _score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
+    use_before = pool.server_use
     probe_teacher(run, stage, pool, task.teacher)
     samples = list(stored_samples(run, task.rows))
     if run.job.teachers[task.teacher].unknown_tokens == "mask":
@@ -233,9 +240,8 @@ def _score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk,
     for member in run.job.members_of(task.teacher):
         if passed := pool.self_check(member):
             record_self_check(run.store, stage.name, "teacher", passed, teacher=member)
-    return ScoredTask(
-        task.teacher, new, positions, measure_signals(run, task.teacher, samples, by_kind.get("logprob", []))
-    )
+    health = measure_signals(run, task.teacher, samples, by_kind.get("logprob", []))
+    return ScoredTask(task.teacher, new, positions, health, pool.server_use.minus(use_before))
 
 
 def _readable(run: Run, stage: Stage, teacher: str, samples: Sequence[Scorable], pool: TeacherPool) -> list[Scorable]:

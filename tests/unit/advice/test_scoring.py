@@ -166,8 +166,8 @@ def test_replies_of_vllm() -> None:
         predicting([torch.zeros(3, 2)], ids, places)
     assert predicting([torch.zeros(4, 2)], ids, places).shape == (2, 2)
     with advises(" likeliest; run again"):
-        vllm_logprobs._said(np.arange(2), [{7: (1, -0.5)}], 1)
-    assert vllm_logprobs._said(np.arange(2), [{1: (1, -0.5)}], 1).token_logprobs.tolist() == [-0.5]
+        vllm_logprobs.sequence_logprobs(np.arange(2), [{7: (1, -0.5)}], 1)
+    assert vllm_logprobs.sequence_logprobs(np.arange(2), [{1: (1, -0.5)}], 1).token_logprobs.tolist() == [-0.5]
 
 
 def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +254,10 @@ def test_what_is_read_of_teachers_in_vllm(folders: dict[str, Path], monkeypatch:
         with advises('; set score.reads = "states", or end = "own"'):
             pool._vllm_reader(folders["one"], "float32", {}, server.url, (1, 2))
         pool._vllm_reader(folders["one"], "float32", {}, server.url, ()).close()
+        pool = pool_of(folders, "one", engine="vllm", reads="echo")
+        with advises("; give its teachers.*.url, or set score.reads = "):
+            pool._vllm_reader(folders["one"], "float32", {})
+        pool._vllm_reader(folders["one"], "float32", {}, server.url).close()
     assert score(pool_of(folders, "one", settings={"end": "map"}), "one", sample()) == 1
 
 

@@ -411,7 +411,18 @@ REFUSALS = [
                 'set score.engine = "vllm" and score.reads = "prompt_logprobs"',
                 {_at("score.engine"): "vllm", _at("score.reads"): "prompt_logprobs"},
             ),
+            (
+                '(or "echo")',
+                {_at("score.engine"): "vllm", _at("score.reads"): "echo", "teachers.other.url": REMOTE["url"]},
+            ),
             ("give teachers.expert.source", {"teachers.expert.source": "models/expert"}),
+        ],
+    ),
+    Refusal(
+        {_at("score.engine"): "vllm", _at("score.reads"): "echo", "teachers.other.url": REMOTE["url"]},
+        [
+            ("give teachers.expert.url", {"teachers.expert.url": REMOTE["url"]}),
+            ('set reads = "prompt_logprobs"', {_at("score.reads"): "prompt_logprobs"}),
         ],
     ),
     Refusal(

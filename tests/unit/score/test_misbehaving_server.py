@@ -3,13 +3,16 @@ pass is tried again."""
 
 from __future__ import annotations
 
+import email.utils
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +223,44 @@ def test_what_can_pass_is_tried_again(server: ModelServer, teacher: ServerLogpro
     for said, expected in zip(teacher.read(SEQUENCES, K), good, strict=True):
         np.testing.assert_array_equal(said.token_logprobs, expected.token_logprobs)
     assert len(server.asked) - before == len(SEQUENCES) + 2
+
+
+def test_a_pause_that_the_server_names_may_exceed_patience(
+    server: ModelServer, teacher: ServerLogprobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    teacher._server._client._patience_s = 0.2
+    before = replace(teacher._server.traffic)
+    server.misbehave = fails(1, sends(b"slow down", status=429, Retry_After="1"))
+    began = time.monotonic()
+    teacher.read(SEQUENCES, K)
+    assert time.monotonic() - began >= 1
+    traffic = teacher._server.traffic
+    assert (traffic.requests - before.requests, traffic.retries - before.retries) == (len(SEQUENCES), 1)
+    assert not capfd.readouterr().err
+    server.misbehave = sends(b"quota", status=429, Retry_After="9000")
+    with pytest.raises(EngineError, match=r"failed 1 times in 0 s: .*429.*quota.*run again to continue"):
+        teacher.read(SEQUENCES, K)
+
+
+def test_a_long_pause_is_announced(
+    server: ModelServer, teacher: ServerLogprobs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(http_client, "_LONGEST_PAUSE_S", 0.5)
+    server.misbehave = fails(1, sends(b"slow down", status=429, Retry_After="1"))
+    teacher.read(SEQUENCES, K)
+    assert re.search(r"failed once: .*429.*; tried again for another 600 s, next in 1 s", capfd.readouterr().err)
+
+
+def test_forms_of_retry_after() -> None:
+    in_a_minute = email.utils.formatdate(time.time() + 60, usegmt=True)
+    for text, low, high in (
+        ("7", 7, 7),
+        (in_a_minute, 55, 61),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+        ("soon", 0, 0),
+    ):
+        assert low <= http_client._retry_after_s({"retry-after": text}) <= high, text
+    assert http_client._retry_after_s({}) == 0
 
 
 @pytest.mark.parametrize("kind", ["500", "a cut before the answer"])
