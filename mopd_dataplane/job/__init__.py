@@ -3,6 +3,7 @@
 section.py      a table of a job file, and the class of a key: what a new value does to a run that has begun
 sections.py     the tables of a job file: every key with its default and its meaning
 further_samples.py samples beyond those of an iteration's own prompts: further prompts, iterations before
+retain.py       how long a run keeps what it no longer trains on
 scale.py        processes that share the work
 values.py       kinds of values that keys take
 parse.py        what pydantic found wrong, in words, and in which line; a section that another process wrote as JSON
@@ -19,5 +20,6 @@ reference.py    every key with type, default, unit, meaning and example: docs/jo
 memory_advice.py which key to lower, and to what, when memory ran out
 examples.py     those examples and units
 check.py        checks across sections
+check_following.py what a teacher that follows the policy cannot give
 check_tokenizers.py what a teacher of another tokenizer cannot give
 """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mopd_dataplane.errors import JobFileError, require_known
+from mopd_dataplane.job.check_following import check_following
 from mopd_dataplane.job.check_tokenizers import check_own_tokenizers, check_own_tokenizers_of_stage
 from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
@@ -409,6 +410,7 @@ def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
         _require(other, job.teachers, f"objectives.{stage.objective}.policy_gradient.{key} names no teacher")
         teachers.add(other)
     check_own_tokenizers_of_stage(job, stage, tuple(sorted(samplers)), at)
+    check_following(job, stage, samplers, at)
     scorers = {member for name in job.scorers_of(stage) for member in job.members_of(name)}
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         score = stage.score

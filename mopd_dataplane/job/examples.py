@@ -36,6 +36,8 @@ EXAMPLES: dict[str, str] = {
     "teachers.NAME.source": '"stage:sorter"',
     "teachers.NAME.revision": '"main"',
     "teachers.NAME.blend": "{ expert = 1.25, base = -0.25 }",
+    "teachers.NAME.follows": "1",
+    "teachers.NAME.average": "0.05",
     "teachers.NAME.unknown_tokens": '"mask"',
     "teachers.NAME.tokenizer": '"own"',
     "teachers.NAME.prompt_template": '"{context}\\n{prompt}"',

@@ -12,6 +12,7 @@ from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.further_samples import Data, OtherStores, SourceStore
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
+from mopd_dataplane.job.retain import Retain
 from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.job.section import Fixed, Free, Section
 from mopd_dataplane.job.values import Name
@@ -131,7 +132,7 @@ class Job(Section):
     """The token log."""
     load: sections.Load = sections.Load()
     """The shared-memory ring between disk and trainer."""
-    retain: sections.Retain = sections.Retain()
+    retain: Retain = Retain()
     """How long hidden states are kept."""
     scale: Scale = Scale()
     """How many processes share the work."""

@@ -109,6 +109,12 @@ class Teacher(Section):
     """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
     reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).
     They must fit in memory together (score.max_resident)."""
+    follows: Fixed[int] = Field(default=0, ge=0)
+    """For `source = "student"`: after every so many iterations the teacher becomes the policy that the stage has then
+    (1: always the newest); 0: it stays the policy that the stage starts from."""
+    average: Fixed[float] = Field(default=1.0, gt=0, le=1)
+    """Share of the newest policy in a teacher that follows; the rest are the weights it had before, so that it is a
+    moving average of policies (SDPO, arXiv 2601.20802: 0.05)."""
     dtype: Fixed[Literal["float32", "bfloat16"]] = "float32"
     """Precision of the scoring pass."""
     prompt_template: str = ""
@@ -131,6 +137,17 @@ class Teacher(Section):
     url: Free[ServerUrl] = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here. Without
     a source the weights are there only: it gives log-probs (`score.reads` = "prompt_logprobs", "echo" or "sglang")."""
+
+    @model_validator(mode="after")
+    def _follows_the_student(self) -> Teacher:
+        if self.follows and self.source != "student":
+            raise ValueError(
+                f'follows = {self.follows} is for source = "student", found {self.source!r:.80}; set source, or '
+                "follows = 0"
+            )
+        if self.average < 1 and not self.follows:
+            raise ValueError(f"average = {self.average:g} is for a teacher that follows; set follows, or average = 1")
+        return self
 
     @model_validator(mode="after")
     def _blend_is_sound(self) -> Teacher:
@@ -370,32 +387,6 @@ class Discriminator(Section):
     """Further passes over the first window's pairs."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of its gradient; a larger one is scaled down."""
-
-
-class Retain(Section):
-    """Retention of hidden states (most bytes of a store), per-token statistics, checkpoints, policies and snapshots."""
-
-    change = ChangeClass.FREE
-    hidden_passes: int = Field(default=0, ge=0)
-    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good; 0 is
-    without limit."""
-    hidden_versions: int = Field(default=0, ge=0)
-    """Freed once the newest policy is more than this many versions newer than the one that began the sample; 0 is
-    without limit."""
-    stats_versions: int = Field(default=0, ge=0)
-    """Per-token statistics are freed in the same way, while their means stay; 0 keeps them without limit."""
-    checkpoints_every: int = Field(default=0, ge=0)
-    """The checkpoint of every so many policy versions stays, so that `mopd fork` and `mopd rewind` can begin there: 1
-    keeps that of every version, 0 those of the last two alone. 12 bytes a trained parameter each; in a folder."""
-    best_checkpoints: int = Field(default=0, ge=0)
-    """The checkpoints of so many versions stay too: of those evaluated so far, the ones with the highest mean reward of
-    held-out answers."""
-    policies: int = Field(default=0, ge=0)
-    """So many newest policy versions of a stage stay, besides those whose checkpoints stay; 0 keeps all. A concurrent
-    stage keeps at least `plan.max_staleness` + 2, all where that has no bound, and those evaluated at its end."""
-    snapshots: int = Field(default=0, ge=0)
-    """The snapshots of so many trained windows stay pinned, besides those of windows that a kill may bring back; 0
-    keeps all. What only a released one names leaves the disk: its window cannot be loaded again or shown as it was."""
 
 
 class Load(Section):

@@ -3,6 +3,7 @@
 adapter_files.py    adapter folders, and the base that each belongs to
 adapters.py         LoRA adapters in a transformers model: add, switch, save, merge
 architecture.py     facts that a config implies: context length, attention, the part before the LM head
+average.py          moving averages of policies
 chat_template.py    conversations as tokens: where an answer begins, and the token that ends it
 checkpoint_quantisation.py checkpoints that are published quantised: read as plain weights, or refused
 config_files.py     reads config.json of a model folder

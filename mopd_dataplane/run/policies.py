@@ -1,4 +1,5 @@
-"""Folders of policies: `policies/<stage>/v<version>`, where version 0 is what the stage starts from."""
+"""Folders of policies: `policies/<stage>/v<version>`, where version 0 is what the stage starts from, and the averages
+of teachers that follow them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,10 +8,14 @@ from pathlib import Path
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.adapter_files import is_adapter, named_base
+from mopd_dataplane.models.average import is_average_up_to, save_average
 from mopd_dataplane.models.hf import load_merged, save_policy
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.work_folder import Work
+
+AVERAGE = "average-"
+"""Beginning of the name of an averaged folder; the teacher and the version follow."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +112,73 @@ class Policies:
             return self.merge(stage)
         return self.folder(stage, version)
 
-    def teacher(self, name: str, stage: Stage) -> Path:
-        """Weights folder of a teacher, as seen from a stage. Raises MismatchError for one that has only a url."""
+    def followed(self, name: str, stage: Stage, iteration: int) -> int:
+        """Version of the stage's policy that a following teacher has, or has averaged in last, in an iteration."""
+        return iteration - iteration % self.job.teachers[name].follows
+
+    def average(self, name: str, stage: Stage, version: int) -> Path:
+        """The moving average that a following teacher is at a version of the stage's policy, made once.
+
+        Raises UnknownNameError if policies that it is made of are not stored any more.
+        """
+        teacher, missing, last = self.job.teachers[name], [], version
+        while last and not self._has_average(name, stage, last):
+            missing.append(last)
+            last -= teacher.follows
+        folder = self.work.root / _average(name, stage, last) if last else self.folder(stage, 0)
+        for later in reversed(missing):
+            own = _average(name, stage, later)
+            save_average(folder, self.folder(stage, later), teacher.average, self.work.root / own)
+            self.work.publish(own)
+            folder = self.work.root / own
+        return folder
+
+    def _has_average(self, name: str, stage: Stage, version: int) -> bool:
+        """Fetch an average unless it is already here. Returns whether it exists; one of another policy is removed."""
+        own = _average(name, stage, version)
+        if not self.work.fetch(own):
+            return False
+        if version not in self.stored(stage):  # retention removed it; the average was compared with it before
+            return True
+        if not is_average_up_to(self.work.root / own, self.folder(stage, version)):
+            self.work.remove(own)
+            return False
+        return True
+
+    def averages(self, stage: Stage) -> list[tuple[str, int]]:
+        """(teacher, version) of the averages of a stage that are here or in the store."""
+        names = [name for name in self.work.published(f"policies/{stage.name}") if name.startswith(AVERAGE)]
+        pairs = (name.removeprefix(AVERAGE).rpartition("-v") for name in names)
+        return [(teacher, int(version)) for teacher, _, version in pairs if version.isdigit()]
+
+    def remove_average(self, name: str, stage: Stage, version: int) -> None:
+        """Delete an average, here and in the store."""
+        self.work.remove(_average(name, stage, version))
+
+    def teacher(self, name: str, stage: Stage, iteration: int | None = None) -> Path:
+        """Weights folder of a teacher, as seen from a stage. Raises MismatchError for one that has only a url.
+
+        iteration: of the samples that it scores, for a teacher that follows the policy; default the next one.
+        """
         teacher = self.job.teachers[name]
         if teacher.is_remote:
             raise MismatchError(
                 f"teacher {name!r} has weights behind {teacher.url} only, and they are needed here; give "
                 f"teachers.{name}.source"
             )
+        if teacher.follows:
+            version = self.followed(name, stage, self.latest(stage) if iteration is None else iteration)
+            return self.folder(stage, version) if teacher.average == 1 else self.average(name, stage, version)
         if teacher.source == "student":
             return self.start(stage)
         if teacher.stage is not None:
             return self.latest_folder(self.job.stage(teacher.stage))
         return model_folder(teacher.source, teacher.revision)
+
+
+def _average(name: str, stage: Stage, version: int) -> str:
+    """Folder of a teacher's average, relative to the store."""
+    return f"policies/{stage.name}/{AVERAGE}{name}-v{version}"
 
 
 def _stored(versions: list[int]) -> str:

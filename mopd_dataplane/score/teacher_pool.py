@@ -392,12 +392,14 @@ class TeacherPool:
             head_digest=file_digest(file),
         )
 
-    def record_of_remote(self, name: str, identity: str) -> Teacher:
-        """Return the row for `teachers` of a teacher with only a url. identity: digest of its server's
-        ServerIdentity."""
+    def record_without_head(self, name: str, source: str, identity: str = "") -> Teacher:
+        """Return the row for `teachers` of a teacher without one LM head: behind a url, or one that follows a policy.
+
+        source: where its weights are. identity: digest of its server's ServerIdentity; empty for weights that change.
+        """
         return Teacher(
             name=name,
-            source=self._spec(name).settings.url,
+            source=source,
             weights_digest=identity,
             tokenizer_digest=hf.tokenizer_digest(self._student_tokenizer),
             vocab_size=len(self._student_tokenizer),

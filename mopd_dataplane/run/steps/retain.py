@@ -39,7 +39,8 @@ def _release_snapshots(run: Run, stage: Stage, windows_done: int) -> None:
 
 
 def _remove_policies(run: Run, stage: Stage) -> None:
-    """Delete policy versions but the newest, those that a fork or a rewind may begin with, and what others lie on."""
+    """Delete policy versions, and averages of them, but the newest, those that a fork or a rewind may begin with, that
+    of a teacher that follows, and what others lie on."""
     most = run.job.retain.policies
     if not most or (stage.concurrent and not stage.plan.max_staleness):
         return
@@ -48,6 +49,16 @@ def _remove_policies(run: Run, stage: Stage) -> None:
     if stage.concurrent:
         most = max(most, stage.plan.max_staleness + 2)
         needed |= {version for version in versions if run.job.eval.every and not version % run.job.eval.every}
+    turns = {
+        name: run.policies.followed(name, stage, run.policies.latest(stage))
+        for name in run.job.scorers_of(stage)
+        if run.job.teachers[name].follows
+    }
+    needed |= {*turns.values()}
+    for name, version in run.policies.averages(stage):
+        # The next average is made from the one of the turn before.
+        if version not in needed and version < min(turns[name] - run.job.teachers[name].follows, *versions[-most:]):
+            run.policies.remove_average(name, stage, version)
     bases = {run.policies.base(other) for other in run.job.stages}
     for version in versions[:-most]:
         if version not in needed and (run.policies.stage_folder(stage) / f"v{version}").resolve() not in bases:

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.memory import explain_out_of_memory
 from mopd_dataplane.base.stats_choice import keeps_stats
-from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.errors import JobFileError, MismatchError
 from mopd_dataplane.fields import ALIGNMENT, PAYLOAD, column_names, of_signal, value
 from mopd_dataplane.job import memory_advice
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
+from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.check_texts import check_texts
 from mopd_dataplane.run.context import Run
@@ -56,6 +57,14 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: Teacher
     tokenizer, weights or quantisation do not fit, and after scoring when `score.on_unhealthy` refuses a signal.
     """
     check_precision(run, stage)
+    if any(run.job.teachers[name].follows for name in run.job.scorers_of(stage)):
+        if pool is not None or run.fleet is not None:
+            raise JobFileError(
+                f"stage {stage.name!r} has a teacher that follows the policy, and neither --ray nor --queue can score "
+                "by it; run it without them, or set follows = 0"
+            )
+        if iteration is None:
+            return _score_by_iteration(run, stage)
     if stage.sources and _missing(run, stage, iteration):
         with closing(register_teachers(run, stage)):
             take_signals(run, stage)
@@ -68,7 +77,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: Teacher
     free_device_memory()
     probe_start(run, stage)
     keeps_teachers = pool is not None
-    pool = pool or register_teachers(run, stage)
+    pool = pool or register_teachers(run, stage, iteration)
+    record_followed(run, stage, iteration)
     tasks = [
         ScoreTask(teacher, tuple(kinds), chunk)
         for teacher in dict.fromkeys(teacher for teacher, _ in work)
@@ -108,6 +118,26 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None, pool: Teacher
     return counts
 
 
+def record_followed(run: Run, stage: Stage, iteration: int | None) -> None:
+    """Record which policy each teacher that follows has in an iteration."""
+    for name in run.job.scorers_of(stage):
+        if iteration is not None and run.job.teachers[name].follows:
+            version = run.policies.followed(name, stage, iteration)
+            digest = weights_digest(run.policies.teacher(name, stage, iteration))
+            event, detail = f"followed/{stage.name}/{name}/{iteration}", {"teacher": name, "weights_digest": digest}
+            run.store.add_event(event, stage.name, "followed", iteration, float(version), detail)
+
+
+def _score_by_iteration(run: Run, stage: Stage) -> dict[str, float]:
+    """Score the samples of each iteration by the weights that a following teacher has in it."""
+    _, samples = stage_samples(run.store, stage, None, ["iteration"])
+    counts = {"signals": 0.0, "loss_tokens": 0.0}
+    for iteration in sorted(set(samples["iteration"].to_pylist())):
+        for name, count in score(run, stage, iteration=iteration).items():
+            counts[name] += count
+    return counts
+
+
 def _loading(run: Run, stage: Stage, teacher: str) -> str:
     """Progress text while a teacher is being loaded."""
     members = run.job.members_of(teacher)
@@ -115,17 +145,22 @@ def _loading(run: Run, stage: Stage, teacher: str) -> str:
     return run.progress.describe_wait(stage.name, f"loading teacher {teacher}", folders)
 
 
-def register_teachers(run: Run, stage: Stage) -> TeacherPool:
+def register_teachers(run: Run, stage: Stage, iteration: int | None = None) -> TeacherPool:
     """The teachers a stage routes to (and the reference policy of its objective), checked and known to the store.
 
-    Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit.
+    iteration: of the samples that are scored, for teachers that follow the policy. Raises MismatchError, with nothing
+    written, when a tokenizer or a digest does not fit.
     """
-    pool = teacher_pool(run, stage)
+    pool = teacher_pool(run, stage, iteration=iteration)
     for teacher in run.job.scorers_of(stage):
         settings = run.job.teachers[teacher]
         identity = check_teacher_server(run, stage, pool, teacher) if settings.url and _reads_logprobs(stage) else ""
         if settings.is_remote:
-            run.store.add_teacher(pool.record_of_remote(teacher, identity))
+            run.store.add_teacher(pool.record_without_head(teacher, settings.url, identity))
+            continue
+        if settings.follows:
+            source = f"the policy of the stage, every {settings.follows} iterations, average {settings.average:g}"
+            run.store.add_teacher(pool.record_without_head(teacher, source))
             continue
         has_head = run.work.fetch_file(pool.head_file(teacher))
         record = pool.register(teacher, run.root)
@@ -174,11 +209,13 @@ def record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[S
 
 
 def teacher_pool(
-    run: Run, stage: Stage, teachers: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None
-) -> TeacherPool:
+    run: Run, stage: Stage, teachers: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None,
+    iteration: int | None = None,
+) -> TeacherPool:  # fmt: skip
     """Teachers as a stage scores with them, and those they are blends of; none is loaded yet.
 
-    teachers: default those that score the stage's samples. engine: what runs them; default the job's.
+    teachers: default those that score the stage's samples. engine: what runs them; default the job's. iteration: as for
+    `register_teachers`.
     """
     teachers = teachers or run.job.scorers_of(stage)
     names = dict.fromkeys([*teachers, *(member for teacher in teachers for member in run.job.members_of(teacher))])
@@ -186,7 +223,7 @@ def teacher_pool(
     for name in names:
         settings = run.job.teachers[name]
         has_folder = not settings.blend and not settings.is_remote
-        specs[name] = TeacherSpec(run.policies.teacher(name, stage) if has_folder else None, settings)
+        specs[name] = TeacherSpec(run.policies.teacher(name, stage, iteration) if has_folder else None, settings)
     return TeacherPool(
         specs,
         student_tokenizer=run.tokenizer,

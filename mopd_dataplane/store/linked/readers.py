@@ -294,7 +294,7 @@ def hidden_reader(tables: SignalTables, own: Callable[[], HiddenReader]) -> Link
 
 def teacher_there(teacher: Teacher, others: dict[str, Teacher]) -> str | None:
     """Return the name that a teacher has among others; None if none has its weights, tokenizer and quantisation."""
-    if not teacher.weights_digest:  # weights that only a server has
+    if not teacher.weights_digest:  # weights that only a server has, or that change
         return None
     same = ("weights_digest", "tokenizer_digest", "quantisation")
     for name, other in others.items():

@@ -64,6 +64,8 @@ def _remote(teacher: str) -> dict[str, Any]:
 LEARNT = {"student.path": "models/student", "student.config": GONE}
 TWO_RANKS = {"scale.ranks": 2, "scale.context_parallel": 2}
 OWN_TOKENS = {"teachers.expert.tokenizer": "own"}
+FOLLOWING = {"teachers.expert": {"source": "student", "follows": 2}}
+STAYS = ("set teachers.expert.follows = 0", {"teachers.expert.follows": 0})
 CONCURRENT = {_at("concurrent"): True}
 UNTIL: dict[str, Any] = {
     f"{GRADIENT}.reward_coef": 1.0, _at("rollout.group_size"): 4, _at("rollout.prompts_per_iteration"): 8,
@@ -71,6 +73,40 @@ UNTIL: dict[str, Any] = {
 }  # fmt: skip
 HIDDEN = ("hidden_passes", "hidden_versions")
 REFUSALS = [
+    Refusal(
+        {"teachers.expert.follows": 2},
+        [("set source", {"teachers.expert.source": "student"}), ("follows = 0", {"teachers.expert.follows": 0})],
+    ),
+    Refusal(
+        {"teachers.expert": {"source": "student", "average": 0.5}},
+        [("set follows", {"teachers.expert.follows": 1}), ("average = 1", {"teachers.expert.average": 1})],
+    ),
+    Refusal(
+        {**FOLLOWING, "teachers.mix": {"blend": {"expert": 0.5, "other": 0.5}}, "routing.words": "mix"}, [STAYS]
+    ),
+    Refusal(
+        {**FOLLOWING, _at("rollout.policy"): "routed"},
+        [("let the student answer", {_at("rollout.policy"): "self"}), STAYS],
+    ),
+    Refusal({**FOLLOWING, _at("data"): "reference"}, [STAYS]),
+    Refusal({**FOLLOWING, **CONCURRENT}, [("set concurrent = false", {_at("concurrent"): False}), STAYS]),
+    Refusal(
+        {**FOLLOWING, _at("score.engine"): "vllm"},
+        [('set score.engine = "hf"', {_at("score.engine"): "hf"}), STAYS],
+    ),
+    Refusal(
+        {**FOLLOWING, **OF_HIDDEN},
+        [
+            ("take an objective of log-probs (policy_gradient)", {_at("objective"): "opd"}),
+            ('or of a top-k (divergence, signal = "topk")', OF_TOPK),
+            STAYS,
+        ],
+    ),
+    Refusal(
+        {"teachers.expert": {"source": "student", "follows": 1, "average": 0.5}, _at("train.lora"): {"r": 4}},
+        [("set teachers.expert.average = 1", {"teachers.expert.average": 1}),
+         ("set teachers.expert.follows = 0", {"teachers.expert.follows": 0, "teachers.expert.average": 1})],
+    ),
     Refusal(
         {"teachers.both": {"blend": {"expert": 0.5, "other": 0.5}, "end": "map"}},
         [("give end to its members", {"teachers.both.end": GONE, "teachers.expert.end": "map"})],
