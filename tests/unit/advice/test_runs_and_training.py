@@ -32,7 +32,7 @@ from mopd_dataplane.run import follow
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.steps.score import check_precision
+from mopd_dataplane.run.steps.score import check_precision, score
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.run.work_folder import open_work
 from mopd_dataplane.score import vllm_states
@@ -220,6 +220,21 @@ def test_thoughts_that_a_teacher_does_not_judge() -> None:
     assert judged.tolist() == [False, False, False, True]
     all_tokens = judged_tokens(batch, "all", None)
     assert all_tokens is None
+
+
+def test_a_teacher_that_follows_the_policy(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path / "store"))
+
+    def run_with(follows: int) -> Run:
+        return run_of(store, teachers={"t": {"source": "student", "follows": follows}})
+
+    pool: Any = SimpleNamespace()
+    run = run_with(2)
+    with advises("can score by it; run it without them, or set follows = 0"):
+        score(run, run.job.stages[0], pool=pool)
+    assert score(run, run.job.stages[0]) == {"signals": 0, "loss_tokens": 0}
+    run = run_with(0)
+    assert score(run, run.job.stages[0], pool=pool) == {"signals": 0, "loss_tokens": 0}
 
 
 def test_a_head_on_a_slow_disk(demo_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
