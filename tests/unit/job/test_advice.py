@@ -72,6 +72,10 @@ UNTIL: dict[str, Any] = {
 HIDDEN = ("hidden_passes", "hidden_versions")
 REFUSALS = [
     Refusal(
+        {"single_writer": True, "group_commit": True},
+        [("set group_commit = false", {"group_commit": False}), ("leave single_writer out", {"single_writer": GONE})],
+    ),
+    Refusal(
         {"teachers.both": {"blend": {"expert": 0.5, "other": 0.5}, "end": "map"}},
         [("give end to its members", {"teachers.both.end": GONE, "teachers.expert.end": "map"})],
     ),
