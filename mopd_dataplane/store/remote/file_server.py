@@ -11,12 +11,13 @@ import hmac
 import os
 import re
 import secrets
+import sys
 import weakref
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import unquote, urlsplit
 
-from mopd_dataplane.errors import InputError, MopdError, ResourceError
+from mopd_dataplane.errors import InputError, MopdError, ResourceError, UnknownNameError
 from mopd_dataplane.store.remote.cached_files import FETCH_S, CachedFiles
 from mopd_dataplane.store.remote.objects import CONNECT_S, ObjectFiles
 from mopd_dataplane.store.remote.range_cache import RangeCache
@@ -28,8 +29,9 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
     (FileNotFoundError, 404, "NoSuchKey"),
     (InputError, 403, "AccessDenied"),
+    (UnknownNameError, 404, "NoSuchBucket"),
     (ResourceError, 400, "Refused"),
-    (MopdError, 503, "NoAnswer"),
+    (MopdError, 504, "NoAnswer"),
 )
 """Status and code of the reply to an error of the object store, from which network.py gets the same error back."""
 
@@ -45,8 +47,7 @@ class FileServer:
         key = secrets.token_hex(16)
         cached = CachedFiles(files, cache)
         handler = type("Handler", (_Handler,), {"files": cached, "key": key, "root": f"/{self.uri[5:]}/"})
-        server = ThreadingHTTPServer((HOST, 0), handler)
-        server.daemon_threads = True
+        server = _Server((HOST, 0), handler)
         Thread(target=server.serve_forever, name="file-server", daemon=True).start()
         self.storage_options = {
             "aws_endpoint": f"http://{HOST}:{server.server_address[1]}",
@@ -66,11 +67,28 @@ class FileServer:
                 os.environ[name] = ",".join(filter(None, (hosts, HOST)))
         self.close = weakref.finalize(self, _stop, server, cached)
         """Stop serving."""
+        self.close.atexit = False  # its threads end with the process
+
+
+class _Server(ThreadingHTTPServer):
+    """A server whose connections may be cut by either side."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing about a connection that Lance has closed, and the traceback of any other error."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 def _stop(server: ThreadingHTTPServer, files: CachedFiles) -> None:
-    server.shutdown()
-    server.server_close()
+    # `shutdown` waits for the serving thread, which may be the one that runs this: the garbage collector calls it.
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+
+    Thread(target=stop, name="file-server-end", daemon=True).start()
     files.close()
 
 

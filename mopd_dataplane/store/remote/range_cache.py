@@ -62,8 +62,8 @@ class RangeCache:
         self._folder = folder
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._stopped = False
-        self._threads_lock = threading.RLock()
-        """Held with the folder's lock, which the threads of a process share, and while counts change."""
+        self._threads_lock, self._counts_lock = threading.Lock(), threading.Lock()
+        """The first is held with the folder's lock, which the threads of a process share."""
         self._counts = dict.fromkeys(("hits", "misses", "damaged", "read_bytes", "kept_bytes"), 0)
         with self._exclusive() as mine:
             if mine:
@@ -115,7 +115,7 @@ class RangeCache:
         return self._counts | {"bytes": self._total(), "max_bytes": self.max_bytes}
 
     def _count(self, **more: int) -> None:
-        with self._threads_lock:
+        with self._counts_lock:
             for name, number in more.items():
                 self._counts[name] += number
 
