@@ -18,7 +18,6 @@ from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.store.dataset import Store
 
 ENDPOINT = "AWS_ENDPOINT_URL"
 TEACHERS = ("adder", "speller")
@@ -34,8 +33,8 @@ REQUEST_S = 120.0
 def measure(uri: str, samples: int, *, delays_ms: Sequence[float], folder: Path | None = None) -> list[dict[str, Any]]:
     """Make a store of `samples` samples at an empty URI and load it twice, each time in another order.
 
-    Every request is delayed by each of `delays_ms` in turn. Returns a row for each epoch: without a cache, with an empty
-    one (cold) and with one that has everything (warm), in the same loader process and in a new one.
+    Every request is delayed by each of `delays_ms` in turn. Returns a row for each epoch: without a cache, with an
+    empty one (cold) and with one that has everything (warm), in the same loader process and in a new one.
     Raises InputError unless AWS_ENDPOINT_URL names an http server.
     """
     endpoint = os.environ.get(ENDPOINT, "")
@@ -80,8 +79,8 @@ def _make(uri: str, samples: int) -> None:
     store = make_store(uri, lengths_of(samples, longest=LONGEST), teachers=TEACHERS, signals=SIGNALS)  # type: ignore[arg-type]
     for window in range(EPOCHS):
         plan = build_window(
-            plan_columns(store, TEACHERS), sections.Plan(batch_samples=64, pack_tokens=LONGEST), seed=window, stage=STAGE, window=window,
-            snapshot=store.snapshot(), teachers=list(TEACHERS),
+            plan_columns(store, TEACHERS), sections.Plan(batch_samples=64, pack_tokens=LONGEST), seed=window,
+            stage=STAGE, window=window, snapshot=store.snapshot(), teachers=list(TEACHERS),
         )  # fmt: skip
         store.add_plan(plan)
 

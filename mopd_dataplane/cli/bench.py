@@ -69,8 +69,8 @@ def far(
 ) -> None:
     """Epochs over tokens and log-probs on an object store that is far away, with and without the node's cache.
 
-    Seconds, requests and bytes of each epoch. The store is made first, which is not timed and not delayed. The server is
-    that of AWS_ENDPOINT_URL. With --folder, the cache is in that folder.
+    Seconds, requests and bytes of each epoch. The store is made first, which is not timed and not delayed. The server
+    is that of AWS_ENDPOINT_URL. With --folder, the cache is in that folder.
     """
     from mopd_dataplane.bench.far import measure
 

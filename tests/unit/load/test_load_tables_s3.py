@@ -18,8 +18,10 @@ from typing import Any
 import lance
 import numpy as np
 import pytest
+from advice import advises
 from objectservers import Mood, Server, bad_network
 
+from mopd_dataplane.bench import far
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError
 from mopd_dataplane.job import sections
@@ -357,8 +359,8 @@ def test_two_nodes_get_the_batches_of_a_local_store(store: Store, tmp_path: Path
             for rank in range(2):
                 folder = tmp_path / f"{cache}-{rank}"
                 spec = LoadSpec(
-                    stage=STAGE, signals=("logprob", "topk"), rewards=True, slots=2, cache_dir=str(folder),
-                    deadline_s=60,
+                    stage=STAGE, where="reward > 0.2", signals=("logprob", "topk"), rewards=True, slots=2,
+                    cache_dir=str(folder), deadline_s=60,
                 )  # fmt: skip
                 stack.enter_context(start_server(uri, folder.with_suffix(".s"), spec))
                 client = LoaderClient(folder.with_suffix(".s"), rank=rank, world_size=2, views="numpy")
@@ -371,3 +373,22 @@ def test_two_nodes_get_the_batches_of_a_local_store(store: Store, tmp_path: Path
     assert [len(step) for step in expected[0][0]]
     np.testing.assert_equal(remote, expected)
     assert all(any((tmp_path / f"node-{rank}" / "ranges").glob("*/*")) for rank in range(2))
+
+
+def test_the_benchmark_counts_what_each_epoch_requests(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example.com")
+    with advises("requests to an http:// server alone can be delayed; set"):
+        far.measure(s3, 64, delays_ms=[1.0], folder=tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr(far, "LONGEST", 256)
+    rows = far.measure(s3, 64, delays_ms=[1.0], folder=tmp_path)
+    assert os.environ["AWS_ENDPOINT_URL"] == endpoint
+    assert [(row["loader"], row["epoch"]) for row in rows] == [
+        (name, epoch) for name in ("no cache", "empty cache", "full cache, new process") for epoch in (1, 2)
+    ]
+    assert len({row["tokens"] for row in rows}) == 1
+    assert rows[2]["GETs of files"] > 2 * max(row["GETs of files"] for row in rows[3:])
+    assert not list(tmp_path.iterdir())
