@@ -94,7 +94,7 @@ def _epochs(uri: str, socket: Path, spec: LoadSpec, traffic: Traffic) -> Iterato
             for batch in client.batches(STAGE, window):
                 tokens += sum(len(pack.tokens) for pack in batch.packs)
                 batch.release()
-            yield {"seconds": time.perf_counter() - begin, "tokens": tokens, **traffic.take()}
+            yield {"seconds": round(time.perf_counter() - begin, 2), "tokens": tokens, **traffic.take()}
 
 
 @contextmanager

@@ -75,11 +75,7 @@ def far(
     from mopd_dataplane.bench.far import measure
 
     rows = measure(store, samples, delays_ms=delay or (30.0, 100.0), folder=folder)
-    if as_json:
-        print_json(rows)
-        return
-    names = tuple(rows[0])
-    print_fitting(names, [[round(v, 2) if isinstance(v, float) else v for v in row.values()] for row in rows])
+    print_json(rows) if as_json else print_fitting(tuple(rows[0]), [list(row.values()) for row in rows])
 
 
 def load(
