@@ -49,25 +49,34 @@ class FileServer:
         handler = type("Handler", (_Handler,), {"files": cached, "key": key, "root": f"/{self.uri[5:]}/"})
         server = _Server((HOST, 0), handler)
         Thread(target=server.serve_forever, name="file-server", daemon=True).start()
-        self.storage_options = {
-            "aws_endpoint": f"http://{HOST}:{server.server_address[1]}",
+        endpoint = f"http://{HOST}:{server.server_address[1]}"
+        self.storage_options = {  # all that the environment could set instead
+            "aws_endpoint": endpoint,
+            "aws_endpoint_url_s3": endpoint,
             "aws_access_key_id": key,
             "aws_secret_access_key": secrets.token_hex(16),
             "aws_region": "us-east-1",
             "aws_virtual_hosted_style_request": "false",
             "aws_skip_signature": "false",
+            "aws_s3_express": "false",
             "allow_http": "true",
             "client_max_retries": "0",  # ObjectFiles has retried
             "connect_timeout": f"{CONNECT_S}s",
             "timeout": f"{FETCH_S:.0f}s",
         }
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy for HTTP could not reach this server
-            hosts = os.environ.get(name, "")
-            if HOST not in hosts.split(","):
-                os.environ[name] = ",".join(filter(None, (hosts, HOST)))
+        _bypass_proxies()
         self.close = weakref.finalize(self, _stop, server, cached)
         """Stop serving."""
         self.close.atexit = False  # its threads end with the process
+
+
+def _bypass_proxies() -> None:
+    """Let HTTP clients of this process reach the server directly, and not through a proxy of the environment."""
+    names = ("NO_PROXY", "no_proxy")
+    lists = [os.environ.get(name) or os.environ.get(other, "") for name, other in (names, names[::-1])]
+    for name, hosts in zip(names, lists, strict=True):
+        if HOST not in hosts.split(","):
+            os.environ[name] = ",".join(filter(None, (hosts, HOST)))
 
 
 class _Server(ThreadingHTTPServer):

@@ -276,17 +276,26 @@ def test_other_users_of_the_machine_cannot_read_from_the_server(store: Store, tm
     server.close()
 
 
-def test_an_http_proxy_of_the_environment_is_not_used_for_the_server(
-    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"},
+        {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_ENDPOINT": "http://127.0.0.1:9"},
+        {"AWS_SKIP_SIGNATURE": "true", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true", "AWS_SESSION_TOKEN": "token"},
+        {"AWS_DEFAULT_REGION": "nowhere", "AWS_UNSIGNED_PAYLOAD": "true", "AWS_S3_EXPRESS": "true"},
+    ],
+)
+def test_the_environment_of_the_object_store_does_not_matter_to_the_server(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     snapshot, again = store.snapshot(), Store.open(store.uri)
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "example.com")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "example.com")
     assert again.files is not None
     again.use_cache(RangeCache(tmp_path / "cache", 1 << 30))
-    assert os.environ["NO_PROXY"] == "example.com,127.0.0.1"
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.com,127.0.0.1"
     assert again.location.open_dataset("samples", snapshot.versions["samples"]).count_rows() == SAMPLES
 
 
