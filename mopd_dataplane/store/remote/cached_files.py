@@ -89,9 +89,8 @@ class CachedFiles:
         keys = {block: self._key(name, identity, block) for block in range(first, last)}
         absent = [block for block, key in keys.items() if not self._cache.read(key, part(block))]
         own, others = self._claim({block: keys[block] for block in absent})
-        runs = [self._requests.submit(self._fetch, name, identity, run, own) for run in _runs(sorted(own))]
-        for run in runs:
-            run.result(FETCH_S)
+        for run in _runs(sorted(own)):
+            self._requests.submit(self._fetch, name, identity, run, own)
         for block, fetch in (own | others).items():
             try:
                 part(block)[:] = fetch.result(FETCH_S)

@@ -180,6 +180,7 @@ def test_a_reader_that_is_killed_while_it_fetches_leaves_nothing_half_read(
     assert stats["hits"] > 0
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache_while_both_fill_it(store: Store, tmp_path: Path) -> None:
     expected = read_all(store)
     processes = [reader(store, tmp_path / "cache") for _ in range(2)]
@@ -384,6 +385,7 @@ def test_two_nodes_get_the_batches_of_a_local_store(store: Store, tmp_path: Path
     assert all(any((tmp_path / f"node-{rank}" / "ranges").glob("*/*")) for rank in range(2))
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_what_each_epoch_requests(
     s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
