@@ -3,6 +3,7 @@
 synthetic.py     stores of any size, made through the public API
 plan.py          metadata → plan
 link.py          samples of another store: linked, and read from here
+far.py           epochs from an object store that is far away
 load.py          plan → batches in another process, and mopd's loader beside others
 peers.py         other loaders on the same packs
 trainer.py       a trainer process that only reads

@@ -58,6 +58,26 @@ def link(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def far(
+    store: Annotated[str, Option("--store", metavar="URI", help="An empty place on an S3 server without TLS.")],
+    samples: Annotated[int, Option("--samples", min=64, help="Samples of the store.")] = 2000,
+    delay: Annotated[
+        list[float] | None, Option("--delay", min=0, help="Milliseconds of each request; repeatable. Default: 30, 100.")
+    ] = None,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Epochs over tokens and log-probs on an object store that is far away, with and without the node's cache.
+
+    Seconds, requests and bytes of each epoch. The store is made first, which is not timed and not delayed. The server
+    is that of AWS_ENDPOINT_URL. With --folder, the cache is in that folder.
+    """
+    from mopd_dataplane.bench.far import measure
+
+    rows = measure(store, samples, delays_ms=delay or (30.0, 100.0), folder=folder)
+    print_json(rows) if as_json else print_fitting(tuple(rows[0]), [list(row.values()) for row in rows])
+
+
 def load(
     samples: Annotated[int, Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 12_000,
     hidden_samples: Annotated[
@@ -452,6 +472,7 @@ def add_to(app: Typer) -> None:
     group = Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
     register(group, link, "mopd bench link", "mopd bench link --samples 1000000 --json")
+    register(group, far, "mopd bench far --store s3://bucket/bench", "mopd bench far --store s3://bucket/b --delay 50")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(

@@ -25,6 +25,7 @@ def check_references(job: Job, where: str) -> None:
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
+    _check_writers(job, where)
     _check_engine(job, where)
     _check_teachers(job, where)
     check_own_tokenizers(job, where)
@@ -60,6 +61,15 @@ def check_references(job: Job, where: str) -> None:
         _check_weights(job, stage, at)
         _check_routing(job, stage, earlier, at)
         _check_effect(job, stage, at)
+
+
+def _check_writers(job: Job, where: str) -> None:
+    """Refuse group commit for a store that promises a single writer."""
+    if job.single_writer and job.group_commit:
+        raise JobFileError(
+            f"{where}: group_commit = true is for many writers, and single_writer = true promises that one process "
+            "writes, as a server that ignores If-None-Match needs; set group_commit = false, or leave single_writer out"
+        )
 
 
 def _check_engine(job: Job, where: str) -> None:

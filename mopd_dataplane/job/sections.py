@@ -400,7 +400,7 @@ class Load(Section):
     ring_bytes: int = Field(default=0, ge=0)
     """Bound on all slots together; 0 takes half of the memory that is free at the start."""
     cache_dir: str = ""
-    """Folder under which each node keeps hidden states of an object store; empty takes the user's cache folder."""
+    """Folder under which each node caches what it reads from an object store; empty takes the user's cache folder."""
     cache_bytes: int | None = Field(default=None, ge=0)
     """Bound on what is kept there, 0 keeps nothing; by default a quarter of its disk's free room."""
     deadline_s: float = Field(default=60.0, gt=0)

@@ -228,7 +228,7 @@ def _serve(uri: str, path: Path, settings: str) -> int:
     try:
         spec, store = parse_section(LoadSpec, settings, "loader spec"), Store.open(uri)
         if store.root is None or store.sources.are_remote():
-            store.sources.cache = store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
+            store.use_cache(open_cache(spec.cache_dir, spec.cache_bytes))
         most = spec.ring_bytes or available_memory() // 2
         ring = Ring(max_bytes=most, slot_bytes=spec.slot_bytes, poison=spec.poison)
         server = Server(Loader(store, spec, ring), spec, path)

@@ -23,7 +23,9 @@ from mopd_dataplane.base.files import (
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
+from mopd_dataplane.store.remote.file_server import FileServer
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles, refuse_credentials
+from mopd_dataplane.store.remote.range_cache import RangeCache
 
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
@@ -72,6 +74,8 @@ class StoreLocation:
         """True if the user has promised that only one process writes: preconditions need not be honoured."""
         self._preconditions_checked = not remote
         self._uuid, self._mark_seen = "", _NEVER
+        self._server: FileServer | None = None
+        """Serves the tables of an object store from a cache on this node; None if they are read from the store."""
         self._session: Any = None
         self._commits = 0
         """Number of commits since the session began."""
@@ -140,6 +144,23 @@ class StoreLocation:
                 index_cache_size_bytes=INDEX_CACHE_BYTES, metadata_cache_size_bytes=METADATA_CACHE_BYTES
             )
         return self._session
+
+    def read_through(self, cache: RangeCache) -> None:
+        """From now on read datasets of an object store at a given version through a cache on this node."""
+        if self.files is not None:
+            self._server = FileServer(self.files, cache)
+
+    @property
+    def is_read_through(self) -> bool:
+        """Check if datasets at a given version are read through a cache."""
+        return self._server is not None
+
+    def open_dataset(self, name: str, version: int | str | None) -> lance.LanceDataset:
+        """Open a dataset of the store at a version (default: the newest). Raises the errors of Lance."""
+        uri, options = self.of(name), self.storage_options or None
+        if self._server is not None and version is not None:
+            uri, options = f"{self._server.uri}/{name}", self._server.storage_options
+        return lance.dataset(uri, version=version, session=self.session, storage_options=options)
 
     def count_commit(self) -> None:
         """Count a commit, and start new caches after every COMMITS_CACHED commits.

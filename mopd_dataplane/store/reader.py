@@ -53,7 +53,13 @@ class StoreReader:
         self.sources = Sources(location, type(self).open)
         """Other stores, which have the payload of linked samples."""
         self.cache: RangeCache | None = None
-        """Cache of hidden states of an object store on this node; set by the loader."""
+        """Cache of an object store on this node; see `use_cache`."""
+
+    def use_cache(self, cache: RangeCache | None) -> None:
+        """Read object stores through a cache on this node: this store and those of linked samples."""
+        self.cache = self.sources.cache = cache
+        if cache is not None:
+            self.location.read_through(cache)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a location to reopen, so that a DataLoader may send a store to spawned workers."""
@@ -128,7 +134,9 @@ class StoreReader:
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
         """Return the Lance dataset of a table, at the snapshot's version or the newest."""
         if snapshot is None:
-            return self._existing(name).open()
+            table = self._existing(name)
+            newest = table.open()
+            return table.open(newest.version) if self.location.is_read_through else newest
         if name not in snapshot.versions:
             raise UnknownNameError(f"table {name!r} is not in the snapshot: {nearest(name, snapshot.versions)}")
         try:

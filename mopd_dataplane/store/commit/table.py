@@ -211,10 +211,9 @@ class Table:
         )
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
-        options = self._location.storage_options or None
         self._location.require_same_store()
         try:
-            return lance.dataset(self.uri, version=version, session=self._location.session, storage_options=options)
+            return self._location.open_dataset(self.name, version)
         except BaseException as error:
             if not isinstance(error, ValueError | OSError) and not is_panic(error):
                 raise

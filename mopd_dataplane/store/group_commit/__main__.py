@@ -12,13 +12,23 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, TermHolding
+from mopd_dataplane.store.group_commit.mailbox import open_mailbox
+from mopd_dataplane.store.group_commit.refusals import refusal, refuse_pending
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.group_commit.committer import GroupCommitter
 
 IDLE_S = 30.0
 """Time without a request after which the process ends."""
+OPENING = "the process that commits for all writers cannot open the store"
+"""Beginning of the error that writers get then."""
 HELD_EVERY_S = 2.0
 """How often the process looks whether another one has taken over."""
 
@@ -30,17 +40,15 @@ def main(uri: str, term: int | None, storage_options: dict[str, str]) -> None:
         _commit_while_held(uri, storage_options, lambda: True, GATHER_S)
         return
     holding = TermHolding(ObjectFiles(uri, {**DEFAULTS, **storage_options}), term)
-    _commit_while_held(uri, storage_options, lambda: holding.is_held, REMOTE_GATHER_S)
-    holding.end()
+    try:
+        _commit_while_held(uri, storage_options, lambda: holding.is_held, REMOTE_GATHER_S)
+    finally:
+        holding.end()
 
 
 def _commit_while_held(uri: str, storage_options: dict[str, str], is_held: Callable[[], bool], gather_s: float) -> None:
-    # Not before the first sign of life: they load lance, which takes seconds on a busy machine.
-    from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.group_commit.committer import GroupCommitter
-
-    store = Store.open(uri, storage_options)
-    committer = GroupCommitter(store)
+    committer = _open_or_refuse(uri, storage_options)
+    store = committer.store
     asked_at = looked_at = time.monotonic()
     while (now := time.monotonic()) - asked_at < IDLE_S:
         if now - looked_at >= HELD_EVERY_S:
@@ -55,6 +63,22 @@ def _commit_while_held(uri: str, storage_options: dict[str, str], is_held: Calla
         if committer.commit_pending():
             asked_at = time.monotonic()
         time.sleep(gather_s)
+
+
+def _open_or_refuse(uri: str, storage_options: dict[str, str]) -> GroupCommitter:
+    """Open the store. If that fails, waiting writers get the error as the reply to their batches, and it is raised."""
+    try:
+        # Not before the first sign of life: they load lance, which takes seconds on a busy machine.
+        from mopd_dataplane.store.dataset import Store
+        from mopd_dataplane.store.group_commit.committer import GroupCommitter
+
+        return GroupCommitter(Store.open(uri, storage_options))
+    except Exception as error:
+        files = ObjectFiles(uri, {**DEFAULTS, **storage_options}) if "://" in uri else None
+        mailbox = open_mailbox(None if files is not None else Path(uri), files)
+        reply = refusal(error)
+        refuse_pending(mailbox, replace(reply, message=f"{OPENING}: {reply.message}"))
+        raise
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, DeadlineError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, open_mailbox
+from mopd_dataplane.store.group_commit.refusals import refusal, refuse_pending
 from mopd_dataplane.store.group_commit.requests import Reply, Request, decode_request, encode_reply
 
 GROUP_BYTES = 64 << 20
@@ -37,7 +38,7 @@ class GroupCommitter:
     """Commits what the writers of one store have handed over."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._uuid = store, store.uuid
+        self.store, self._uuid = store, store.uuid
         self._mailbox = open_mailbox(store.root, store.files)
         now = time.monotonic()
         self._replied_at = dict.fromkeys(self._mailbox.children(REPLIES), now)
@@ -68,8 +69,7 @@ class GroupCommitter:
 
     def refuse_pending(self, error: MopdError) -> None:
         """Reply to every request that nothing can be committed."""
-        for name in self._mailbox.children(REQUESTS):
-            self._reply(name, _refusal(error))
+        refuse_pending(self._mailbox, refusal(error))
 
     def _read(self, names: Sequence[str]) -> list[_Named]:
         """Read the first requests that fit into one commit, at least one; requests that share a uid with an earlier one
@@ -81,12 +81,12 @@ class GroupCommitter:
             if (content := self._mailbox.read(f"{REQUESTS}/{name}")) is None:  # another process has committed it
                 continue
             try:
-                request = decode_request(content, f"{self._store.uri}/{REQUESTS}/{name}")
+                request = decode_request(content, f"{self.store.uri}/{REQUESTS}/{name}")
             except MopdError as error:
-                self._reply(name, _refusal(error))
+                self._reply(name, refusal(error))
                 continue
             if request.store != self._uuid:
-                self._reply(name, _refusal(_other_store(self._store.uri, request.store, self._uuid)))
+                self._reply(name, refusal(_other_store(self.store.uri, request.store, self._uuid)))
                 continue
             size += len(content)
             if size > GROUP_BYTES and group:
@@ -107,7 +107,7 @@ class GroupCommitter:
             # The disk fails for every batch, and a sync that failed is not tried again.
             if len(group) == 1 or isinstance(error, ResourceError | DamagedError | DeadlineError):
                 for named in group:
-                    self._reply(named.name, _refusal(error))
+                    self._reply(named.name, refusal(error))
             else:
                 for named in group:
                     self._commit([named])
@@ -119,7 +119,7 @@ class GroupCommitter:
     def _commit_together(self, requests: Sequence[Request]) -> list[Reply]:
         if not requests[0].samples:
             return self._commit_signals(requests)
-        receipt = self._store.commit_samples(
+        receipt = self.store.commit_samples(
             [sample for request in requests for sample in request.samples], keep_first=True
         )
         rows, dropped = iter(receipt.rows.tolist()), set(receipt.dropped)
@@ -135,8 +135,8 @@ class GroupCommitter:
         """Commit signals of one teacher and kind; those that several requests bring count for the first of them."""
         teacher, kind = requests[0].teacher, requests[0].kind
         rows = [signal.sample_row for request in requests for signal in request.signals]
-        missing = {int(row) for row in self._store.missing_signals(teacher, kind, rows)}
-        self._store.commit_signals(teacher, kind, [signal for request in requests for signal in request.signals])
+        missing = {int(row) for row in self.store.missing_signals(teacher, kind, rows)}
+        self.store.commit_signals(teacher, kind, [signal for request in requests for signal in request.signals])
         replies = []
         for request in requests:
             new = missing & {signal.sample_row for signal in request.signals}
@@ -165,9 +165,3 @@ def _signal_table(named: _Named) -> tuple[str, str]:
 
 def _other_store(uri: str, opened: str, present: str) -> MismatchError:
     return MismatchError(f"{uri}: the store {opened} was opened, and another store is there now ({present})")
-
-
-def _refusal(error: Exception) -> Reply:
-    if isinstance(error, MopdError):
-        return Reply(error=type(error).__name__, message=str(error), errno=getattr(error, "errno", None) or 0)
-    return Reply(error="EngineError", message=f"the batch cannot be committed: {type(error).__name__}: {error}")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ LOCK = "group-commit.process"
 """Lock file of the process, in the folder `locks` of the store."""
 MESSAGES = "messages.txt"
 """What the processes of a store in a folder have to say."""
+MESSAGE_BYTES = 4096
+"""Bytes at the end of MESSAGES in which the last message is looked for."""
 GATHER_S = 0.02
 """Pause of the process between two commits, in which batches gather, in a folder."""
 REMOTE_GATHER_S = 0.25
@@ -53,6 +56,8 @@ class Election:
         self._watch = TermWatch(files) if files is not None else None
         self._children: list[subprocess.Popen[bytes]] = []
         self._starting = threading.Lock()
+        self.failure = ""
+        """How a process that this writer started has failed; empty if none has."""
 
     def start_committer_if_none(self) -> None:
         """Start the process that commits, unless there is one already."""
@@ -83,7 +88,23 @@ class Election:
 
     def close(self) -> None:
         """Reap processes that this writer started and that have ended; the others go on."""
+        for child in self._children:
+            if code := child.poll():
+                failure = f"the process that commits ended with exit code {code}{self._last_message()}"
+                if code > 0 and failure != self.failure:  # not one that was killed
+                    warnings.warn(f"{self._uri}: {failure}; another one is started", RuntimeWarning, stacklevel=2)
+                self.failure = failure
         self._children = [child for child in self._children if child.poll() is None]
+
+    def _last_message(self) -> str:
+        """Return the last line that the processes of a store in a folder have written, after a colon."""
+        if self._root is None:
+            return ""
+        with suppress(OSError), (self._root / FOLDER / MESSAGES).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MESSAGE_BYTES))
+            if lines := file.read().decode(errors="replace").strip().splitlines():
+                return f": {lines[-1]}"
+        return ""
 
     def _start(self, messages: int, *arguments: str, inherited: tuple[int, ...] = ()) -> None:
         child = subprocess.Popen(

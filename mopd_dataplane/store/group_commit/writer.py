@@ -144,8 +144,9 @@ class GroupWriter:
             time.sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, longest_s)
         raise DeadlineError(
-            f"{self.uri}: no process has committed the batch in {REPLY_S:.0f} s (its messages are in {FOLDER}/ of the "
-            "store); the batch may still be committed: commit it again, which changes nothing that is there"
+            f"{self.uri}: no process has committed the batch in {REPLY_S:.0f} s "
+            f"({self._election.failure or f'its messages are in {FOLDER}/ of the store'}); the batch may still be "
+            "committed: commit it again, which changes nothing that is there"
         )
 
 

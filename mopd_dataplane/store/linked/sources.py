@@ -38,7 +38,6 @@ class OtherStore(Protocol):
     """What is read of another store; every member is that of StoreReader."""
 
     uri: str
-    cache: RangeCache | None
     sources: Sources
 
     @property
@@ -47,6 +46,8 @@ class OtherStore(Protocol):
     def dataset(self, name: str) -> lance.LanceDataset: ...
 
     def teachers(self) -> dict[str, Teacher]: ...
+
+    def use_cache(self, cache: RangeCache | None) -> None: ...
 
     def own_hidden_reader(self, teacher: str) -> HiddenReader: ...
 
@@ -61,7 +62,7 @@ class Sources:
         self._records: dict[int, SourceRecord] = {}
         self._stores: dict[int, OtherStore] = {}
         self.cache: RangeCache | None = None
-        """Cache of hidden states of those that are on object stores; set by the loader."""
+        """Cache of those that are on object stores, on this node; set by StoreReader.use_cache."""
 
     def __bool__(self) -> bool:
         """Whether there are other stores."""
@@ -121,7 +122,7 @@ class Sources:
             raise MismatchError(
                 f"{here}, and another store is there now ({store.uuid}, not {record.uuid}); move it away"
             )
-        store.cache = self.cache
+        store.use_cache(self.cache)
         self._stores[number] = store
         return store
 

@@ -122,6 +122,12 @@ class ObjectFiles:
         with self._answering(name):
             return sorted(entry["path"] for page in self._store.list(f"{name}/") for entry in page)
 
+    def identities_in(self, folder: str) -> list[tuple[str, str]]:
+        """Return (name, ETag and size) of every file directly in a folder."""
+        with self._answering(folder):
+            listing = self._store.list_with_delimiter(f"{folder}/")
+        return [(entry["path"], f"{entry['e_tag']} {entry['size']}") for entry in listing["objects"]]
+
     def identities(self) -> Iterator[tuple[str, str]]:
         """Yield (name, ETag and size) of every file."""
         with self._answering(""):

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import struct
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +46,7 @@ OF_FREE = 4
 class RangeCache:
     """Ranges by key in one folder, bounded in bytes over all processes that share it; the least recently read go first.
 
-    Used by one thread of a process at a time; `stats` by any.
+    Used by any number of threads.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
@@ -61,6 +62,8 @@ class RangeCache:
         self._folder = folder
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._stopped = False
+        self._threads_lock, self._counts_lock = threading.Lock(), threading.Lock()
+        """The first is held with the folder's lock, which the threads of a process share."""
         self._counts = dict.fromkeys(("hits", "misses", "damaged", "read_bytes", "kept_bytes"), 0)
         with self._exclusive() as mine:
             if mine:
@@ -75,10 +78,8 @@ class RangeCache:
             outcome = "misses"
         except OSError:
             outcome = "damaged"
-        self._counts[outcome] += 1
-        if outcome == "hits":
-            self._counts["read_bytes"] += len(target)
-        elif outcome == "damaged":
+        self._count(**{outcome: 1, "read_bytes": len(target) if outcome == "hits" else 0})
+        if outcome == "damaged":
             with suppress(OSError):
                 self._path(key).unlink(missing_ok=True)
         return outcome == "hits"
@@ -98,7 +99,7 @@ class RangeCache:
                     total = self._make_room(min(self.max_bytes - need, int(self.max_bytes * LEFT)))
                 self._set_total(total + need)
                 self._write(path, key, content)
-                self._counts["kept_bytes"] += len(content)
+                self._count(kept_bytes=len(content))
             except OSError as error:
                 self._stopped = True
                 self._set_total(total)
@@ -112,6 +113,11 @@ class RangeCache:
     def stats(self) -> dict[str, int]:
         """Counts of this process (hits, misses, damaged, read_bytes, kept_bytes), of the folder (bytes, max_bytes)."""
         return self._counts | {"bytes": self._total(), "max_bytes": self.max_bytes}
+
+    def _count(self, **more: int) -> None:
+        with self._counts_lock:
+            for name, number in more.items():
+                self._counts[name] += number
 
     def _path(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode(), digest_size=16, person=b"mopd-range").hexdigest()
@@ -175,12 +181,13 @@ class RangeCache:
     def _exclusive(self) -> Iterator[bool]:
         """Try to lock the folder for LOCK_S; yields whether this process got it. A stopped process delays others no
         longer."""
-        mine = try_lock(self._lock, LOCK_S)
-        try:
-            yield mine
-        finally:
-            if mine:
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
+        with self._threads_lock:
+            mine = try_lock(self._lock, LOCK_S)
+            try:
+                yield mine
+            finally:
+                if mine:
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _total(self) -> int:
         """Return the bytes of all files, at least; files are counted before they are written."""
@@ -205,8 +212,8 @@ def open_cache(folder: str, max_bytes: int | None) -> RangeCache | None:
         return RangeCache(where.expanduser() / "ranges", max_bytes)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
         warnings.warn(
-            f"hidden states of the object store are not kept in {where}: {error}; set load.cache_dir to a folder that "
-            "can be written to, or load.cache_bytes = 0",
+            f"files of the object store are not kept in {where}: {error}; set load.cache_dir to a folder that can be "
+            "written to, or load.cache_bytes = 0",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -108,6 +108,10 @@ REFUSALS = [
          ("set teachers.expert.follows = 0", {"teachers.expert.follows": 0, "teachers.expert.average": 1})],
     ),
     Refusal(
+        {"single_writer": True, "group_commit": True},
+        [("set group_commit = false", {"group_commit": False}), ("leave single_writer out", {"single_writer": GONE})],
+    ),
+    Refusal(
         {"teachers.both": {"blend": {"expert": 0.5, "other": 0.5}, "end": "map"}},
         [("give end to its members", {"teachers.both.end": GONE, "teachers.expert.end": "map"})],
     ),

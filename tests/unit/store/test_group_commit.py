@@ -24,7 +24,7 @@ from advice import advises
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.files import is_disk_full
-from mopd_dataplane.base.sealed_json import seal_line
+from mopd_dataplane.base.sealed_json import seal, seal_line
 from mopd_dataplane.errors import (
     DamagedError,
     DeadlineError,
@@ -408,6 +408,37 @@ def test_an_error_of_the_whole_process_is_the_reply(store: Store) -> None:
     assert isinstance(writer_module.error_of(reply), MismatchError)
     assert type(writer_module.error_of(replace(reply, error="nearest"))) is EngineError
     assert stored_numbers(store) == []
+
+
+def test_a_process_that_cannot_open_the_store_replies_why(store: Store) -> None:
+    mark = Path(store.uri) / "store.json"
+    with GroupWriter(store.uri) as writer:
+        content = json.loads(mark.read_bytes())
+        del content["crc32c"]
+        mark.write_bytes(seal(content | {"format_version": 99}))
+        with pytest.raises(MismatchError, match=r"process that commits for all writers cannot open the store: .*99"):
+            writer.commit_samples([build.sample(0)])
+    assert not os.listdir(f"{store.uri}/{REQUESTS}")
+    assert "99" in (Path(store.uri) / "group-commit" / election.MESSAGES).read_text()
+
+
+def test_a_process_that_cannot_start_is_reported_while_a_writer_waits(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho no module named lance >&2\nexit 3\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(writer_module, "REPLY_S", 3.0)
+    monkeypatch.setattr(writer_module, "LOOK_EVERY_S", 0.1)
+    reason = "the process that commits ended with exit code 3: no module named lance"
+    with (
+        GroupWriter(store.uri) as writer,
+        pytest.warns(RuntimeWarning, match=reason) as warned,
+        pytest.raises(DeadlineError, match=reason),
+    ):
+        writer.commit_samples([build.sample(0)])
+    assert len(warned) == 1
 
 
 def test_a_process_ends_when_nobody_asks(store: Store) -> None:
