@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +51,42 @@ def test_another_node_finishes_the_job_with_the_same_answers(
     run(["report", s3, "-o", str(tmp_path / "report.html")])
     run(["query", s3, "select count(*) from samples", "--json"])
     assert not list(Path(tmp_path / "node-c").rglob("*.wal"))
+
+
+LOST = """
+import os, signal
+from mopd_dataplane.cli.app import main
+from mopd_dataplane.run.policies import Policies
+from mopd_dataplane.run.steps.checkpoints import StoredCheckpoints
+
+publish = Policies.publish
+
+def publish_and_die(self, stage):
+    publish(self, stage)
+    if self.latest(stage):
+        os.killpg(0, signal.SIGKILL)
+
+Policies.publish = publish_and_die
+StoredCheckpoints.publish = lambda self: None
+main()
+"""
+"""A node that is lost as soon as a policy is in the store, before the checkpoint and the metrics of its window are."""
+
+
+def test_the_steps_of_a_node_that_is_lost_behind_its_policy_are_recorded(
+    s3: str, tmp_path: Path, write_job: Callable[..., Path]
+) -> None:
+    stage = ["--stage", "base"]
+    arguments = [*on_node(tmp_path / "node-a", s3, job=write_job(tmp_path)), *stage]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    lost = subprocess.run(
+        [sys.executable, "-c", LOST, *arguments], start_new_session=True, timeout=400, env=environment, check=False
+    )
+    assert lost.returncode == -signal.SIGKILL
+    assert trained(s3, "base")
+    run([*on_node(tmp_path / "node-b", s3, job=tmp_path / "job.toml"), *stage])
+    store = open_store(s3)
+    plan = store.plan("base", 0)
+    assert plan is not None
+    steps = store.sql("select step from steps order by step").to_pylist()
+    assert steps == [{"step": step} for step in range(len(plan.step_starts) - 1)]

@@ -68,6 +68,8 @@ class Training:
                     free_device_memory()
                     self._trainer.ensure_running_for(plan.window)
                     self._record_until_saved(plan.window, advance)
+                # Before the policy: the metrics of a node that is lost between the two are lost with it.
+                self._records.add_steps()
                 run.policies.publish(stage)
                 steps = self._records.steps_of(plan.window)
                 self._report_padding(steps)
@@ -76,7 +78,6 @@ class Training:
             if not stage.train.keep:  # the job does not keep the trainer between windows
                 self._trainer.stop()
             run.record_time(stage, plan.window, "train", report.seconds)
-        self._records.add_steps()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint of the newest policy is in the store, then apply the job's [retain].
