@@ -17,7 +17,9 @@ their first tokens has.
 Prints one JSON object. tokens: of the student. in_larger_chunks: share of them that stand in a chunk with others.
 difference: mean of value - truth, nat. absolute: mean of |value - truth|. cosine: between the two policy gradients with
 respect to all weights of the base, with advantage value - sampler's log-prob and truth - sampler's log-prob. gradient:
-|difference of the two gradients| / |gradient of the truth|.
+|difference of the two gradients| / |gradient of the truth|. with_distribution: share of the student's tokens for which
+the teacher gives a distribution (the signal `topk`); distribution_difference and distribution_absolute: as above, of
+the log-prob that the distribution has for the student's token. Answers that the teacher cannot read are left out.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from mopd_dataplane.prompts import render
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.score.own_tokens import OwnTokenizer, OwnTokens, credit
 from mopd_dataplane.score.readers import Scorable
+from mopd_dataplane.score.token_projection import TokenProjection, prefixes
 from mopd_dataplane.store.dataset import Store
 
 JOB = Path(__file__).parent
@@ -58,6 +61,8 @@ class Answer(NamedTuple):
     """[R] log-probs that scoring gives"""
     truth: NDArray[np.float64]
     """[R] the teacher's log-probs of the tokens' texts"""
+    distribution: NDArray[np.float64]
+    """[R] log-probs by the distributions over the student's tokens; NaN where there is none"""
     sampler: NDArray[np.float64]
     """[R] log-probs of the sampler"""
     shared: int
@@ -108,6 +113,21 @@ def truths(own: OwnTokens, lengths: Sequence[int], logprobs: NDArray[np.float64]
     return np.diff(cumulative), other_ways
 
 
+def projected(own: OwnTokens, projection: TokenProjection, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The log-prob of each token by the distribution over the student's tokens: [R]; NaN where there is none.
+
+    logprobs: [Q, V] of the teacher.
+    """
+    response = own.sample.tokens[own.sample.prompt_len :]
+    values = np.full(len(response), np.nan)
+    for position, row, prefix in prefixes(own, projection):
+        ids, probs = projection.project(torch.from_numpy(logprobs[row]).exp(), prefix)
+        own_prob = probs[ids == int(response[position])].sum()
+        if own_prob > 0:
+            values[position] = float(own_prob.log())
+    return values
+
+
 def read(store: Store, stage: str, samples: int) -> list[Scorable]:
     """The stage's first answers."""
     table = store.samples(["stage", "iteration", "prompt_len", "prompt_id", "uid"])
@@ -132,10 +152,13 @@ def judge(store: Store, stage: str, samples: int, policy: Path) -> list[Answer]:
     teacher, model = load_tokenizer(policy), load_model(policy)
     reader, ours = OwnTokenizer(student, teacher, name=policy.parent.name), TokenBytes(student)
     texts = Texts(teacher, lm_head(model).weight.shape[0])
+    projection = TokenProjection(reader.pieces)
     prompts = {prompt.prompt_id: prompt for prompt in store.prompts(split="train")}
     job = load_job(JOB)
     answers = []
     for sample in read(store, stage, samples):
+        if reader.problem(sample):
+            continue
         prompt_ids = render(prompts[sample.prompt_id].asked, teacher, template=job.student.prompt_template)
         own = reader.retokenize(sample, prompt_ids)
         ids = torch.tensor(own.teacher_sample.tokens.astype(np.int64))[None]
@@ -149,11 +172,11 @@ def judge(store: Store, stage: str, samples: int, policy: Path) -> list[Answer]:
         truth, other_ways = truths(own, lengths, logprobs, texts)
         shared = int((np.bincount(own.alignment.student)[own.alignment.student] > 1).sum())
         assert sample.logprobs is not None
-        answers.append(
-            Answer(
-                sample.tokens, value.astype(np.float64), truth, sample.logprobs.astype(np.float64), shared, other_ways
-            )
-        )
+        own_answer = Answer(
+            sample.tokens, value.astype(np.float64), truth, projected(own, projection, logprobs),
+            sample.logprobs.astype(np.float64), shared, other_ways,
+        )  # fmt: skip
+        answers.append(own_answer)
     return answers
 
 
@@ -181,6 +204,8 @@ def compare(store: Store, answers: Sequence[Answer]) -> dict[str, float]:
             total = total + gradient(student, part, [getattr(answer, name) - answer.sampler for answer in part])
         shares.append(torch.as_tensor(total))
     from_value, from_truth = shares
+    distribution = np.concatenate([answer.distribution for answer in answers])
+    gap = (distribution - truth)[~np.isnan(distribution)]
     return {
         "answers": len(answers),
         "tokens": len(value),
@@ -190,6 +215,9 @@ def compare(store: Store, answers: Sequence[Answer]) -> dict[str, float]:
         "other_ways": max(answer.other_ways for answer in answers),
         "cosine": round(float(from_value @ from_truth / (from_value.norm() * from_truth.norm())), 5),
         "gradient": round(float((from_value - from_truth).norm() / from_truth.norm()), 5),
+        "with_distribution": round(len(gap) / len(value), 4),
+        "distribution_difference": round(float(gap.mean()), 5),
+        "distribution_absolute": round(float(np.abs(gap).mean()), 5),
     }
 
 

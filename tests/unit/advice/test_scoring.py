@@ -151,7 +151,7 @@ def test_a_teacher_whose_weights_are_at_a_server(folders: dict[str, Path], tmp_p
     ):
         pool.register("far", tmp_path)
     with closing(TeacherPool(specs, student_tokenizer=tokenizer, engine="vllm", reads="prompt_logprobs")) as pool:
-        assert pool.record_of_remote("far", "0" * 64).name == "far"
+        assert pool.record_without_head("far", "http://x", "0" * 64).name == "far"
     with closing(pool_of(folders, "one")) as pool:
         assert pool.register("one", tmp_path).name == "one"
         assert pool.model("one") is not None

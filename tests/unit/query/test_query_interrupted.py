@@ -24,14 +24,17 @@ def usual_interrupt() -> object:
 
 def test_the_read_that_is_under_way_ends_first_however_often_it_is_asked() -> None:
     ended = []
+    interrupts = [threading.Timer(0.1 * number, os.kill, (os.getpid(), signal.SIGINT)) for number in (1, 2, 3)]
 
     def ask() -> pa.Table:
-        time.sleep(1)
+        for interrupt in interrupts:  # none of them may come once the test is over
+            interrupt.join()
+        time.sleep(0.5)
         ended.append(1)
         return pa.table({})
 
-    for number in (1, 2, 3):
-        threading.Timer(0.1 * number, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for interrupt in interrupts:
+        interrupt.start()
     with duckdb.connect() as connection, pytest.raises(KeyboardInterrupt):
         _heeding_signals(connection, ask)
     assert ended == [1]

@@ -69,6 +69,8 @@ BESIDE: dict[str, dict[str, Any]] = {
         for name in ("iterations", "share")
     },
     "objectives.NAME.policy_gradient.early_weight": {"objectives.all.policy_gradient.reward_coef": 0.0},
+    "teachers.NAME.follows": {"teachers.expert.source": "student"},
+    "teachers.NAME.average": {"teachers.expert.source": "student", "teachers.expert.follows": 1},
     "objectives.NAME.policy_gradient.own_token": {"objectives.all.policy_gradient.discount": 0.9},
 }
 """What stands in the job beside a key, before and after, for its value to be accepted."""
