@@ -107,6 +107,8 @@ def running_queue(store: Path, queue: str) -> Iterator[RunningQueue]:
     address = os.environ.get("RAY_ADDRESS") or "auto"
     if joined:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray ends a process whose cluster is gone after this time; this one finds that out earlier, and ends by itself.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(5 * ANSWER_S)))
         try:
             ray.init(address=address, log_to_driver=False, logging_level="warning")
         except (ConnectionError, ValueError, RuntimeError) as error:
