@@ -10,9 +10,6 @@ from mopd_dataplane.score.engines import SCORING
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
 
-_NEEDS_HEAD = ("hidden",)
-"""Kinds of signals that are read with the LM head of the teacher."""
-
 
 def check_following(job: Job, stage: Stage, samplers: set[str], at: str) -> None:
     """Raise JobFileError where a stage asks more of a following teacher than its signals of new samples.
@@ -47,10 +44,9 @@ def check_following(job: Job, stage: Stage, samplers: set[str], at: str) -> None
             f"{at}: score.engine = {stage.score.engine!r} keeps the weights of a teacher, and {name!r} follows the "
             f'policy; set score.engine = "hf", or {leave}'
         )
-    kinds = [kind for kind in (*job.objective(stage).signals, *stage.score.signals) if kind in _NEEDS_HEAD]
-    if kinds:
+    if "hidden" in (*job.objective(stage).signals, *stage.score.signals):
         raise JobFileError(
-            f"{at}: {kinds[0]} signals are read with the LM head of a teacher, and that of {name!r} follows the "
+            f"{at}: hidden signals are read with the LM head of a teacher, and that of {name!r} follows the "
             f'policy; take an objective of log-probs (policy_gradient) or of a top-k (divergence, signal = "topk"), or '
             f"{leave}"
         )

@@ -1,4 +1,4 @@
-"""A job whose teacher is the moving average of its own policy, killed between two iterations."""
+"""A job whose teacher is the moving average of its own policy, interrupted between two iterations."""
 
 from __future__ import annotations
 

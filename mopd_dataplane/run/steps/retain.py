@@ -49,15 +49,17 @@ def _remove_policies(run: Run, stage: Stage) -> None:
     if stage.concurrent:
         most = max(most, stage.plan.max_staleness + 2)
         needed |= {version for version in versions if run.job.eval.every and not version % run.job.eval.every}
+    latest = run.policies.latest(stage)
     turns = {
-        name: run.policies.followed(name, stage, run.policies.latest(stage))
+        name: run.policies.followed(name, stage, latest)
         for name in run.job.scorers_of(stage)
         if run.job.teachers[name].follows
     }
     needed |= {*turns.values()}
+    # The next average is made from the one of the turn before; a teacher that scores no longer has no next one.
+    oldest = {name: turn - run.job.teachers[name].follows for name, turn in turns.items()}
     for name, version in run.policies.averages(stage):
-        # The next average is made from the one of the turn before.
-        if version not in needed and version < min(turns[name] - run.job.teachers[name].follows, *versions[-most:]):
+        if version not in needed and version < min(oldest.get(name, latest), *versions[-most:]):
             run.policies.remove_average(name, stage, version)
     bases = {run.policies.base(other) for other in run.job.stages}
     for version in versions[:-most]:

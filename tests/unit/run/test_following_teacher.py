@@ -134,8 +134,11 @@ def test_retention_keeps_what_the_teacher_has(
     stage = run.job.stage("student")
     for turn in (4, 8):
         before = weights(run.policies.teacher("itself", stage, turn))
+    rerouted = run.policies.stage_folder(stage) / "average-earlier-v1"  # of a teacher that scores no longer
+    rerouted.mkdir()
     for _ in range(2):
         apply_retention(run, stage, windows_done=11)
+    assert not rerouted.exists()
     assert run.policies.stored(stage) == policies
     assert [version for _, version in run.policies.averages(stage)] == averages
     same(run.policies.teacher("itself", stage, 11), before)
