@@ -31,14 +31,17 @@ def resolve_device(name: str) -> str:
 
 
 def free_device_memory() -> None:
-    """Free the device memory that nothing refers to, so that other processes can use it."""
+    """Free the memory of an accelerator that nothing refers to, so that other processes can use it.
+
+    The memory of a CPU is free as soon as the last reference is gone.
+    """
     if "torch" not in sys.modules:
         return
     import torch
 
-    gc.collect()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
+        gc.collect()
         torch.get_device_module(accelerator).empty_cache()
 
 

@@ -14,6 +14,7 @@ rehearsal.py          a small version of a job with tiny models, to run before t
 adapter_check.py      checks of a job's adapters: their base, rank and learning rate
 context.py            what every step needs: job, store, policies, tokenizer, progress
 changes.py            changes of a job whose store has begun: which may be, and which job each window goes by
+event_batch.py        events of one iteration that share a commit
 steps/                one file a step: rollout, score, plan, train, evaluate …
 follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
 queue_score.py        scores the trajectories of a running TransferQueue, and puts the signals back beside them

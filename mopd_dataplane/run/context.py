@@ -20,6 +20,7 @@ from mopd_dataplane.prompts import load_prompts, render, render_answer
 from mopd_dataplane.records import Change, Prompt
 from mopd_dataplane.run.changes import Accept, job_at, refuse_changes, refuse_unrecorded, remember_job
 from mopd_dataplane.run.estimate import estimate
+from mopd_dataplane.run.event_batch import EventBatch
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.preflight import deleted_prompts, preflight, refuse
@@ -64,6 +65,11 @@ class Run:
         return Engines(self.job)
 
     @cached_property
+    def events(self) -> EventBatch:
+        """Where measurements go that nothing reads before their iteration ends."""
+        return EventBatch(self.store)
+
+    @cached_property
     def writer(self) -> Store | GroupWriter:
         """What commits samples and signals: the store itself, or the process that commits for all its writers."""
         if not self.job.group_commit:
@@ -105,7 +111,7 @@ class Run:
         """Record how long a step of a stage took, or part of one that is done in several, counted from 1."""
         ordinal = -1 if iteration is None else iteration
         name = _time_event(stage, ordinal, action) + (f"/{part}" if part > 1 else "")
-        self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
+        self.events.add(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
 
     def has_recorded_time(self, stage: Stage, iteration: int, action: str) -> bool:
         """Check if the time of a step of a stage was recorded."""

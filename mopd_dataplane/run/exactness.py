@@ -9,6 +9,7 @@ from pathlib import Path
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.self_check import SelfCheck
 from mopd_dataplane.records import StepMetrics
+from mopd_dataplane.run.event_batch import EventBatch
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.sampler_gap import SELF_CHECK, Gap, allowed_gap, gap_problem
 from mopd_dataplane.train.spec import Sampling
@@ -56,7 +57,7 @@ def sampling_of(job: Job, stage: Stage, shape: dict[str, object]) -> Sampling | 
     )
 
 
-def record_sampler_gap(store: Store, first: StepMetrics, sampling: Sampling, *, dtype: str) -> str:
+def record_sampler_gap(events: EventBatch, first: StepMetrics, sampling: Sampling, *, dtype: str) -> str:
     """Record a window's comparison with the sampler, from the metrics of its first step.
 
     Returns a warning when the difference is above its band, else an empty text.
@@ -74,7 +75,7 @@ def record_sampler_gap(store: Store, first: StepMetrics, sampling: Sampling, *, 
         "policy_version": first.policy_version,
         "warning": warning,
     }
-    store.add_event(
+    events.add(
         f"sampler_gap/{first.stage}/{first.window}", first.stage, "sampler_gap", first.window, gap.mean, detail
     )
     return warning

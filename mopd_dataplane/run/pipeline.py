@@ -126,6 +126,7 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
             needs_training = run.policies.latest(stage) <= window
             with (
                 run.progress.iteration(window + 1, stage.iterations),
+                run.events.iteration(),
                 _with_settings_of_window(run, stage, window) as (window_run, window_stage),
             ):
                 if needs_training:

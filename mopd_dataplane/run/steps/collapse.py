@@ -100,5 +100,5 @@ def _measure(run: Run, stage: Stage, iteration: int) -> Answers | None:
     entropy = float(-np.concatenate(drawn).mean(dtype=np.float64)) if drawn else 0.0
     answers = Answers(float(lengths.mean()), entropy)
     name = f"answers/{stage.name}/{iteration}"
-    run.store.add_event(name, stage.name, "answers", iteration, answers.length, answers._asdict())
+    run.events.add(name, stage.name, "answers", iteration, answers.length, answers._asdict())
     return answers

@@ -160,7 +160,7 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
     for reason, count in stats.items():
         if reason.startswith("dropped_"):
             name = f"drop/{stage.name}/{window}/{reason}"
-            run.store.add_event(name, stage.name, "drop", window, count, {"reason": reason.removeprefix("dropped_")})
+            run.events.add(name, stage.name, "drop", window, count, {"reason": reason.removeprefix("dropped_")})
     return plan
 
 

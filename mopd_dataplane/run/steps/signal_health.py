@@ -83,7 +83,8 @@ def record_health(run: Run, stage: Stage, parts: Mapping[HealthKey, Sequence[Hea
         })  # fmt: skip
         failed += len(failing)
         pairs.setdefault((key.teacher, key.domain), []).append(health)
-    run.store.add_events(events)
+    run.events.add_all(events)
+    run.events.commit()  # they are read before the first step
     shown = [_shown(teacher, domain, merged(group)) for (teacher, domain), group in pairs.items()]
     checks = f"{failed} failed checks" if failed else "no check failed"
     run.progress.say(f"{stage.name:<16} health   log p {', '.join(shown)}; {checks}")

@@ -72,7 +72,7 @@ class TrainRecords:
         self._warn(f"zero_gradient/{stage.name}/{plan.window}", plan.window, nothing)
         record_trainers_self_check(run.store, stage.name, self._folder)
         if steps and (sampling := sampling_at(run, stage)) is not None:
-            self._say_warning(record_sampler_gap(run.store, steps[0], sampling, dtype=run.job.student.dtype))
+            self._say_warning(record_sampler_gap(run.events, steps[0], sampling, dtype=run.job.student.dtype))
 
     def _warn(self, event_id: str, window: int, warning: str) -> None:
         """Show and record a warning, unless it is empty."""
