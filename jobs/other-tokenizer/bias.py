@@ -1,7 +1,7 @@
 """How far the log-probs of a teacher with another tokenizer are from the truth, on a finished run of this job.
 
     python jobs/other-tokenizer/bias.py TEACHER [--store runs/other-tokenizer/student]
-                                        [--policy runs/other-tokenizer/TEACHER/policies/sorter/v1]
+                                        [--policy runs/other-tokenizer/TEACHER/policies/expert/v1]
                                         [--samples 1024] [--out FILE]
 
 Takes the first answers of the stage `of-TEACHER`, which the base wrote. The truth for a token of the student is the
@@ -226,11 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("teacher", choices=["finer", "across"])
     parser.add_argument("--store", default="runs/other-tokenizer/student")
-    parser.add_argument("--policy", type=Path, help="default: runs/other-tokenizer/TEACHER/policies/sorter/v1")
+    parser.add_argument("--policy", type=Path, help="default: runs/other-tokenizer/TEACHER/policies/expert/v1")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--out", type=Path, help="JSON file that is written too")
     options = parser.parse_args()
-    policy = options.policy or Path("runs/other-tokenizer") / options.teacher / "policies" / "sorter" / "v1"
+    policy = options.policy or Path("runs/other-tokenizer") / options.teacher / "policies" / "expert" / "v1"
     torch.set_num_threads(1)
     store = open_store(options.store)
     figures = compare(store, judge(store, f"of-{options.teacher}", options.samples, policy))

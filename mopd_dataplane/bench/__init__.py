@@ -1,7 +1,8 @@
 """Measurements, each beside the physical limit of the machine in the same run.
 
 synthetic.py     stores of any size, made through the public API
-plan.py          metadata → plan
+plan.py          metadata → plan, by one process and by several
+plan_rows.py     its metadata, in a store or made when it is read
 link.py          samples of another store: linked, and read from here
 far.py           epochs from an object store that is far away
 load.py          plan → batches in another process, and mopd's loader beside others

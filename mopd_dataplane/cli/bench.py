@@ -25,6 +25,8 @@ def plan(
     strict: Annotated[bool, Option("--strict", help="Draw each batch before packing it.")] = False,
     window: Annotated[int, Option("--window", min=0, help="Samples planned together; 0 takes all.")] = 0,
     where: Annotated[str, Option("--where", metavar="SQL", help="Plan the samples that meet a condition.")] = "",
+    processes: Annotated[int, Option("--processes", min=1, help="Plan the windows by this many processes too.")] = 1,
+    simulated: Annotated[bool, Option("--simulated", help="Make the rows when they are read; store none.")] = False,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -32,12 +34,16 @@ def plan(
 
     Seconds, density, straggler ratio, peak memory and payload bytes read, in a process of its own on one core, beside
     the machine's limits. The store is made first, which is not timed. With --window, memory stays bounded. With
-    --where, every sample also has a reward and a divergence, and the condition is part of the time.
+    --where, every sample also has a reward and a divergence, and the condition is part of the time. With --processes,
+    the same windows are then planned by several processes, each on a core of its own, and their plans compared.
     """
-    from mopd_dataplane.bench.plan import FIGURES, measure
+    from mopd_dataplane.bench.plan import FIGURES, SEVERAL, measure
 
-    figures = measure(samples, strict=strict, window=window, where=where, folder=folder)
-    print_json({name: figures[name] for name in FIGURES}) if as_json else print_facts(figures)
+    figures = measure(
+        samples, strict=strict, window=window, where=where, folder=folder, processes=processes, simulated=simulated
+    )
+    names = [name for name in (*FIGURES, *SEVERAL) if name in figures]
+    print_json({name: figures[name] for name in names}) if as_json else print_facts(figures)
 
 
 def link(

@@ -38,6 +38,31 @@ def test_plan(tmp_path: Path, window: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("simulated", [False, True])
+def test_several_processes_plan_what_one_plans(tmp_path: Path, simulated: bool) -> None:
+    words = ["--samples", "5000", "--window", "1000", "--processes", "2", "--folder", str(tmp_path)]
+    measurements = figures("plan", *words, *(["--simulated"] if simulated else []))
+    assert measurements["processes"] == 2
+    assert measurements["same_plans"]
+    assert measurements["times_one"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--processes", "2"], "2 processes plan 1 windows"),
+        (["--simulated", "--where", "reward > 0"], "plan without --where"),
+    ],
+)
+def test_a_plan_that_cannot_be_measured_is_rejected(tmp_path: Path, words: list[str], reason: str) -> None:
+    rejected = CliRunner().invoke(app, ["bench", "plan", *words, "--folder", str(tmp_path)])
+    assert rejected.exit_code != 0
+    assert reason in str(rejected.exception) + rejected.output
+    assert list(tmp_path.iterdir()) == []
+
+
 TEN_COLUMNS = (
     "reward > 0 and kl between 0.05 and 2 and response_len < 20000 and prompt_len > 1 and total_len > 4 and "
     "teachers = 1 and not truncated and not interrupted and loss_tokens > 0 and domain <> 'domain-3'"
