@@ -1,9 +1,10 @@
 """One of the processes that commit samples to a store (commit_writers.py): the committer of a rollout without its log.
 
-    python -m mopd_dataplane.bench.commit_writer FOLDER NUMBER SECONDS FINISHED
+    python -m mopd_dataplane.bench.commit_writer FOLDER NUMBER SECONDS FINISHED WRITERS
 
-runs one whose commits are made by another process, together with those of all others; it loads neither lance nor
-pyarrow. `uri.txt` in the folder names the store. The others import Store and run `write` in a process that was forked.
+runs the writers NUMBER to NUMBER + WRITERS - 1, in threads, whose commits are made by another process, together with
+those of all others; it loads neither lance nor pyarrow. `uri.txt` in the folder names the store. Writers that commit by
+themselves import Store and run `write` in a process that was forked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -98,11 +100,19 @@ def _wait_for_sign(folder: Path, number: int) -> None:
         time.sleep(0.01)
 
 
-def main() -> None:
+def write_together(folder: Path, number: int, seconds: float, finished: int) -> None:
     """Be a writer whose commits are made together with those of others."""
-    folder, number, seconds, finished = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     with GroupWriter((folder / URI).read_text()) as writer:
         write(folder, number, seconds, finished, writer.commit_samples)
+
+
+def main() -> None:
+    """Be one or more writers whose commits are made together with those of others."""
+    folder, first, seconds, finished = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    numbers = range(first, first + int(sys.argv[5]))
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        for done in [pool.submit(write_together, folder, number, seconds, finished) for number in numbers]:
+            done.result()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 from mopd_dataplane.bench.commit_writer import GO, START_S, URI, write_alone
 from mopd_dataplane.bench.commits import BATCH
 from mopd_dataplane.bench.forked import fork_server, start
-from mopd_dataplane.errors import DeadlineError, EngineError
+from mopd_dataplane.errors import DeadlineError, EngineError, InputError
 from mopd_dataplane.rollout.committer import WINDOW_S
 from mopd_dataplane.store.dataset import Store
 
@@ -27,19 +27,35 @@ FIGURES = ("writers", "offered samples/s", "samples/s", "wait p50, ms", "wait p9
 
 
 def measure(
-    folder: Path, uri: str, writers: int, seconds: float, finished: int = BATCH, *, group: bool = False
+    folder: Path,
+    uri: str,
+    writers: int,
+    seconds: float,
+    finished: int = BATCH,
+    *,
+    group: bool = False,
+    per_process: int = 1,
 ) -> dict[str, float]:
     """Let so many writers commit for some seconds, and until everything is committed.
 
     folder: empty, for files of the writers. uri: of a new store. finished: samples that each writer finishes every
-    WINDOW_S. group: one process commits for all. Returns figures by name: wait is from a sample's end until its commit
-    has returned; commits are those that `samples` has had; files: under the store at the end; writer MiB: the largest
-    resident memory of a writer. Raises EngineError when a writer fails, or when the store has other samples than the
-    writers committed.
+    WINDOW_S. group: one process commits for all. per_process: above 1, each process simulates so many writers of a
+    group by threads, each with requests of its own. Returns figures by name: wait is from a sample's end until its
+    commit has returned; commits are those that `samples` has had; files: under the store at the end; writer MiB: the
+    largest resident memory of a process of writers. Raises InputError for writers that do not divide; EngineError when
+    a writer fails, or when the store has other samples than the writers committed.
     """
+    if writers % per_process or (per_process > 1 and not group):
+        raise InputError(
+            f"{writers} writers by {per_process} in a process: only writers of a group can share a process, and their "
+            "number must be a multiple; set --group, and --writers to a multiple of --per-process"
+        )
     store = Store.create(uri)
     (folder / URI).write_text(uri)
-    processes = [_Writer(folder, number, seconds, finished, group=group) for number in range(writers)]
+    processes = [
+        _Writer(folder, first, seconds, finished, group=group, per_process=per_process)
+        for first in range(0, writers, per_process)
+    ]
     try:
         _wait_for(lambda: len([*folder.glob("*.ready")]) == writers, processes, START_S)
         before = store.dataset("samples").version
@@ -75,11 +91,13 @@ def measure(
 class _Writer:
     """A process that commits: forked from one that has loaded lance, or a plain one that never does."""
 
-    def __init__(self, folder: Path, number: int, seconds: float, finished: int, *, group: bool) -> None:
+    def __init__(
+        self, folder: Path, number: int, seconds: float, finished: int, *, group: bool, per_process: int
+    ) -> None:
         arguments = (folder, number, seconds, finished)
         self._plain = self._forked = None
         if group:
-            command = [sys.executable, "-m", "mopd_dataplane.bench.commit_writer", *map(str, arguments)]
+            command = [sys.executable, "-m", "mopd_dataplane.bench.commit_writer", *map(str, (*arguments, per_process))]
             self._plain = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         else:
             self._forked = start(fork_server("mopd_dataplane.store.dataset"), write_alone, *arguments)

@@ -78,8 +78,8 @@ def _check(samples: int, window: int, where: str, processes: int, simulated: boo
     cores, windows = len(os.sched_getaffinity(0)), -(-samples // window)
     if processes > min(cores, windows):
         raise InputError(
-            f"{processes} processes plan {windows} windows on {cores} cores; each needs a window and a core of its own: "
-            "set --processes and --window accordingly"
+            f"{processes} processes plan {windows} windows on {cores} cores, and each needs a window and a core of its "
+            "own; set --processes and --window accordingly"
         )
 
 

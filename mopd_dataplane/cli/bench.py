@@ -147,6 +147,9 @@ def commits(
     finished: Annotated[int, Option("--finished", min=1, help="Samples that each writer finishes every 0.2 s.")] = 4,
     seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
     group: Annotated[bool, Option("--group", help="One process commits for all writers.")] = False,
+    per_process: Annotated[
+        int, Option("--per-process", min=1, help="With --group: writers that a process simulates by threads.")
+    ] = 1,
     uri: Annotated[str, Option("--uri", help="Make the stores of the writers under this object-store URI.")] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
@@ -164,7 +167,11 @@ def commits(
         for number in writers:
             with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
                 store = f"{uri.rstrip('/')}/{Path(scratch).name}" if uri else f"{scratch}/store"
-                rows.append(commit_writers.measure(Path(scratch), store, number, seconds, finished, group=group))
+                rows.append(
+                    commit_writers.measure(
+                        Path(scratch), store, number, seconds, finished, group=group, per_process=per_process
+                    )
+                )
         if as_json:
             print_json(rows)
         else:

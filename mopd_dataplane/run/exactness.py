@@ -75,7 +75,5 @@ def record_sampler_gap(events: EventBatch, first: StepMetrics, sampling: Samplin
         "policy_version": first.policy_version,
         "warning": warning,
     }
-    events.add(
-        f"sampler_gap/{first.stage}/{first.window}", first.stage, "sampler_gap", first.window, gap.mean, detail
-    )
+    events.add(f"sampler_gap/{first.stage}/{first.window}", first.stage, "sampler_gap", first.window, gap.mean, detail)
     return warning

@@ -18,7 +18,7 @@ from mopd_dataplane.bench.fleet_member import expected_samples, policy_version, 
 from mopd_dataplane.bench.fleet_settings import Fleet
 from mopd_dataplane.bench.length_bias import Interrupted, Killed
 from mopd_dataplane.bench.replay import ReplayEngine, expected_response, reply, script_of
-from mopd_dataplane.errors import EngineError
+from mopd_dataplane.errors import EngineError, InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
@@ -162,3 +162,16 @@ def test_concurrent_writers_commit_every_sample(group: bool, tmp_path: Path) -> 
     assert figures["offered samples/s"] == 40
     assert 0 < figures["wait p50, ms"] <= figures["wait p99, ms"]
     assert Store.open(tmp_path / "store").dataset("samples").count_rows() == 2 * (1 + 2 * 4)
+
+
+def test_writers_that_share_a_process_commit_every_sample(tmp_path: Path) -> None:
+    figures = measure_writers(tmp_path, str(tmp_path / "store"), 4, 0.4, group=True, per_process=2)
+    assert figures["writers"] == 4
+    assert Store.open(tmp_path / "store").dataset("samples").count_rows() == 4 * (1 + 2 * 4)
+
+
+@pytest.mark.parametrize(("writers", "group"), [(3, True), (4, False)])
+def test_writers_that_cannot_share_a_process_are_rejected(writers: int, group: bool, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--per-process"):
+        measure_writers(tmp_path, str(tmp_path / "store"), writers, 0.4, group=group, per_process=2)
+    assert not list(tmp_path.iterdir())
