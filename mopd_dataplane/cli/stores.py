@@ -28,16 +28,21 @@ LEFT_BEHIND = "plans, snapshots, checkpoints and the token log"
 
 
 def info(store: StoreUri, as_json: AsJson = False) -> None:
-    """Show what a store holds: tables, rows, versions, bytes, and bytes that can be freed."""
+    """Show what a store holds: tables, rows, versions, bytes, and bytes that can be freed.
+
+    Of a run with iterations left, also what they will add to the tables at the mean of those so far.
+    """
     from mopd_dataplane import open_store
     from mopd_dataplane.query.ancestry import forks_of, origin_of
+    from mopd_dataplane.query.still_to_write import still_to_write
     from mopd_dataplane.store.format.dataset_format import FORKED_FROM
 
     opened = open_store(store)
     name_unfinished(opened)
     facts = plain(opened.info()) | {"forks": [fork.folder for fork in forks_of(opened)]}
+    left = still_to_write(opened, facts["tables"])
     if as_json:
-        print_json(facts)
+        print_json({**facts, "still_to_write": [one._asdict() | {"bytes": round(one.bytes)} for one in left]})
         return
     tables, snapshots = facts.pop("tables"), facts.pop("snapshots")
     if (origin := origin_of(opened)) is not None:
@@ -52,6 +57,11 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
     ]
     print_fitting(("table", "rows", "size", "freeable", "files", "version"), shown)
     note(f"{size(sum(row['bytes'] for row in tables.values()))} in all; --json says bytes")
+    for one in left:
+        note(
+            f"{one.stage}: {one.done:,} of {one.iterations:,} iterations; the others will add about "
+            f"{size(round(one.bytes))}, {size(round(one.iteration_bytes))} each"
+        )
 
 
 def verify(

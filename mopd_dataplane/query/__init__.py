@@ -25,4 +25,5 @@ statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG
 text.py           text for display: control characters shown as marks, numbers with units
 job.py            the job.json that a store keeps
+still_to_write.py  what the iterations to come will add to a store
 """

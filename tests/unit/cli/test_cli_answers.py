@@ -166,6 +166,17 @@ def test_store_info_counts_rows(demo_store: Store) -> None:
     assert "signals/chain_sum-expert/logprob" in mopd("store", "info", demo_store.uri).stdout
 
 
+def test_store_info_says_what_the_iterations_left_will_add(tmp_path: Path, make_store: Any) -> None:
+    store = make_store(tmp_path / "s", prompts=1)
+    stages = [{"name": "student", "start": "init", "data": "rollout", "iterations": 1000}]
+    store.write_json("job.json", {"student": {"path": ""}, "stages": stages})
+    done = store.table("plans", ["window"]).num_rows
+    (left,) = answered("store", "info", store.uri, "--json")["still_to_write"]
+    assert (left["done"], left["iterations"]) == (done, 1000)
+    assert left["bytes"] > 0
+    assert f"student: {done} of 1,000 iterations; the others will add about" in mopd("store", "info", store.uri).output
+
+
 def test_store_compact_keeps_every_row(tmp_path: Path, make_store: Any) -> None:
     store = make_store(tmp_path / "s", prompts=1)
     before = store.samples().to_pylist()
