@@ -66,7 +66,7 @@ class Segment:
         return int(self.text.positions[self.last]) + 1
 
 
-def segments(text: ChosenTokens, most: int = SEGMENT_LOGPROBS) -> Iterator[Segment]:
+def segments(text: ChosenTokens, most: int) -> Iterator[Segment]:
     """Split the positions of a text so that the answer for each segment has at most `most` log-probs.
 
     A segment has at least one position. Positions in between that are not chosen are in the answer too, so a long gap
@@ -95,7 +95,7 @@ class SglangLogprobs(EchoLogprobs):
 
         The first request is sent alone. Raises EngineError if the server does not return what was requested.
         """
-        split = [list(segments(text)) for text in texts]
+        split = [list(segments(text, SEGMENT_LOGPROBS)) for text in texts]
         ordered = [
             (index, segment)
             for number in range(max(map(len, split), default=0))

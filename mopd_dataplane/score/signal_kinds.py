@@ -249,6 +249,8 @@ def students_topk(student: StudentTopk | None, items: Sequence[ModelInput], k: i
 
 def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: str = "") -> None:
     """Check that values [N] or [N, D] are finite. Raises EngineError naming teacher and sample."""
+    if not len(values):
+        return
     finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
     for item, good in zip(items, torch.split(finite, [len(item.loss_positions) for item in items]), strict=True):
         if not bool(good.all()):
