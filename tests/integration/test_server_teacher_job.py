@@ -201,7 +201,7 @@ def test_the_students_top_k_is_read_from_an_sglang_server(tmp_path: Path, models
         np.testing.assert_allclose(
             own, [row[token] for row, token in zip(values, ids[length:], strict=True)], atol=1e-5
         )
-    assert set(store.table("scores", filter="kind = 'topk'")["topk_source"].to_pylist()) == {"student"}
+    assert set(store.table("signals/large/topk", ["topk_source"])["topk_source"].to_pylist()) == {"student"}
     line = next(line for line in ran.stderr.splitlines() if " score " in line)
     assert f"large 4 requests, 2 retries, {sum(map(len, tokens))} prompt tokens" in line
     run_mopd("run", job)
