@@ -83,6 +83,17 @@ def segments(text: ChosenTokens, most: int) -> Iterator[Segment]:
         yield Segment(text, first, len(text.positions) - 1, tuple(sorted(union)))
 
 
+def ordered_segments(texts: Sequence[ChosenTokens], most: int) -> list[tuple[int, Segment]]:
+    """Split texts into segments, each with the index of its text: first the first segment of every text."""
+    split = [list(segments(text, most)) for text in texts]
+    return [
+        (index, segment)
+        for number in range(max(map(len, split), default=0))
+        for index, pieces in enumerate(split)
+        for segment in pieces[number : number + 1]
+    ]
+
+
 class SglangLogprobs(EchoLogprobs):
     """A teacher behind an SGLang server."""
 
@@ -95,13 +106,7 @@ class SglangLogprobs(EchoLogprobs):
 
         The first request is sent alone. Raises EngineError if the server does not return what was requested.
         """
-        split = [list(segments(text, SEGMENT_LOGPROBS)) for text in texts]
-        ordered = [
-            (index, segment)
-            for number in range(max(map(len, split), default=0))
-            for index, pieces in enumerate(split)
-            for segment in pieces[number : number + 1]
-        ]
+        ordered = ordered_segments(texts, SEGMENT_LOGPROBS)
         alone = 0 if self._has_chosen else 1
         rows = self._ask_chosen([segment for _, segment in ordered[:alone]])
         self._has_chosen = self._has_chosen or bool(rows)

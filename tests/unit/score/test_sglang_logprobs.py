@@ -25,7 +25,7 @@ from mopd_dataplane.score import sglang_logprobs
 from mopd_dataplane.score.readers import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.server_use import ServerUse
-from mopd_dataplane.score.sglang_logprobs import ChosenTokens, SglangLogprobs, segments
+from mopd_dataplane.score.sglang_logprobs import ChosenTokens, SglangLogprobs, ordered_segments, segments
 from mopd_dataplane.score.signal_kinds import StudentTopk
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
@@ -131,11 +131,15 @@ def test_values_are_those_of_the_model(
     assert {body["sampling_params"]["max_new_tokens"] for body in bodies} == {1}
     if most == 1:
         assert len(bodies) == sum(len(text.positions) for text in texts)
-    if most == 200:
-        starts = [(len(text.tokens), part.start) for text, parts in zip(texts, split, strict=True) for part in parts]
-        assert len(starts) > len(texts)
-        begun = [body["logprob_start_len"] for body in bodies]
-        assert begun[: len(texts)] == [parts[0].start for parts in split], "a later segment finds its prefix in a cache"
+
+
+def test_a_later_segment_finds_the_text_before_it_in_a_cache() -> None:
+    """Other texts are between two segments of a text, which are in its order."""
+    texts = make_texts()
+    order = ordered_segments(texts, 100)
+    assert [index for index, _ in order[: 2 * len(texts)]] == [0, 1, 2, 0, 1, 2]
+    for index, text in enumerate(texts):
+        assert [part for number, part in order if number == index] == list(segments(text, 100))
 
 
 @pytest.mark.parametrize("most", [1, 30, 100, 1000, 1 << 16])
