@@ -207,16 +207,33 @@ class ModelServer(ThreadingHTTPServer):
         return {"id": "cmpl-1", "choices": [{"index": 0, "text": "", "logprobs": logprobs}]}
 
     def _generate(self, body: Any) -> Any:
-        """The answer of SGLang's own API, in the documented form."""
+        """The answer of SGLang's own API, as its source computes it: rows from `logprob_start_len` on, the first of
+        them empty; a list of chosen ids, which is refused outside the vocabulary; the generated token apart."""
         ids = body.get("input_ids") or self.tokenizer.encode(body["text"], add_special_tokens=False)
+        start, chosen = body["logprob_start_len"], body.get("token_ids_logprob") or []
         values = self.logprobs(ids)
-        tops: list[list[list[Any]] | None] = [None]
-        for row in values[:-1]:
-            likeliest = np.argsort(-row)[: body["top_logprobs_num"]].tolist()
-            tops.append([[float(row[token]), token, None] for token in likeliest])
-        own = [[float(row[token]), token, None] for token, row in zip(ids[1:], values, strict=False)]
-        meta = {"input_token_logprobs": [[None, ids[0], None], *own], "prompt_tokens": len(ids)}
-        return {"text": "", "meta_info": meta | ({"input_top_logprobs": tops} if body["top_logprobs_num"] else {})}
+        if start >= len(ids) or any(not 0 <= token < values.shape[1] for token in [*ids, *chosen]):
+            return {"status": 400, "error": {"message": "logprob_start_len or token_ids_logprob is out of range"}}
+
+        def entries(row: NDArray[np.float64], tokens: list[int]) -> list[list[Any]]:
+            return [[float(row[token]), token, None] for token in tokens]
+
+        meta: dict[str, Any] = {
+            "prompt_tokens": len(ids),
+            "completion_tokens": body["sampling_params"]["max_new_tokens"],
+        }
+        own = [entries(values[position - 1], [ids[position]])[0] for position in range(start + 1, len(ids))]
+        meta["input_token_logprobs"] = [[None, ids[start], None], *own]
+        last = [int(values[-1].argmax())][: meta["completion_tokens"]]
+        meta["output_token_logprobs"] = entries(values[-1], last)
+        if k := body["top_logprobs_num"]:
+            rows = [entries(row, np.argsort(-row)[:k].tolist()) for row in values[start:]]
+            meta["input_top_logprobs"], meta["output_top_logprobs"] = [None, *rows[:-1]], rows[-1:][: len(last)]
+        if chosen:
+            rows = [entries(row, chosen) for row in values[start:]]
+            meta["input_token_ids_logprobs"] = [None, *rows[:-1]]
+            meta["output_token_ids_logprobs"] = rows[-1:][: len(last)]
+        return {"text": self.tokenizer.decode(last), "meta_info": meta}
 
     def _decode(self, body: Any) -> list[tuple[int, float]]:
         """Tokens drawn by the request's seed, with their log-probs."""

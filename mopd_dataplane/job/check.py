@@ -12,7 +12,7 @@ from mopd_dataplane.job.check_following import check_following
 from mopd_dataplane.job.check_tokenizers import check_own_tokenizers, check_own_tokenizers_of_stage
 from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind, kinds_that
-from mopd_dataplane.score.engines import LOGPROB_READS, SCORING, SERVER_READS, engines_that
+from mopd_dataplane.score.engines import CHOSEN_READS, LOGPROB_READS, SCORING, SERVER_READS, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -289,6 +289,15 @@ def _check_reads(job: Job, stage: Stage, at: str) -> None:
         raise JobFileError(
             f'{at}.score.reads = "extract_hidden_states" is for teachers that vLLM runs on this machine, but teacher '
             f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
+        )
+    score = stage.score
+    is_students = score.topk_source == "student" and "topk" in job.objective(stage).signals
+    is_chosen = SCORING[score.engine].here or score.reads not in LOGPROB_READS or score.reads in CHOSEN_READS
+    if is_students and not is_chosen:
+        raise JobFileError(
+            f"{at}: score.topk_source = \"student\" needs a teacher's log-probs of the student's likeliest tokens, and "
+            f'score.reads = "{score.reads}" returns those of the teacher\'s own only; set score.reads = "states", '
+            f'"sglang" (teachers behind SGLang servers), or score.topk_source = "teacher"'
         )
 
 

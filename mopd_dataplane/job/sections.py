@@ -289,7 +289,8 @@ class Score(Section):
     reads: Literal["states", "extract_hidden_states", "prompt_logprobs", "echo", "sglang"] = "states"
     """What vLLM is asked for: hidden states, from which every signal follows (`states`: a pooling model;
     `extract_hidden_states`: a generating model started here), or log-probs of the text at temperature 1 with the
-    teacher's own top-k (`prompt_logprobs`; of other servers `echo`, in OpenAI's completions API, or `sglang`)."""
+    teacher's own top-k (`prompt_logprobs`; of other servers `echo`, in OpenAI's completions API, or `sglang`, which
+    gives the student's top-k too)."""
     options: Free[dict[str, Any]] = Field(default_factory=dict)
     """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
     batch_tokens: Free[int] = Field(default=8192, ge=1)

@@ -20,7 +20,7 @@ tiny.py             tiny random models with the architecture and tokenizer of an
 vllm_adapters.py    adapters in a vLLM started by this process, as LoRA requests
 vllm_local.py       vLLM on this machine, its core in a separate process
 vllm_replies.py     replies of a vLLM server: the form of each, and the range of its log-probs
-sglang_replies.py   texts read by SGLang's own API: the request, and its answer
+sglang_replies.py   texts read by SGLang's own API: the requests, and their checked answers
 server_identity.py  identifies a model at a server by its name there and by log-probs of fixed texts
 vllm_server.py      a running vLLM server by its URL
 vllm_worker.py      the part of vllm_adapters.py that runs inside vLLM

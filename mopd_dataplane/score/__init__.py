@@ -14,6 +14,7 @@ vllm_states.py          teachers in vLLM as pooling or as generating models: sta
 vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs
 echo_logprobs.py        teachers behind OpenAI's completions API with `echo`: log-probs
+sglang_logprobs.py      teachers behind SGLang's own API: log-probs, also of the student's likeliest tokens
 server_use.py           requests, retries and prompt tokens that a teacher's server was sent
 vllm_batch.py           vLLM that reads texts, started here or behind a server
 quantise.py             quantised teachers, through torchao

@@ -1,6 +1,7 @@
-"""Teachers behind servers that return the log-probs of a prompt: OpenAI's completions API with `echo`, or SGLang's own.
+"""Teachers behind servers that return the log-probs of a prompt: OpenAI's completions API with `echo`.
 
-vLLM's server answers the first, and so can servers that have no `prompt_logprobs`. Log-probs are at temperature 1.
+vLLM's server answers it, and so can servers that have no `prompt_logprobs`. Log-probs are at temperature 1.
+sglang_logprobs.py reads SGLang's own API in the same way.
 """
 
 from __future__ import annotations
@@ -39,17 +40,10 @@ class EchoLogprobs(ServerLogprobs):
     by their texts.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        *,
-        url: str,
-        vocab_size: int,
-        tokenizer: PreTrainedTokenizerBase,
-        api: TextApi = COMPLETIONS,
-    ) -> None:
+    _api: TextApi = COMPLETIONS
+
+    def __init__(self, folder: Path | None, *, url: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(folder, url=url, vocab_size=vocab_size)
-        self._api = api
         self._form: Mapping[str, Any] | None = None
         self._checked_widths: set[int] = set()
 

@@ -29,6 +29,8 @@ SERVER_READS = ("echo", "sglang")
 """Values of `score.reads` that only a running server has."""
 LOGPROB_READS = ("prompt_logprobs", *SERVER_READS)
 """Values of `score.reads` with which a teacher gives log-probs of text and no hidden states."""
+CHOSEN_READS = ("sglang",)
+"""Those of LOGPROB_READS with which a teacher also gives log-probs of tokens that a request names."""
 
 
 def engines_that(can: Callable[[ScoringEngine], bool]) -> str:

@@ -17,6 +17,7 @@ from mopd_dataplane.records import Signal
 from mopd_dataplane.score.engines import LOGPROB_READS
 from mopd_dataplane.score.own_tokens import OwnTokenizer, credit
 from mopd_dataplane.score.readers import ModelInput, Scorable
+from mopd_dataplane.score.sglang_logprobs import ChosenTokens, SglangLogprobs
 from mopd_dataplane.score.signal_kinds import (
     Logprob,
     SignalKind,
@@ -24,6 +25,7 @@ from mopd_dataplane.score.signal_kinds import (
     TeacherOutput,
     check_finite,
     signal_kind,
+    students_topk,
 )
 from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.token_projection import ProjectedTopk
@@ -72,7 +74,8 @@ def _score_inputs(
     """Yield the signals of inputs that are in the teacher's tokens."""
     _check_length(pool, teacher, inputs)
     if settings.reads in LOGPROB_READS:
-        yield from _score_from_prompt_logprobs(pool.logprob_reader(teacher), teacher, signal_kinds, inputs, settings)
+        reader = pool.logprob_reader(teacher)
+        yield from _score_from_prompt_logprobs(reader, teacher, signal_kinds, inputs, settings, student)
         return
     model = pool.teacher(teacher)
     head = model.head
@@ -153,20 +156,28 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
 
 
 def _score_from_prompt_logprobs(
-    reader: LogprobReader, teacher: str, kinds: Sequence[SignalKind], inputs: list[ModelInput], settings: sections.Score
+    reader: LogprobReader,
+    teacher: str,
+    kinds: Sequence[SignalKind],
+    inputs: list[ModelInput],
+    settings: sections.Score,
+    student: StudentTopk | None = None,
 ) -> Iterator[Signal]:
     """Yield the signals of a teacher that returns log-probs but no hidden states.
 
     Raises MismatchError for kinds that need more.
     """
+    is_ranked = any(kind.ranked for kind in kinds)
+    chosen_reader = reader if isinstance(reader, SglangLogprobs) else None
     for kind in kinds:
-        if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
+        needs_chosen = kind.ranked and settings.topk_source == "student"
+        if not kind.follows_from_logprobs or (needs_chosen and chosen_reader is None):
+            other = ', or "sglang" for teachers behind SGLang servers' if needs_chosen else ""
             raise MismatchError(
-                f'score.reads = "{settings.reads}" cannot produce {kind.name} signals: it returns the log-probs of '
-                'the text and the teacher\'s own top-k only; set score.reads = "states"'
+                f'score.reads = "{settings.reads}" cannot produce {kind.name} signals'
+                f"{' of the student' if needs_chosen else ''}: it returns the log-probs of the text and the teacher's "
+                f'own top-k only; set score.reads = "states"{other}'
             )
-    needs_topk = any(kind.ranked for kind in kinds)
-    k = min(settings.topk, reader.vocab_size) if needs_topk else 0
     for temperature, batch in batches(inputs, settings.batch_tokens):
         if temperature != 1:
             raise MismatchError(
@@ -174,12 +185,42 @@ def _score_from_prompt_logprobs(
                 'divergence would not be 0 even between identical models; set score.reads = "states"'
             )
         _check_vocabulary(teacher, batch, reader.vocab_size)
-        for item, result in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
-            rows = item.loss_positions - 1  # row p - 1 has the log-probs of position p
-            loss_logprobs = SequenceLogprobs(result.token_logprobs[rows], result.ids[rows], result.logprobs[rows])
-            check_finite(teacher, [item], torch.from_numpy(loss_logprobs.token_logprobs))
+        if is_ranked and settings.topk_source == "student" and chosen_reader is not None:
+            results = _read_students_topk(chosen_reader, teacher, batch, settings.topk, student)
+        else:
+            results = _read_loss_positions(reader, batch, min(settings.topk, reader.vocab_size) if is_ranked else 0)
+        for item, result in zip(batch, results, strict=True):
+            check_finite(teacher, [item], torch.from_numpy(result.token_logprobs))
             for kind in kinds:
-                yield kind.from_logprobs(item, loss_logprobs)
+                yield kind.from_logprobs(item, result)
+
+
+def _read_loss_positions(reader: LogprobReader, batch: list[ModelInput], k: int) -> list[SequenceLogprobs]:
+    """Read the log-probs of the trained tokens of a batch, with the teacher's k likeliest."""
+    results = []
+    for item, result in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
+        rows = item.loss_positions - 1  # row p - 1 has the log-probs of position p
+        results.append(SequenceLogprobs(result.token_logprobs[rows], result.ids[rows], result.logprobs[rows]))
+    return results
+
+
+def _read_students_topk(
+    reader: SglangLogprobs, teacher: str, batch: list[ModelInput], k: int, student: StudentTopk | None
+) -> list[SequenceLogprobs]:
+    """Read the log-probs of the trained tokens of a batch, and of the student's k likeliest at their positions."""
+    ids = students_topk(student, batch, k).cpu().numpy()
+    texts, begin = [], 0
+    for item in batch:
+        end = begin + len(item.loss_positions)
+        texts.append(ChosenTokens(item.tokens, item.loss_positions, ids[begin:end]))
+        begin = end
+        if (highest := int(texts[-1].ids.max(initial=0))) >= reader.vocab_size:
+            raise MismatchError(
+                f"sample {item.sample.uid}: token id {highest} is among the student's {k} likeliest, but teacher "
+                f"{teacher!r} has only {reader.vocab_size} token ids; lower score.topk, or set score.topk_source = "
+                '"teacher"'
+            )
+    return reader.read_chosen(texts)
 
 
 def _check_length(pool: TeacherPool, teacher: str, inputs: list[ModelInput]) -> None:

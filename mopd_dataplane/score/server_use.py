@@ -13,7 +13,7 @@ class ServerUse(NamedTuple):
     retries: int = 0
     """Repetitions after answers 429 and 5xx, and after cut connections."""
     tokens: int = 0
-    """Prompt tokens of the texts that were sent, each text counted once."""
+    """Prompt tokens of these requests, without their repetitions."""
 
     def plus(self, other: ServerUse) -> ServerUse:
         """Return the sum of both."""

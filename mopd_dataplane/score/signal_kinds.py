@@ -177,7 +177,8 @@ class Logprob(SignalKind):
         return [next(parts).numpy() if keep else None for keep in is_kept]
 
     def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
-        is_first_choice = result.ids[:, 0] == item.tokens[item.loss_positions] if result.ids.shape[1] else None
+        has_teachers_choice = result.topk_source == "teacher" and result.ids.shape[1] > 0
+        is_first_choice = result.ids[:, 0] == item.tokens[item.loss_positions] if has_teachers_choice else None
         return _logprob_signal(item, result.token_logprobs, is_first_choice=is_first_choice)
 
 
@@ -196,16 +197,16 @@ class Topk(SignalKind):
             )  # fmt: skip
 
     def from_logprobs(self, item: ModelInput, result: SequenceLogprobs) -> Signal:
-        return _signal(item, self.name, topk_ids=result.ids, topk_logprobs=result.logprobs, topk_source="teacher")
+        return _signal(
+            item, self.name, topk_ids=result.ids, topk_logprobs=result.logprobs, topk_source=result.topk_source
+        )
 
     def _rows(self, output: TeacherOutput) -> tuple[Tensor, Tensor]:
         """Return ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""
         states, head, settings = output.states, output.head, output.settings
         if settings.topk_source == "teacher":
             return topk_logprobs(states, head, min(settings.topk, len(head.weight)))
-        if output.student is None:
-            raise MismatchError('topk_source = "student" needs the policy that wrote the samples; pass `student`')
-        ids = output.student.ids([item.sample for item in output.items], settings.topk).to(states.device)
+        ids = students_topk(output.student, output.items, settings.topk).to(states.device)
         return ids, chosen_logprobs(states, head, ids)[0]
 
 
@@ -236,8 +237,20 @@ def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
     return plugin(name)
 
 
+def students_topk(student: StudentTopk | None, items: Sequence[ModelInput], k: int) -> Tensor:
+    """Compute the student's k likeliest tokens at the trained tokens of a batch, see StudentTopk.ids.
+
+    Raises MismatchError without a student.
+    """
+    if student is None:
+        raise MismatchError('topk_source = "student" needs the policy that wrote the samples; pass `student`')
+    return student.ids([item.sample for item in items], k)
+
+
 def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: str = "") -> None:
     """Check that values [N] or [N, D] are finite. Raises EngineError naming teacher and sample."""
+    if not len(values):
+        return
     finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
     for item, good in zip(items, torch.split(finite, [len(item.loss_positions) for item in items]), strict=True):
         if not bool(good.all()):

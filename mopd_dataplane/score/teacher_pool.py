@@ -21,9 +21,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
 from mopd_dataplane.models.architecture import UNLIMITED, context_length, has_length_dependent_rope
-from mopd_dataplane.models.echo_replies import COMPLETIONS
 from mopd_dataplane.models.self_check import SelfCheck, check_forward
-from mopd_dataplane.models.sglang_replies import SGLANG
 from mopd_dataplane.models.vllm_adapters import check_for_scoring, room_for
 from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.models.vocabulary import compare_vocabularies, unknown_tokens
@@ -36,6 +34,7 @@ from mopd_dataplane.score.own_tokens import OwnTokenizer
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader, TeacherForward, blended_head
 from mopd_dataplane.score.server_use import ServerUse
+from mopd_dataplane.score.sglang_logprobs import SglangLogprobs
 from mopd_dataplane.score.vllm_batch import ServerBatches
 from mopd_dataplane.score.vllm_logprobs import LogprobReader, ServerLogprobs, VllmLogprobs
 from mopd_dataplane.score.vllm_states import ExtractingReader, ServerReader, VllmReader
@@ -297,8 +296,8 @@ class TeacherPool:
         self, folder: Path | None, url: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase
     ) -> ServerLogprobs:
         if self._reads in SERVER_READS:
-            api = SGLANG if self._reads == "sglang" else COMPLETIONS
-            return EchoLogprobs(folder, url=url, vocab_size=vocab_size, tokenizer=tokenizer, api=api)
+            reader = SglangLogprobs if self._reads == "sglang" else EchoLogprobs
+            return reader(folder, url=url, vocab_size=vocab_size, tokenizer=tokenizer)
         return ServerLogprobs(folder, url=url, vocab_size=vocab_size)
 
     def _open(self, name: str, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:

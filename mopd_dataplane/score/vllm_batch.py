@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mopd_dataplane.base.http_client import Answer, Call
 from mopd_dataplane.models.hf import model_shape, weights_digest
@@ -20,8 +17,8 @@ _SLOTS = 64
 """Number of sequences that vLLM reads together."""
 
 Value = TypeVar("Value")
-Read = Callable[[NDArray[np.int64], Answer], Value]
-"""Turns the answer about a sequence of token ids into a value."""
+Text = TypeVar("Text", bound=Sized)
+"""Token ids that a request sends, or an object with them, whose length is their number."""
 
 
 class VllmBatches:
@@ -81,10 +78,12 @@ class ServerBatches:
             raise
         """Name of the model in requests to the server."""
 
-    def ask(self, sequences: IntArrays, call: Callable[[NDArray[np.int64]], Call], read: Read[Value]) -> list[Value]:
-        """Send a request for each sequence of token ids, several at a time. Returns `read` of each answer."""
-        self._tokens += sum(map(len, sequences))
-        return self._server.gather([call(ids) for ids in sequences], lambda i, answer: read(sequences[i], answer))
+    def ask(
+        self, texts: Sequence[Text], call: Callable[[Text], Call], read: Callable[[Text, Answer], Value]
+    ) -> list[Value]:
+        """Send a request for each text, several at a time and begun in order. Returns `read` of each answer."""
+        self._tokens += sum(map(len, texts))
+        return self._server.gather([call(text) for text in texts], lambda i, answer: read(texts[i], answer))
 
     @property
     def use(self) -> ServerUse:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ class SequenceLogprobs(NamedTuple):
     """[N, k] the likeliest tokens, likeliest first"""
     logprobs: NDArray[np.float32]
     """[N, k] log-probs of those tokens"""
+    topk_source: Literal["teacher", "student"] = "teacher"
+    """Whose likeliest tokens `ids` are."""
 
 
 class LogprobReader(Protocol):

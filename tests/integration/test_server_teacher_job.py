@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from commandline import ENVIRONMENT, command, run_mopd
 from model_server import Handler, Misbehave, ModelServer, fails, is_silent, never_ends, sends, serve_model
 
@@ -20,6 +21,7 @@ from mopd_dataplane import Store, open_store
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.load import load_job
+from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
 from mopd_dataplane.run.context import open_run
@@ -158,6 +160,52 @@ def test_log_probs_of_the_completions_api_are_the_same(job: Path, server: ModelS
     assert not any("prompt_logprobs" in (body or {}) for _, body in server.asked)
     job.write_text(job.read_text().replace('reads = "echo"', 'reads = "prompt_logprobs"'))
     run_mopd("score", job)
+
+
+TOPK = """
+reads = "sglang"
+probe = 0
+topk = 8
+topk_source = "student"
+"""
+
+
+@pytest.mark.slow
+def test_the_students_top_k_is_read_from_an_sglang_server(tmp_path: Path, models: Path, server: ModelServer) -> None:
+    """A stand-in answers as SGLang's source computes. The trainer reads what it would read of a teacher here."""
+    (tmp_path / "student").symlink_to(models / "student")
+    job = tmp_path / "job.toml"
+    text = JOB.format(folder=tmp_path, url=server.url).replace('reads = "prompt_logprobs"', TOPK)
+    divergence = 'divergence]\nkind = "reverse"\nsignal = "topk"\ntopk_mode = "renormalised"'
+    job.write_text(text.replace("policy_gradient]", divergence))
+    slow = fails(2, sends(b"slow down", status=429, Retry_After="1"))
+    server.misbehave = lambda connection, reply: (
+        "token_ids_logprob" in (server.asked[-1][1] or {}) and slow(connection, reply)
+    )
+    run_mopd("rollout", job)
+    ran = run_mopd("score", job)
+    store = open_store(str(tmp_path / "store"))
+    rows = np.arange(4)
+    tokens = store.read_tokens(rows, columns=["tokens"])["tokens"].to_pylist()
+    lengths = store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
+    student = load_model(models / "student", dtype="float32")
+    for ids, length, (topk_ids, logprobs), own in zip(
+        tokens, lengths, store.read_signal("large", "topk", rows), store.read_signal("large", "logprob", rows),
+        strict=True,
+    ):  # fmt: skip
+        with torch.no_grad():
+            likeliest = student(torch.tensor([ids])).logits[0, length - 1 : -1].topk(8).indices.numpy()
+        np.testing.assert_array_equal(topk_ids, likeliest)
+        values = server.logprobs(ids)[length - 1 : -1]
+        np.testing.assert_allclose(logprobs, np.take_along_axis(values, likeliest, 1), atol=1e-5)
+        np.testing.assert_allclose(
+            own, [row[token] for row, token in zip(values, ids[length:], strict=True)], atol=1e-5
+        )
+    assert set(store.table("signals/large/topk", ["topk_source"])["topk_source"].to_pylist()) == {"student"}
+    line = next(line for line in ran.stderr.splitlines() if " score " in line)
+    assert f"large 4 requests, 2 retries, {sum(map(len, tokens))} prompt tokens" in line
+    run_mopd("run", job)
+    assert store.table("steps").num_rows == 1, "the trainer learns from them"
 
 
 def on_scoring(behaviour: Misbehave) -> Misbehave:

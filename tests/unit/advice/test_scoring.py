@@ -35,7 +35,7 @@ from mopd_dataplane.score import scorer, vllm_logprobs
 from mopd_dataplane.score.discriminator import WEIGHTS, Discriminator, Pair
 from mopd_dataplane.score.reward import Unscorable, resolve_reward
 from mopd_dataplane.score.scorer import Scorable, model_input, score_samples
-from mopd_dataplane.score.signal_kinds import signal_kind
+from mopd_dataplane.score.signal_kinds import StudentTopk, signal_kind
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.timed_reward import TimedReward
 from mopd_dataplane.score.vllm_states import predicting
@@ -235,10 +235,39 @@ def test_what_log_probs_of_text_do_not_tell_is_read_from_states(folders: dict[st
         list(scorer._score_from_prompt_logprobs(reader, "one", [signal_kind("hidden", ())], [item], reads))
     with advises("identical models; set score.reads = "):
         list(scorer._score_from_prompt_logprobs(reader, "one", [signal_kind("logprob", ())], [warm], reads))
+    chosen = reads.model_copy(update={"topk_source": "student"})
+    with advises("teacher's own top-k only; set score.reads = ") as refused:
+        list(scorer._score_from_prompt_logprobs(reader, "one", [signal_kind("topk", ())], [item], chosen))
+    assert str(refused.value).endswith('"states", or "sglang" for teachers behind SGLang servers')
     with closing(pool_of(folders, "one")) as pool:
         samples = [sample(), replace(sample(), uid="1" * 32, temperature=0.7)]
         signals = list(score_samples(pool, "one", ("logprob", "hidden"), samples, sections.Score(batch_tokens=64)))
     assert len(signals) == 4
+
+
+def test_a_student_with_more_tokens_than_the_teacher_at_a_server(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The student's second token is one that the teacher does not have."""
+
+    def ids(student: StudentTopk, samples: Any, k: int) -> torch.Tensor:
+        return torch.tensor([[7, 1000]])[:, :k].expand(sum(int(one.loss_mask.sum()) for one in samples), k)
+
+    monkeypatch.setattr(StudentTopk, "ids", ids)
+    student = StudentTopk(lambda version: folders["one"])
+    settings = sections.Score(engine="vllm", reads="sglang", topk=2, topk_source="student")
+
+    def kinds(**changed: Any) -> list[str]:
+        url = {"url": server.url}
+        with closing(pool_of(folders, "one", settings=url, engine="vllm", reads="sglang")) as pool:
+            new = settings.model_copy(update=changed)
+            return [one.kind for one in score_samples(pool, "one", ("topk",), [sample()], new, student=student)]
+
+    with serve_model(folders["one"]) as server:
+        with advises("lower score.topk, or set score.topk_source = "):
+            kinds()
+        assert kinds(topk=1) == ["topk"]
+        assert kinds(topk_source="teacher") == ["topk"]
 
 
 def test_what_is_read_of_teachers_in_vllm(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

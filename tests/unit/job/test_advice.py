@@ -356,6 +356,17 @@ REFUSALS = [
         ],
     ),
     Refusal(
+        {
+            **OF_TOPK, _at("score.topk_source"): "student", _at("score.engine"): "vllm", _at("score.reads"): "echo",
+            "teachers.expert.url": REMOTE["url"], "teachers.other.url": REMOTE["url"],
+        },
+        [
+            ('set score.reads = "states"', {_at("score.reads"): "states"}),
+            ('"sglang" (teachers behind SGLang servers)', {_at("score.reads"): "sglang"}),
+            ('or score.topk_source = "teacher"', {_at("score.topk_source"): "teacher"}),
+        ],
+    ),
+    Refusal(
         {**UNTIL, **CONCURRENT, _at("plan.groups"): "all"},
         [
             ("set concurrent = false", {_at("concurrent"): False, _at("plan.groups"): "spread"}),

@@ -17,10 +17,10 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.echo_replies import echo_call, read_echoed_ids
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.models.sglang_replies import SGLANG
 from mopd_dataplane.run.steps.server_identity import TOLERANCE
 from mopd_dataplane.score.echo_logprobs import EchoLogprobs
 from mopd_dataplane.score.server_use import ServerUse
+from mopd_dataplane.score.sglang_logprobs import SglangLogprobs
 from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, sequence_logprobs
 
 SEQUENCES = [np.array([5, 6, 7, 8, 9], np.int64), np.array([30, 31, 32], np.int64), np.array([12, 12], np.int64)]
@@ -281,11 +281,11 @@ def test_requests_retries_and_tokens_are_counted(server: ModelServer, teacher: E
 
 
 @pytest.fixture
-def sglang(server: ModelServer, folder: Path) -> Iterator[EchoLogprobs]:
+def sglang(server: ModelServer, folder: Path) -> Iterator[SglangLogprobs]:
     """A teacher read by SGLang's own API, from a stand-in: no answer of a real server has been recorded."""
     size = int(hf.model_shape(folder)["vocab_size"])
     tokenizer = hf.load_tokenizer(folder)
-    teacher = EchoLogprobs(folder, url=server.url, vocab_size=size, tokenizer=tokenizer, api=SGLANG)
+    teacher = SglangLogprobs(folder, url=server.url, vocab_size=size, tokenizer=tokenizer)
     yield teacher
     teacher.close()
 
