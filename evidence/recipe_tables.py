@@ -85,9 +85,10 @@ COMPARED: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("self-taught", "reader", ("sorting", "hinted")),
     ),
     "other-tokenizer": (
-        *((stage, "base", (SORTING, SPELLING, SPIRALS)) for stage in ("same", "of-finer", "of-across")),
-        *((teacher, "sorter", (SORTING,)) for teacher in ("finer", "across")),
-        *((stage, "same", (SORTING,)) for stage in ("of-finer", "of-across")),
+        *((stage, "base", (SORTING, SPELLING, SPIRALS)) for stage in ("same", "of-stranger", "of-finer", "of-across")),
+        *((teacher, "sorter", (SORTING,)) for teacher in ("stranger", "finer", "across")),
+        ("of-stranger", "same", (SORTING,)),
+        *((stage, "of-stranger", (SORTING,)) for stage in ("of-finer", "of-across")),
     ),
     "qwen3": (
         ("off-policy", "weak", (MEAN,)),
