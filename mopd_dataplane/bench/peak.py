@@ -27,12 +27,12 @@ def peak_of(pid: int | None = None) -> Iterator[Peak]:
 
 
 def forget_peak(pid: int | None = None) -> None:
-    """Let the kernel's largest resident size of a process, or of this one begin at what is resident."""
+    """Let the largest resident size of a process, or of this one, begin at what is resident now."""
     Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid: int | None = None) -> int:
-    """Largest resident size of a process, or of this one since it was forgotten."""
+    """Largest resident size of a process, or of this one, since `forget_peak`."""
     status = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
