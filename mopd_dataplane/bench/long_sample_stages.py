@@ -182,6 +182,8 @@ def make_model(home: str, context: int, window: int) -> None:
 
 def score_sample(home: str, tokens: int) -> dict[str, Any]:
     """Compute the teacher's log-probs and hidden states of both samples."""
+    import torch
+
     from mopd_dataplane.job import sections
     from mopd_dataplane.models.hf import load_tokenizer
     from mopd_dataplane.score.readers import Scorable
@@ -189,6 +191,7 @@ def score_sample(home: str, tokens: int) -> dict[str, Any]:
     from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
     from mopd_dataplane.store.dataset import Store
 
+    torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     model, store = Path(home) / "model", Store.open(str(Path(home) / "store"))
     spec = TeacherSpec(model, sections.Teacher(source=str(model), dtype="float32"))
@@ -269,21 +272,28 @@ def load_sample(home: str, tokens: int) -> list[dict[str, Any]]:
     read: dict[str, Any] = {}
     signals = load_file(Path(home) / "long-signals.safetensors")
     ids, logprobs = response_of("long", tokens)
-    first = len(PROMPT)
     with _loader(home, tokens) as (socket, pid), LoaderClient(socket, views="numpy", deadline_s=DEADLINE_S) as client:
         for window in range(len(NAMES)):
+            batches = client.batches(STAGE, window)
             with measured(loaded, pid), measured(read):
-                [batch] = client.batches(STAGE, window)
+                batch = next(batches)
                 [pack] = batch.packs
-            equal = [
-                np.array_equal(pack.tokens[first:], ids), np.array_equal(pack.sampler_logprobs[first:], logprobs),
-                np.array_equal(pack.hidden, signals["hidden"]),
-                np.array_equal(pack.teacher_logprobs[first:], signals["logprob"]),
-            ]  # fmt: skip
+                equal = window > 0 and _is_pack(pack, ids, logprobs, signals)
             batch.release()
         ring = client.stats()["bytes"]
-    read["equal"] = loaded["equal"] = all(equal)
+    read["equal"] = loaded["equal"] = equal
     return [loaded | {"ring_bytes": ring}, read]
+
+
+def _is_pack(pack: Any, ids: NDArray[Any], logprobs: NDArray[Any], signals: dict[str, NDArray[Any]]) -> bool:
+    """Compare the arrays of a pack with those that were stored."""
+    first = len(PROMPT)
+    return (
+        np.array_equal(pack.tokens[first:], ids)
+        and np.array_equal(pack.sampler_logprobs[first:], logprobs)
+        and np.array_equal(pack.hidden, signals["hidden"])
+        and np.array_equal(pack.teacher_logprobs[first:], signals["logprob"])
+    )
 
 
 def ring_bytes(tokens: int) -> int:

@@ -10,6 +10,7 @@ from typer import Argument, Option, Typer
 from mopd_dataplane.base.files import check_target
 from mopd_dataplane.bench import size as sizes
 from mopd_dataplane.bench.fleet_settings import Fleet
+from mopd_dataplane.cli.long_sample import long_sample
 from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import AsJson, register
 from mopd_dataplane.cli.rows import print_fitting
@@ -475,10 +476,7 @@ def add_to(app: Typer) -> None:
     register(group, far, "mopd bench far --store s3://bucket/bench", "mopd bench far --store s3://bucket/b --delay 50")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
-    register(
-        group, commits, "mopd bench commits --commits 2000 --json",
-        "mopd bench commits --writers 1 --writers 4 --writers 16 --writers 64",
-    )  # fmt: skip
+    register(group, commits, "mopd bench commits --commits 2000 --json", "mopd bench commits --writers 1 --writers 64")
     register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(
@@ -486,6 +484,7 @@ def add_to(app: Typer) -> None:
         "mopd bench queue --backends --processes 4",
     )  # fmt: skip
     register(group, fleet, "mopd bench fleet", "mopd bench fleet --engines 8 --samples 20000 --kills 40 --json")
+    register(group, long_sample, "mopd bench long-sample --tokens 20000", "mopd bench long-sample --json")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, decode, "mopd bench decode", "mopd bench decode --size tiny --model llama --json")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
