@@ -30,6 +30,8 @@ ROW = 4 + 4 + 1
 """Bytes of a response token: id, log-prob, mask."""
 RECORD = 640
 """Bytes of a token whose log record was read back: the record as an object, with its body."""
+REPETITION = 64
+"""Bytes of a token while runs that repeat themselves are counted: two runs of four ids, a slot, and their hashes."""
 LOSS_CHUNK = 96 * MIB
 """Workspace of the loss: rows of a chunk times the vocabulary, several times."""
 TRAINED = 4 * (10 * stages.HIDDEN + 6 * stages.MODEL["intermediate_size"] + 6 * stages.HIDDEN)
@@ -51,7 +53,7 @@ def bounds(tokens: int) -> dict[str, int]:
         "token log, to its middle": 2 * ROW * tokens // 2,
         # The log has a record for each of the first half's tokens; the sample is handed over as arrays.
         "token log, recovered": (RECORD + 56) * tokens // 2 + 4 * ROW * tokens,
-        "store": 4 * ROW * tokens,
+        "store": (4 * ROW + REPETITION) * tokens,
         # States, and those that predict; signals. A segment and its mask are in OVERHEAD.
         "score": tokens * (3 * state + 8 * 8) + 3 * signals + 48 * MIB,
         "signals": 3 * signals,
@@ -64,9 +66,7 @@ def bounds(tokens: int) -> dict[str, int]:
     return {name: size + OVERHEAD for name, size in own.items()}
 
 
-def measure(
-    folder: Path, tokens: int, *, note: Callable[[str], None] = lambda text: None
-) -> list[dict[str, Any]]:
+def measure(folder: Path, tokens: int, *, note: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
     """Pass a sample of `tokens` response tokens through every stage, in an empty folder.
 
     Returns a row for each: stage, seconds, peak_bytes, bound_bytes, is_equal (whether the stage's tokens and values are

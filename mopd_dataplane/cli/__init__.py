@@ -12,6 +12,7 @@
     load.py       load serve
     recipes.py    the recipes, a copy of one, and what a key of a job file means
     bench.py      bench plan, load, write, wal, queue, view
+    long_sample.py  bench long-sample
     register.py   how a function becomes a command
     rows.py       rows of a query in the width there is
     output.py     tables, JSON, CSV and errors on a terminal

@@ -52,9 +52,7 @@ def lengths_read(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_states_of_segments_are_those_of_one_pass(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_segments_are_those_of_one_pass(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FAMILIES[family], tmp_path)
     monkeypatch.setattr(segments, "LONGEST_PASS", 50)
     monkeypatch.setattr(segments, "MASK_CELLS", 2500)
