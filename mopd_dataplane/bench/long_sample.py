@@ -28,8 +28,8 @@ OVERHEAD = 16 * MIB
 """Part of every bound: what an allocator keeps, and what a library allocates once it handles more than a few kB."""
 ROW = 4 + 4 + 1
 """Bytes of a response token: id, log-prob, mask."""
-RECORD = 640
-"""Bytes of a token whose log record was read back: the record as an object, with its body."""
+RECORD = 56
+"""Bytes of a decode step of one sample in the log, whose segment is read as a whole, with 8 for where each begins."""
 REPETITION = 64
 """Bytes of a token while runs that repeat themselves are counted: two runs of four ids, a slot, and their hashes."""
 LOSS_CHUNK = 96 * MIB
@@ -52,14 +52,15 @@ def bounds(tokens: int) -> dict[str, int]:
         # Arrays of a growing response are copied when they grow.
         "token log, to its middle": 2 * ROW * tokens // 2,
         # The log has a record for each of the first half's tokens; the sample is handed over as arrays.
-        "token log, recovered": (RECORD + 56) * tokens // 2 + 4 * ROW * tokens,
+        "token log, recovered": (2 * RECORD + 8) * tokens // 2 + 4 * ROW * tokens,
         "store": (4 * ROW + REPETITION) * tokens,
         # States, and those that predict; signals. A segment and its mask are in OVERHEAD.
         "score": tokens * (3 * state + 8 * 8) + 3 * signals + 48 * MIB,
         "signals": 3 * signals,
         "plan": 0,
         "loader": 2 * slot,
-        "reader": slot,
+        # What it reads is compared, with a boolean for each byte.
+        "reader": slot + tokens * row_bytes("int8", stages.HIDDEN),
         "train, each rank": slot + tokens * 200 + tokens // stages.RANKS * TRAINED + LOSS_CHUNK,
         "show": ROW * tokens * 2 + SHOWN * min(tokens, MOST_TOKENS),
     }
