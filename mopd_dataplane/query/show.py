@@ -80,9 +80,9 @@ class SampleView:
     spans: list[dict[str, int]]
     """Policy-version spans: `start` and `end` (response positions, end exclusive) and `version`."""
     tokens: list[Token]
-    """Of the response, at most MOST_TOKENS."""
+    """Response tokens, at most MOST_TOKENS of them."""
     chunks: list[Chunk]
-    """The same tokens in those of `teacher`, if that has a tokenizer of its own; else empty."""
+    """These tokens in those of `teacher`, if that has a tokenizer of its own; else empty."""
     scores: list[dict[str, Any]]
     rewards: list[dict[str, Any]]
     unscorable: str
