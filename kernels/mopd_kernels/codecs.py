@@ -23,6 +23,11 @@ class LossyCodecWarning(UserWarning):
     """A codec whose error changes what the student learns."""
 
 
+PART, _PART_ON_DEVICE = {"cpu": 1 << 20}, 1 << 25
+"""Numbers that are coded together, by type of device; more rows are coded in parts. On a GPU a part is what a pass of a
+teacher usually has."""
+
+
 def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
     """Encode hidden states: [N, D] float to [N, row_bytes(codec, D)] uint8, one self-contained row each.
 
@@ -47,8 +52,14 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
         )
     if not len(hidden):
         return torch.empty(0, row_bytes(codec, hidden.shape[1]), dtype=torch.uint8, device=hidden.device)
-    rotated = _rotated(hidden.detach(), chosen.rotation(hidden.shape[1]))
-    encoded: Tensor = _row_functions(hidden, chosen, backend).encode_rows(rotated, chosen)
+    span, functions = chosen.rotation(hidden.shape[1]), _row_functions(hidden, chosen, backend)
+    parts = hidden.detach().split(_part_rows(hidden, hidden.shape[1]))
+    if len(parts) == 1:
+        whole: Tensor = functions.encode_rows(_rotated(hidden.detach(), span), chosen)
+        return whole
+    encoded = torch.empty(len(hidden), row_bytes(codec, hidden.shape[1]), dtype=torch.uint8, device=hidden.device)
+    for part, target in zip(parts, encoded.split(len(parts[0])), strict=True):
+        target.copy_(functions.encode_rows(_rotated(part, span), chosen))
     return encoded
 
 
@@ -74,11 +85,24 @@ def decode(
         )
     if not len(encoded):
         return torch.empty(0, hidden_size, dtype=dtype, device=encoded.device)
-    span = chosen.rotation(hidden_size)
-    rows: Tensor = _row_functions(encoded, chosen, backend).decode_rows(
-        encoded, chosen, hidden_size, dtype if span == 1 else torch.float32
-    )
-    return _rotated(rows, span).to(dtype)
+    span, functions = chosen.rotation(hidden_size), _row_functions(encoded, chosen, backend)
+
+    def decoded(part: Tensor) -> Tensor:
+        rows = functions.decode_rows(part, chosen, hidden_size, dtype if span == 1 else torch.float32)
+        return _rotated(rows, span).to(dtype)
+
+    parts = encoded.split(_part_rows(encoded, hidden_size))
+    if len(parts) == 1:
+        return decoded(encoded)
+    hidden = torch.empty(len(encoded), hidden_size, dtype=dtype, device=encoded.device)
+    for part, target in zip(parts, hidden.split(len(parts[0])), strict=True):
+        target.copy_(decoded(part))
+    return hidden
+
+
+def _part_rows(rows: Tensor, width: int) -> int:
+    """Return how many rows are coded together: their float32 copies, of which there are up to fifteen, stay small."""
+    return max(1, PART.get(rows.device.type, _PART_ON_DEVICE) // width)
 
 
 def _rotated(rows: Tensor, span: int) -> Tensor:

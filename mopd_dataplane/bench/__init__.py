@@ -32,6 +32,8 @@ step.py          one iteration of a real model, by its phases
 step_floor.py    the same work in plain transformers
 step_trl.py      the same iteration in TRL
 resume.py        how often a resume is exact
+long_sample.py   one very long sample through every stage: memory beside its bound
+long_sample_stages.py  its stages
 length_bias.py   does an interruption make samples shorter?
 length_stats.py  statistics of that experiment
 packing.py       density of packs, and how packing couples samples
@@ -41,6 +43,7 @@ gpu.py           `make gpu`: measurements on a GPU, and their page
 gpu_parts.py     its parts, one a process
 gpu_step.py      the training step that one of them measures
 calls.py         wall time of a call, and a call in a process of its own
+peak.py          peak memory of a block of work
 forked.py        processes that start in milliseconds
 crowd.py         several concurrent processes, measured from outside
 opened.py        which files are opened while a block runs

@@ -8,12 +8,12 @@ weights were read; what a process loads once is loaded by a tiny model first.
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.bench.calls import apart
+from mopd_dataplane.bench.peak import forget_peak, peak_bytes, resident_bytes
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.models.hf import check_model_folder
@@ -98,19 +98,3 @@ def _steps(trainer: Trainer) -> None:
     window = Window(window=0, plan_digest="", snapshot_digest="", steps=2, policy_version=0)
     for step in range(window.steps):
         trainer.step(random_batch(1, list(TOKENS), 8), window, step)
-
-
-def forget_peak() -> None:
-    """Let the kernel's largest resident size of this process begin at what is resident."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Largest resident size of this process since it was forgotten."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-
-
-def resident_bytes() -> int:
-    """Resident size of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -108,7 +108,10 @@ def show(
         str | None, Option("--teacher", metavar="NAME", help="Colour by this teacher; default: the first scored.")
     ] = None,
     tokenizer: TokenizerFolder = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object with every token.")] = False,
+    first: Annotated[
+        int, Option("--from", metavar="POSITION", min=0, help="First response token; 20,000 are shown from there on.")
+    ] = 0,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object with every token shown.")] = False,
 ) -> None:
     """Show one sample token by token: by its uid, or one worth seeing.
 
@@ -122,7 +125,7 @@ def show(
 
     opened = open_store(store)
     chosen, why = _chosen(opened, uid, {"worst": worst, "disagreement": disagreement, "random": random}, domain)
-    view = read_sample(opened, chosen, teacher=teacher, tokenizer=tokenizer)
+    view = read_sample(opened, chosen, teacher=teacher, tokenizer=tokenizer, first=first)
     if (origin := origin_of(opened)) is not None:
         note(f"{store} goes on from {origin.text}")
     if why:

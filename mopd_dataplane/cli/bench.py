@@ -273,6 +273,34 @@ def fleet(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def long_sample(
+    tokens: Annotated[int, Option("--tokens", min=1000, help="Response tokens of the sample.")] = 1_000_000,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """One very long sample through every stage: peak memory of each beside a bound that follows from the sizes.
+
+    Token log with a SIGKILL in the middle, recovery, store, scoring, signals, plan, loader, training by two ranks that
+    share the pack, and `mopd show`. Each stage is a process of its own; its tokens are compared with those that went
+    in. The engine replays a response, and the model has two layers and a sliding window of 256 tokens.
+    """
+    from mopd_dataplane.bench.long_sample import MIB, measure
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-long-sample-") as scratch:
+        rows = measure(Path(scratch).resolve(), tokens, note=lambda text: None if as_json else note(text))
+    if as_json:
+        print_json(rows)
+        return
+    print_fitting(
+        ("stage", "seconds", "peak MiB", "bound MiB", "equal"),
+        [
+            [row["stage"], round(row["seconds"], 1), round(row["peak_bytes"] / MIB, 1),
+             round(row["bound_bytes"] / MIB, 1), "yes" if row["is_equal"] else "NO"]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
 def size(
     workload: sizes.Workload,
     machine: sizes.Machine,
@@ -322,10 +350,7 @@ def add_to(app: Typer) -> None:
     register(group, far, "mopd bench far --store s3://bucket/bench", "mopd bench far --store s3://bucket/b --delay 50")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
-    register(
-        group, commits, "mopd bench commits --commits 2000 --json",
-        "mopd bench commits --writers 1 --writers 4 --writers 16 --writers 64",
-    )  # fmt: skip
+    register(group, commits, "mopd bench commits --commits 2000 --json", "mopd bench commits --writers 1 --writers 64")
     register(group, fork, "mopd bench fork", "mopd bench fork --folder /tmp --gb 20 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(
@@ -333,6 +358,7 @@ def add_to(app: Typer) -> None:
         "mopd bench queue --backends --processes 4",
     )  # fmt: skip
     register(group, fleet, "mopd bench fleet", "mopd bench fleet --engines 8 --samples 20000 --kills 40 --json")
+    register(group, long_sample, "mopd bench long-sample --tokens 20000", "mopd bench long-sample --json")
     bench_models.add_to(group)
     register(group, view, "mopd bench view --samples 100000 --json")
     register(

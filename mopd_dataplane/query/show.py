@@ -8,18 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, UnknownNameError, nearest
 from mopd_dataplane.fields import ALIGNMENT
 from mopd_dataplane.models.token_chunks import chunk_spans
 from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
 from mopd_dataplane.store.read.decode import find_decoder, find_teacher_decoder
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.read.decode import Decoder, Numbers
 
 BIN_EDGES = (0.1, 0.5, 1.0, 2.0)
 """Nats of |teacher − sampler| log-prob at which the colour of a token gets stronger."""
+MOST_TOKENS = 20_000
+"""Response tokens that are read and shown at a time."""
+_CONTEXT = 16
+"""Tokens before the first that are decoded with it: the text of a token may depend on those before it."""
 _EDGES = [f"{edge:g}" for edge in BIN_EDGES]
 BINS = dict(
     enumerate([f"≤ −{_EDGES[3]}", *(f"−{edge}" for edge in _EDGES[2::-1]), "0", *_EDGES[:3], f"≥ {_EDGES[3]}"], -4)
@@ -73,8 +80,9 @@ class SampleView:
     spans: list[dict[str, int]]
     """Policy-version spans: `start` and `end` (response positions, end exclusive) and `version`."""
     tokens: list[Token]
+    """Response tokens, at most MOST_TOKENS of them."""
     chunks: list[Chunk]
-    """The response in the tokens of `teacher`, if that has a tokenizer of its own; else empty."""
+    """These tokens in those of `teacher`, if that has a tokenizer of its own; else empty."""
     scores: list[dict[str, Any]]
     rewards: list[dict[str, Any]]
     unscorable: str
@@ -90,20 +98,26 @@ class SampleView:
 
 def read_sample(
     store: Store, uid: str, *, teacher: str | None = None, tokenizer: Path | None = None,
-    decoder: Decoder | Numbers | None = None,
+    decoder: Decoder | Numbers | None = None, first: int = 0,
 ) -> SampleView:  # fmt: skip
     """Read one sample with its signals and lineage.
 
     uid: full, or a unique start. teacher: whose log-probs to show; default: the first that scored them.
-    tokenizer: folder with the tokenizer; decoder: an already opened one.
-    Raises UnknownNameError for an unknown sample or teacher, or a folder without a tokenizer.
+    tokenizer: folder with the tokenizer; decoder: an already opened one. first: response position of the first token;
+    at most MOST_TOKENS are read from there on.
+    Raises UnknownNameError for an unknown sample or teacher, or a folder without a tokenizer, and InputError for a
+    position behind the response.
     """
     line = sample_lineage(store, uid)
     metadata = line.sample.to_pylist()[0]
     chosen = _choose_teacher(line, teacher)
-    payload = store.read_tokens([line.sample_row]).to_pylist()[0]
-    teacher_logprobs = store.read_signal(chosen, "logprob", [line.sample_row])[0].tolist() if chosen else None
-    pieces = (decoder or find_decoder(store, tokenizer)).pieces(payload["tokens"][metadata["prompt_len"] :])
+    if first and first >= metadata["response_len"]:
+        raise InputError(f"position {first:,}; the response has positions 0 to {metadata['response_len'] - 1:,}")
+    part = slice(first, min(first + MOST_TOKENS, metadata["response_len"]))
+    payload = _payload(store, line.sample_row, metadata["prompt_len"], part)
+    scored = store.read_signal(chosen, "logprob", [line.sample_row])[0] if chosen else None
+    before = payload.pop("before")
+    pieces = (decoder or find_decoder(store, tokenizer)).pieces([*before, *payload["tokens"]])[len(before) :]
     prompt = line.prompt.to_pylist()[0] if line.prompt.num_rows else {"text": "", "answer": ""}
     return SampleView(
         uid=line.uid,
@@ -113,8 +127,8 @@ def read_sample(
         metadata=metadata,
         teacher=chosen,
         spans=version_spans(payload["version_starts"], payload["versions"], metadata["response_len"]),
-        tokens=_tokens(payload, metadata["prompt_len"], pieces, teacher_logprobs),
-        chunks=_chunks(store, line, chosen, teacher_logprobs),
+        tokens=_tokens(payload, first, pieces, None if scored is None else scored[part].tolist()),
+        chunks=_chunks(store, line, chosen, scored, part),
         scores=line.scores.to_pylist(),
         rewards=line.rewards.to_pylist(),
         unscorable=line.unscorable,
@@ -154,36 +168,64 @@ def version_spans(starts: list[int], versions: list[int], response_len: int) -> 
     return [{"start": start, "end": end, "version": version} for start, end, version in triples]
 
 
-def _chunks(store: Store, line: SampleLineage, teacher: str, logprobs: list[float] | None) -> list[Chunk]:
-    """The response in a teacher's own tokens; empty if the store has none."""
+def _payload(store: Store, sample_row: int, prompt_len: int, part: slice) -> dict[str, Any]:
+    """Columns of a part of a response, policy-version spans of all of it, and `before`, the token ids in front of the
+    part; at its beginning there are none, because the prompt is shown apart."""
+    row = store.read_tokens([sample_row], ["tokens", "logprobs", "loss_mask", "version_starts", "versions"])
+    columns = {name: row[name][0] for name in row.column_names}
+
+    def values(name: str, first: int, end: int) -> list[Any] | None:
+        return columns[name].values.slice(first, end - first).to_pylist() if columns[name].is_valid else None
+
+    ends = prompt_len + part.start, prompt_len + part.stop
+    return {
+        "before": values("tokens", max(prompt_len, ends[0] - _CONTEXT), ends[0]), "tokens": values("tokens", *ends),
+        "logprobs": values("logprobs", part.start, part.stop), "loss_mask": values("loss_mask", part.start, part.stop),
+        "version_starts": columns["version_starts"].as_py(), "versions": columns["versions"].as_py(),
+    }  # fmt: skip
+
+
+def _chunks(
+    store: Store, line: SampleLineage, teacher: str, logprobs: NDArray[np.float32] | None, part: slice
+) -> list[Chunk]:
+    """A part of the response in a teacher's own tokens; empty if the store has none."""
     kinds = {row["kind"] for row in line.scores.to_pylist() if row["teacher"] == teacher}
     if ALIGNMENT not in kinds:
         return []
     ends, tokens, teacher_ends = store.read_signal(teacher, ALIGNMENT, [line.sample_row])[0]
-    pieces = find_teacher_decoder(store, store.teachers()[teacher].tokenizer_digest).pieces(tokens.tolist())
+    inside = [
+        spans for spans in zip(chunk_spans(ends), chunk_spans(teacher_ends), strict=True)
+        if part.start <= spans[0][0] and spans[0][1] <= part.stop
+    ]  # fmt: skip
+    if not inside:
+        return []
+    base = max(0, inside[0][1][0] - _CONTEXT)
+    decoder = find_teacher_decoder(store, store.teachers()[teacher].tokenizer_digest)
+    pieces = decoder.pieces(tokens[base : inside[-1][1][1]].tolist())
     return [
         Chunk(
-            start=start, end=end, teacher_tokens=tokens[first:last].tolist(), teacher_texts=pieces[first:last],
-            teacher_logprob=None if logprobs is None else math.fsum(logprobs[start:end]),
+            start=start, end=end, teacher_tokens=tokens[first:last].tolist(),
+            teacher_texts=pieces[first - base : last - base],
+            teacher_logprob=None if logprobs is None else math.fsum(logprobs[start:end].tolist()),
         )
-        for (start, end), (first, last) in zip(chunk_spans(ends), chunk_spans(teacher_ends), strict=True)
+        for (start, end), (first, last) in inside
     ]  # fmt: skip
 
 
-def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher: list[float] | None) -> list[Token]:
-    def logprob(of: list[float] | None, position: int) -> float | None:
-        return of[position] if of is not None and payload["loss_mask"][position] else None
+def _tokens(payload: dict[str, Any], first: int, pieces: list[str], teacher: list[float] | None) -> list[Token]:
+    def logprob(of: list[float] | None, index: int) -> float | None:
+        return of[index] if of is not None and payload["loss_mask"][index] else None
 
     tokens = []
-    for position, (token, text) in enumerate(zip(payload["tokens"][prompt_len:], pieces, strict=True)):
-        said, scored = logprob(payload["logprobs"], position), logprob(teacher, position)
+    for index, (token, text) in enumerate(zip(payload["tokens"], pieces, strict=True)):
+        said, scored = logprob(payload["logprobs"], index), logprob(teacher, index)
         tokens.append(
             Token(
-                position=position,
+                position=first + index,
                 id=token,
                 text=text,
-                trained=bool(payload["loss_mask"][position]),
-                policy_version=payload["versions"][bisect(payload["version_starts"], position) - 1],
+                trained=bool(payload["loss_mask"][index]),
+                policy_version=payload["versions"][bisect(payload["version_starts"], first + index) - 1],
                 sampler_logprob=said,
                 teacher_logprob=scored,
                 log_ratio=None if said is None or scored is None else scored - said,

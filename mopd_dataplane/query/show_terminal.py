@@ -30,7 +30,7 @@ MOST_CHUNKS = 60
 def render(view: SampleView) -> Group:
     """The whole page."""
     prompt = Panel(Text(visible(view.prompt)), title="prompt", title_align="left", border_style="dim")
-    parts: list[RenderableType] = [_facts(view), prompt, _response(view), _legend(view)]
+    parts: list[RenderableType] = [_facts(view), prompt, _response(view), *_rest(view), _legend(view)]
     parts += [_two_rows(view)] if view.chunks else []
     parts += [_strongest(view)] if view.teacher else []
     return Group(*parts, *_lineage(view))
@@ -79,6 +79,16 @@ def _response(view: SampleView) -> Panel:
     return Panel(text, title=Text(title), title_align="left", border_style="dim")
 
 
+def _rest(view: SampleView) -> list[Text]:
+    """Which tokens of a long response are on the page; nothing where all are."""
+    shown, length = view.tokens, view.metadata["response_len"]
+    if len(shown) == length:
+        return []
+    first, end = shown[0].position, shown[-1].position + 1
+    more = f"; --from {end} shows the next" if end < length else ""
+    return [Text(f"tokens {count(first)} to {count(end - 1)} of {count(length)}{more}", style="dim")]
+
+
 def _compared(view: SampleView, token: Token) -> float | None:
     """The value that colours a token: the log-ratio, or the teacher's log-prob if the sampler's is not known."""
     return token.log_ratio if view.has_sampler_logprobs else token.teacher_logprob
@@ -105,7 +115,8 @@ def _two_rows(view: SampleView) -> Panel:
     while first < min(len(view.chunks), MOST_CHUNKS):
         rows = Text("student  "), Text("teacher  ", style=TEACHER_ROW)
         for chunk in view.chunks[first:MOST_CHUNKS]:
-            own = [one_line(token.text) for token in view.tokens[chunk.start : chunk.end]]
+            base = view.tokens[0].position
+            own = [one_line(token.text) for token in view.tokens[chunk.start - base : chunk.end - base]]
             cells = "│".join(own), "│".join(map(one_line, chunk.teacher_texts))
             width = max(map(cell_len, cells))
             if len(rows[0].plain) > len("student  ") and rows[0].cell_len + width > ROW_CELLS:

@@ -10,6 +10,7 @@ scorer_check.py         compares a teacher in vLLM or behind a server with the p
 adapted_base.py         teachers that are adapters on one base, which is loaded once, here or in vLLM
 engines.py              engines that run teachers, and their capabilities
 readers.py              turns a sample, as a teacher reads it, into states; several readers blended into one teacher
+segments.py             a long text read in segments
 vllm_states.py          teachers in vLLM as pooling or as generating models: states
 vllm_connector.py       the part of vllm_states.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models import hf
+from mopd_dataplane.score.segments import Segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +85,7 @@ class HfReader:
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model
+        self._segments: Segments | None = None
 
     @property
     def head(self) -> Head:
@@ -92,7 +94,17 @@ class HfReader:
     @torch.no_grad()
     def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader. All sequences are in one pass, in rows padded on the right: causal attention hides the padding
-        from every real token, so no mask is needed."""
+        from every real token, so no mask is needed. Long ones are read one by one, in segments (segments.py)."""
+        if self._segments is None:
+            self._segments = Segments(self.model)
+        if self._segments.is_better(max(map(len, sequences))):
+            device = self.model.device
+            return torch.cat(
+                [
+                    self._segments.states(torch.from_numpy(tokens).to(device))[torch.from_numpy(places - 1).to(device)]
+                    for tokens, places in zip(sequences, predicted, strict=True)
+                ]
+            )
         ids = pad_sequence([torch.from_numpy(tokens) for tokens in sequences], batch_first=True)
         states = hf.hidden_states(self.model, ids.to(self.model.device)).flatten(0, 1)
         predictors = np.concatenate([row * ids.shape[1] + positions - 1 for row, positions in enumerate(predicted)])

@@ -28,6 +28,9 @@ _WIDEST_HEAD = 256
 _SHORT = 1024
 """Mean length in tokens up to which one launch is faster than one a sequence: on an H200 0.06 of its time at 64 tokens,
 0.9 at 1,024 and 1.2 at 2,048 (docs/benchmarks/gpu.md)."""
+_SHORTEST_BLOCK, _LONGEST_BLOCK = 256, 4096
+"""Queries that are computed together where a window is shorter than its sequence: as many as the window has, in these
+limits."""
 _SINK_WIDTH = 8
 """Components added to a head for its sink: fused kernels want a multiple of eight."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -117,18 +120,68 @@ def each_sequence(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of the sequences of a row one after the other; [1, H, T, d]. sinks: as s_aux above."""
-    width, scale = value.shape[3], query.shape[3] ** -0.5 if scaling is None else scaling
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     parts = []
     for q, k, v in zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True):
-        band = _band(q, window)
-        if sinks is not None:
-            q, k, v = _with_sink(q, k, v, sinks / scale)
-            band = None if band is None else _beside_sink(band)
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=band, is_causal=band is None, scale=scale, dropout_p=dropout, enable_gqa=True
-        )
-        parts.append(output if sinks is None else output[:, :, 1:, :width])
+        if window and q.shape[2] > window:
+            parts.append(_in_blocks(q, k, v, window, scale, dropout, sinks))
+        else:
+            parts.append(_attend(q, k, v, None, scale, dropout, sinks))
     return torch.cat(parts, dim=2)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scale: float, dropout: float, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention of one sequence, or of some queries of one. band: see _band; None is causal attention."""
+    width = value.shape[3]
+    if sinks is not None:
+        query, key, value = _with_sink(query, key, value, sinks / scale)
+        band = None if band is None else _beside_sink(band)
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=band, is_causal=band is None, scale=scale, dropout_p=dropout, enable_gqa=True
+    )
+    return output if sinks is None else output[:, :, 1:, :width]
+
+
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, window: int, scale: float, dropout: float, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention with a window that is shorter than the sequence: a block of queries reads only the keys that
+    its window covers, so time and memory grow with the sequence and not with its square."""
+    length, block = query.shape[2], min(max(window, _SHORTEST_BLOCK), _LONGEST_BLOCK)
+    spans = [(max(0, end - block - window + 1), min(end, length)) for end in range(block, length + block, block)]
+    keys, values = (_overlapping(states, spans) for states in (key, value))
+    bands: dict[int, Tensor] = {}  # by keys before the block: the mask of a whole block, of which the last takes a part
+    parts = []
+    for q, k, v in zip(query.split(block, dim=2), keys, values, strict=True):
+        rows, before = q.shape[2], k.shape[2] - q.shape[2]
+        if before not in bands:
+            bands[before] = _band(q, rows, before, window)
+        parts.append(_attend(q, k, v, bands[before][:rows, : rows + before], scale, dropout, sinks))
+    return torch.cat(parts, dim=2)
+
+
+def _overlapping(states: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = _Overlapping.apply(states, spans)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class _Overlapping(torch.autograd.Function):
+    """Copies of spans of dimension 2 that may overlap. Their gradients are added up in one tensor, while slices would
+    each fill one of the size of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.shape = spans, states.shape
+        return tuple(states[:, :, first:end].clone() for first, end in spans)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].new_zeros(ctx.shape)
+        for (first, end), gradient in zip(ctx.spans, gradients, strict=True):
+            total[:, :, first:end] += gradient
+        return total, None
 
 
 def _with_sink(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,20 +198,19 @@ def _with_sink(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tup
 
 
 def _beside_sink(band: Tensor) -> Tensor:
-    """Return the [L + 1, L + 1] mask of a window in which every token sees the added one."""
-    band = pad(band, (1, 0, 1, 0))
-    band[:, 0] = True
+    """Add the token of a sink to the mask of a window: every query sees it, and it sees itself alone."""
+    band = pad(band, (1, 0, 1, 0), value=-torch.inf)
+    band[:, 0] = 0
     return band
 
 
-def _band(query: Tensor, window: int | None) -> Tensor | None:
-    """Return the [L, L] mask of a sliding window, or None if the window covers the whole sequence."""
-    length = query.shape[2]
-    if not window or length <= window:
-        return None
-    places = torch.arange(length, device=query.device)
-    back = places[:, None] - places[None, :]
-    return (back >= 0) & (back < window)
+def _band(query: Tensor, rows: int, before: int, window: int) -> Tensor:
+    """Return the mask of a window for `rows` tokens behind `before` others, to be added to scores: [rows, before +
+    rows], 0 where visible. As numbers, because torch would convert a boolean mask anew in every call."""
+    places = torch.arange(before + rows, device=query.device)
+    back = places[before:, None] - places[None, :]
+    hidden = (back < 0) | (back >= window)
+    return query.new_zeros(rows, before + rows).masked_fill(hidden, -torch.inf)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mopd_kernels import CODECS, LossyCodecWarning, decode, encode, row_bytes
+from mopd_kernels import CODECS, LossyCodecWarning, codecs, decode, encode, row_bytes
 from mopd_kernels.testing import relative_error
 from mopd_kernels.torch_rows.quant import decode_rows, encode_rows
 
@@ -53,6 +53,16 @@ def test_any_range_of_rows_decodes_from_its_own_bytes(codec, width, rows, seed):
     for first in range(rows):
         part = torch.frombuffer(bytearray(payload[first * size :]), dtype=torch.uint8).reshape(-1, size)
         assert torch.equal(decode(part, codec, width, torch.float32), whole[first:])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_coded_in_parts_have_the_bytes_of_all_together(codec, monkeypatch):
+    states = hidden_states(rows=29)
+    whole = encode(states, codec)
+    decoded = decode(whole, codec, 300, torch.float32)
+    monkeypatch.setitem(codecs.PART, "cpu", 4 * 300)
+    assert torch.equal(encode(states, codec), whole)
+    assert torch.equal(decode(whole, codec, 300, torch.float32), decoded)
 
 
 def test_plain_codecs_are_exact():

@@ -14,8 +14,11 @@ record at or below a watermark was damaged; above every watermark it may just no
 """
 
 import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 
@@ -73,13 +76,43 @@ class Record:
     crc: int
 
 
+class Records(Sequence[Record]):
+    """Good records of a segment in order. Each is read from the segment's bytes when it is needed, because a record of
+    one token takes six times its bytes as an object."""
+
+    def __init__(self, data: bytes, salt: int, epoch: int) -> None:
+        self._data, self._salt, self._epoch = data, salt, epoch
+        self._offsets = array("q")
+
+    def add(self, record: Record) -> None:
+        """Append the record that follows the last one."""
+        self._offsets.append(record.offset)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self._at(offset) for offset in self._offsets[index]]
+        return self._at(self._offsets[index])
+
+    def _at(self, offset: int) -> Record:
+        record = record_at(self._data, offset, self._salt, self._epoch)
+        assert record is not None  # it was good when it was added
+        return record
+
+
 @dataclass(frozen=True)
 class Segment:
     """A segment file as read back: its good records up to the first bad one."""
 
     path: Path
     header: SegmentHeader
-    records: list[Record]
+    records: Records
     valid_end: int
     """Offset of the end of the last good record."""
     size: int
@@ -107,17 +140,16 @@ def read_segment(path: Path, *, limit: int | None = None) -> Segment:
     data = path.read_bytes()[:limit]
     header = read_header(path, data)
     salt = header.salt
-    records: list[Record] = []
-    offset = SEGMENT_HEADER
+    records = Records(data, salt, header.epoch)
+    offset, watermark = SEGMENT_HEADER, 0
     while True:
         record = record_at(data, offset, salt, header.epoch)
         if record is None or record.lsn != header.first_lsn + len(records):
             break
-        records.append(record)
-        offset = record.end
-    seen = [record.synced_lsn for record in records]
-    seen += [record.synced_lsn for record in salvage(data, offset, salt, header.epoch)]
-    return Segment(path, header, records, offset, len(data), max(seen, default=0))
+        records.add(record)
+        offset, watermark = record.end, max(watermark, record.synced_lsn)
+    seen = [record.synced_lsn for record in salvage(data, offset, salt, header.epoch)]
+    return Segment(path, header, records, offset, len(data), max([watermark, *seen]))
 
 
 def read_header(path: Path, data: bytes) -> SegmentHeader:

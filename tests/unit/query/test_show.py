@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from mopd_dataplane import Store
-from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.query import show
 from mopd_dataplane.query.show import disagreements, read_sample, strength
 from mopd_dataplane.query.show_terminal import render
 from mopd_dataplane.store.read.decode import Decoder, Numbers, find_decoder
@@ -107,6 +108,17 @@ def test_colour_has_a_legend_and_words_beside_it(demo_store: Store) -> None:
         "signals",
     ):
         assert expected in text
+
+
+def test_a_long_response_is_shown_in_parts(demo_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = hostile_uid(demo_store)
+    whole = read_sample(demo_store, uid).tokens
+    monkeypatch.setattr(show, "MOST_TOKENS", 5)
+    parts = [read_sample(demo_store, uid, first=first).tokens for first in range(0, len(whole), 5)]
+    assert [token for part in parts for token in part] == whole
+    assert f"tokens 0 to 4 of {len(whole)}; --from 5 shows the next" in shown(demo_store, uid)
+    with pytest.raises(InputError, match=f"the response has positions 0 to {len(whole) - 1}"):
+        read_sample(demo_store, uid, first=len(whole))
 
 
 @pytest.mark.parametrize(("ratio", "level"), [(0.0, 0), (0.1, 1), (-0.6, -2), (1.5, 3), (2.0, 4), (-50.0, -4)])

@@ -157,7 +157,7 @@ def test_padding_is_checked(tmp_path: Path) -> None:
     assert data[-5:] == bytes(5)
     data[-1] = 1
     path.write_bytes(data)
-    assert read_segment(path).records == []
+    assert list(read_segment(path).records) == []
 
 
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:

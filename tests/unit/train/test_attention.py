@@ -147,6 +147,47 @@ def test_sinks_take_their_share_of_every_softmax(window: int | None, value_width
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 4096), (1, 4), (1, 3), (5, 5)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 6, 11])
+def test_blocks_of_a_window_are_the_whole_window(
+    window: int, has_sinks: bool, shortest: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_SHORTEST_BLOCK", shortest)
+    monkeypatch.setattr(attention, "_LONGEST_BLOCK", longest)
+    generator = torch.Generator().manual_seed(window)
+    length, heads = 23, 2
+    states = [torch.randn(1, heads, length, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    # A sink of minus infinity takes nothing of the softmax.
+    sinks = torch.randn(heads, generator=generator, dtype=torch.float64)
+    inputs = [tensor.requires_grad_() for tensor in (*states, sinks)]
+    blocks, _ = packed_attention(
+        torch.nn.Module(), *states, None, sliding_window=window, s_aux=sinks if has_sinks else None
+    )
+    whole = with_sinks(*states, sinks if has_sinks else torch.full_like(sinks, -torch.inf), window).transpose(1, 2)
+    torch.testing.assert_close(blocks, whole, rtol=0, atol=1e-12)
+    weights = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+    taught = inputs if has_sinks else states
+    gradients = [torch.autograd.grad((result * weights).sum(), taught) for result in (blocks, whole)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_long_sequence_with_a_window_takes_no_mask_of_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    band = attention._band
+
+    def measured(*arguments: Any) -> Tensor:
+        mask = band(*arguments)
+        sizes.append(mask.numel())
+        return mask
+
+    monkeypatch.setattr(attention, "_band", measured)
+    query = torch.zeros(1, 1, 20_000, 4)
+    packed_attention(torch.nn.Module(), query, query, query, None, sliding_window=512)
+    assert sizes == [512 * 512, 512 * (512 + 511)]
+
+
 LENGTHS = [5, 7]
 
 
