@@ -291,9 +291,14 @@ def _check_reads(job: Job, stage: Stage, at: str) -> None:
             f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
         )
     score = stage.score
+    reads_text = not SCORING[score.engine].here and score.reads in LOGPROB_READS
+    if reads_text and "hidden" in job.objective(stage).signals:
+        raise JobFileError(
+            f'{at}: objective {stage.objective!r} needs hidden states, and score.reads = "{score.reads}" returns '
+            'log-probs only; set score.reads = "states", or in the objective signal = "topk"'
+        )
     is_students = score.topk_source == "student" and "topk" in job.objective(stage).signals
-    is_chosen = SCORING[score.engine].here or score.reads not in LOGPROB_READS or score.reads in CHOSEN_READS
-    if is_students and not is_chosen:
+    if is_students and reads_text and score.reads not in CHOSEN_READS:
         raise JobFileError(
             f"{at}: score.topk_source = \"student\" needs a teacher's log-probs of the student's likeliest tokens, and "
             f'score.reads = "{score.reads}" returns those of the teacher\'s own only; set score.reads = "states", '

@@ -356,6 +356,13 @@ REFUSALS = [
         ],
     ),
     Refusal(
+        {**OF_HIDDEN, _at("score.engine"): "vllm", _at("score.reads"): "prompt_logprobs"},
+        [
+            ('set score.reads = "states"', {_at("score.reads"): "states"}),
+            ('or in the objective signal = "topk"', OF_TOPK),
+        ],
+    ),
+    Refusal(
         {
             **OF_TOPK, _at("score.topk_source"): "student", _at("score.engine"): "vllm", _at("score.reads"): "echo",
             "teachers.expert.url": REMOTE["url"], "teachers.other.url": REMOTE["url"],
