@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mopd_dataplane import open_store
-from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.errors import EngineError, InputError, ResourceError
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
@@ -168,6 +168,27 @@ class Dies(Refuses):
         os._exit(1)
 
 
+class Unready(Refuses):
+    """A worker whose node lacks something."""
+
+    def ready(self) -> bool:
+        raise InputError("no such folder here: say another")
+
+
+class Stillborn(Refuses):
+    """A worker that dies before it is ready."""
+
+    def ready(self) -> bool:
+        os._exit(1)
+
+
+class Unmade(Refuses):
+    """A worker that cannot be made, as on a node without this package."""
+
+    def __init__(self) -> None:
+        raise ModuleNotFoundError("No module named 'mopd_dataplane'")
+
+
 class Works(Refuses):
     """A worker that does its task."""
 
@@ -189,6 +210,25 @@ def test_a_workers_error_ends_the_run_as_itself(cluster: Any, make_run: Callable
 
 
 @pytest.mark.slow
+def test_workers_that_never_get_ready_end_the_run(
+    cluster: Any, make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from advice import advises
+
+    monkeypatch.setattr(pool, "DEATHS", 2)
+    with ray_fleet(cluster.address, make_run("unready")):
+        with pytest.raises(InputError, match=r"^no such folder here: say another$"):
+            pool.drive([group(Unready)], done=lambda group, task, result: None)
+        with pytest.raises(EngineError, match=r"of trial cannot start \(ModuleNotFoundError: No module named 'mopd_d"):
+            pool.drive([group(Unmade)], done=lambda group, task, result: None)
+        with advises("died before they were ready; see their messages above, and run the same command again"):
+            pool.drive([group(Stillborn)], done=lambda group, task, result: None)
+        done: list[Any] = []
+        pool.drive([group(Works)], done=lambda group, task, result: done.append(result))
+        assert done == ["done"]
+
+
+@pytest.mark.slow
 def test_a_task_that_kills_every_worker_is_given_up(
     cluster: Any, make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +238,7 @@ def test_a_task_that_kills_every_worker_is_given_up(
     said: list[str] = []
     with (
         ray_fleet(cluster.address, make_run("dies")),
-        advises("see their messages above, and run the same command again to continue"),
+        advises("died over one task; see their messages above, and run the same command again"),
     ):
         pool.drive([group(Dies)], done=lambda group, task, result: None, say=said.append)
     done: list[Any] = []

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -33,6 +33,7 @@ from mopd_dataplane.run.steps.rollout import open_engine, sample_on_engine, uids
 from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
 from mopd_dataplane.run.tasks import SamplingTask, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog
+from mopd_dataplane.store.group_commit.election import staying_committer
 
 ON_THIS_MACHINE = "local"
 ANYWHERE = "auto"
@@ -165,7 +166,8 @@ class RayFleet:
             tasks=deque(Task((writer, sorted(uids))) for writer, uids in shares),
             take=take,
         )
-        drive([group], done=done, tick=tick, say=lambda text: show(0, notice=text))
+        with self._committer():
+            drive([group], done=done, tick=tick, say=lambda text: show(0, notice=text))
         return total
 
     def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
@@ -186,18 +188,32 @@ class RayFleet:
         def say(text: str) -> None:
             run.progress.say(f"{stage.name:<16} score    {text}")
 
-        drive(groups, done=lambda group, task, scored: done(scored), say=say)
+        with self._committer():
+            drive(groups, done=lambda group, task, scored: done(scored), say=say)
+
+    def _committer(self) -> AbstractContextManager[None]:
+        """The process that commits for all workers, if the job has one: started here, since Ray ends what a worker
+        starts with the worker."""
+        if not self.run.job.group_commit:
+            return nullcontext()
+        store = self.run.store
+        return staying_committer(store.uri, store.root, store.files, store.location.storage_options)
 
 
 class _Worker:
     """One stage of a job in a process of the cluster."""
 
+    _run: Run
+    _stage: Stage
+
     def __init__(self, job: str, stage: str) -> None:
-        self._run = open_existing(Job.model_validate_json(job), Progress(quiet=True))
-        self._stage = self._run.job.stage(stage)
+        self._job, self._stage_name = job, stage
 
     def ready(self) -> bool:
-        """Answers once the worker is placed."""
+        """Open the store. Returns once the worker has a node, and the node has what the job needs."""
+        # Not in __init__, whose errors Ray reports as its own.
+        self._run = open_existing(Job.model_validate_json(self._job), Progress(quiet=True))
+        self._stage = self._run.job.stage(self._stage_name)
         return True
 
 
@@ -206,12 +222,18 @@ class EngineReplica(_Worker):
 
     def __init__(self, job: str, stage: str, iteration: int, sampler: Sampler, version: int) -> None:
         super().__init__(job, stage)
-        self._run, self._stage = self._run.at(self._stage, iteration)
-        most = self._stage.rollout.most_rounds  # this engine's share says which of their samples are due
-        prompts = prompts_of(self._run, self._stage, iteration, rounds=most)
-        own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, iteration) == sampler]
-        self._sampling_task = SamplingTask(self._stage, iteration, sampler, version, own)
+        self._iteration, self._sampler, self._version = iteration, sampler, version
         self._engine: Engine | None = None
+
+    def ready(self) -> bool:
+        """Open the store and read the prompts."""
+        super().ready()
+        self._run, self._stage = self._run.at(self._stage, self._iteration)
+        most = self._stage.rollout.most_rounds  # this engine's share says which of their samples are due
+        prompts = prompts_of(self._run, self._stage, self._iteration, rounds=most)
+        own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, self._iteration) == self._sampler]
+        self._sampling_task = SamplingTask(self._stage, self._iteration, self._sampler, self._version, own)
+        return True
 
     def work(self, writer: str, uids: list[str]) -> RolloutReport:
         """Sample a share through the log of `writer`, and finish what that log holds."""
@@ -232,11 +254,13 @@ class EngineReplica(_Worker):
 class TeacherWorker(_Worker):
     """A worker that holds one teacher."""
 
-    def __init__(self, job: str, stage: str) -> None:
-        super().__init__(job, stage)
+    def ready(self) -> bool:
+        """Open the store and the teachers."""
+        super().ready()
         self._run, self._stage = self._run.at(self._stage, self._run.policies.latest(self._stage))
         self._pool = teacher_pool(self._run, self._stage)
         self._student = student_topk(self._run, self._stage)
+        return True
 
     def work(self, task: ScoreTask) -> ScoredTask:
         return score_task(self._run, self._stage, self._pool, self._student, task)

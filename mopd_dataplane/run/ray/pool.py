@@ -14,13 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import DeadlineError, EngineError
 
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
+
 POLL_S = 0.5
 DEATHS = 10
-"""Workers that may die on one task before it is given up."""
+"""Workers that may die on one task before it is given up; for each worker of a group, those that may die before they
+are ready."""
 ROOM_S = 86400.0
 """Longest wait for room in the cluster while nothing runs."""
 TELL_S = 30.0
@@ -50,6 +54,8 @@ class Group:
     take: Callable[[Group], Task | None] = lambda group: group.tasks.popleft() if group.tasks else None
     """The next task for an idle worker; None when there is none just now."""
     running: list[Task] = field(default_factory=list)
+    failed_starts: int = 0
+    """Workers that died before they were ready, since the last one that was ready."""
 
 
 @dataclass
@@ -69,7 +75,8 @@ def drive(
 ) -> None:
     """Run every task of every group; `done` gets each result, `tick` is called twice a second, `say` gets notices.
 
-    Raises what a task raised, EngineError when a task has ended DEATHS workers, DeadlineError after a day without room.
+    Raises what a worker raised, EngineError when workers die again and again or cannot start, DeadlineError after a day
+    without room.
     """
     import ray
 
@@ -111,9 +118,18 @@ def _settle(reference: Any, call: _Call, done: Callable[[Group, Task, Any], None
     try:
         result = ray.get(reference, timeout=POLL_S)
     except RayActorError as error:
+        if error.actor_init_failed:
+            raise _cannot_start(call.group, error) from None
         ray.kill(call.actor)  # unreachable is not dead: it must not come back beside its successor
         say(f"a worker of {call.group.name} is gone ({str(error).splitlines()[0]:.120}); another continues")
-        if task is not None:
+        if task is None:
+            call.group.failed_starts += 1
+            if call.group.failed_starts >= DEATHS * call.group.size:
+                raise EngineError(
+                    f"{call.group.failed_starts} workers of {call.group.name} died before they were ready; see their "
+                    "messages above, and run the same command again to continue"
+                ) from None
+        else:
             task.deaths += 1
             if task.deaths >= DEATHS:
                 raise EngineError(
@@ -124,9 +140,20 @@ def _settle(reference: Any, call: _Call, done: Callable[[Group, Task, Any], None
         return False
     except RayTaskError as error:
         raise error.cause from None
-    if task is not None:
+    if task is None:
+        call.group.failed_starts = 0
+    else:
         done(call.group, task, result)
     return True
+
+
+def _cannot_start(group: Group, error: RayActorError) -> EngineError:
+    """The error for a node on which a worker cannot even be imported: another worker would fail as well."""
+    cause = str(error).strip().splitlines()[-1]
+    return EngineError(
+        f"a worker of {group.name} cannot start ({cause:.200}); every node needs the same Python and this package in "
+        "the same release"
+    )
 
 
 def _next(group: Group, actor: Any, calls: dict[Any, _Call]) -> None:

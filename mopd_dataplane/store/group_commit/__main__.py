@@ -1,15 +1,17 @@
-"""`python -m mopd_dataplane.store.group_commit URI [--term N]`: commit for all writers of a store.
+"""`python -m mopd_dataplane.store.group_commit URI [--term N] [--stays]`: commit for all writers of a store.
 
-Writers start it (election.py), with the storage options as JSON on stdin. They have taken a lock for it, which it
-inherits and which ends with it, or a term on an object store. It ends when nobody has asked for IDLE_S, when another
-process took a later term, and when the store is deleted.
+Writers start it (election.py), with the storage options as a line of JSON on stdin. They have taken a lock for it,
+which it inherits and which ends with it, or a term on an object store. It ends when nobody has asked for IDLE_S, with
+--stays when its stdin is closed, and always when another process took a later term or the store is deleted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, TermHolding
+from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, STAYS, TermHolding
 from mopd_dataplane.store.group_commit.mailbox import open_mailbox
 from mopd_dataplane.store.group_commit.refusals import refusal, refuse_pending
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
@@ -33,24 +35,33 @@ HELD_EVERY_S = 2.0
 """How often the process looks whether another one has taken over."""
 
 
-def main(uri: str, term: int | None, storage_options: dict[str, str]) -> None:
-    """Commit until there is nothing to do any more. term: on an object store, the one that was taken for this
-    process."""
+def main(uri: str, term: int | None, storage_options: dict[str, str], end: threading.Event | None = None) -> None:
+    """Commit until there is nothing to do any more, or until `end` is set. term: on an object store, the one that was
+    taken for this process."""
     if term is None:
-        _commit_while_held(uri, storage_options, lambda: True, GATHER_S)
+        _commit_while_held(uri, storage_options, lambda: True, GATHER_S, end)
         return
     holding = TermHolding(ObjectFiles(uri, {**DEFAULTS, **storage_options}), term)
     try:
-        _commit_while_held(uri, storage_options, lambda: holding.is_held, REMOTE_GATHER_S)
+        _commit_while_held(uri, storage_options, lambda: holding.is_held, REMOTE_GATHER_S, end)
     finally:
         holding.end()
 
 
-def _commit_while_held(uri: str, storage_options: dict[str, str], is_held: Callable[[], bool], gather_s: float) -> None:
+def _commit_while_held(
+    uri: str,
+    storage_options: dict[str, str],
+    is_held: Callable[[], bool],
+    gather_s: float,
+    end: threading.Event | None = None,
+) -> None:
     committer = _open_or_refuse(uri, storage_options)
     store = committer.store
     asked_at = looked_at = time.monotonic()
-    while (now := time.monotonic()) - asked_at < IDLE_S:
+    while True:
+        now = time.monotonic()
+        if end.is_set() if end is not None else now - asked_at >= IDLE_S:
+            return
         if now - looked_at >= HELD_EVERY_S:
             if not is_held():
                 return
@@ -81,9 +92,24 @@ def _open_or_refuse(uri: str, storage_options: dict[str, str]) -> GroupCommitter
         raise
 
 
+def _closing_of(descriptor: int) -> threading.Event:
+    """An event that is set when the process that started this one closes its end of a pipe, or dies."""
+    closed = threading.Event()
+
+    def read() -> None:
+        while os.read(descriptor, 1):  # not through sys.stdin, whose lock a thread must not have when Python ends
+            pass
+        closed.set()
+
+    threading.Thread(target=read, name="group-commit-stdin", daemon=True).start()
+    return closed
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("uri")
     parser.add_argument("--term", type=int)
+    parser.add_argument(STAYS, action="store_true")
     args = parser.parse_args()
-    main(args.uri, args.term, json.loads(sys.stdin.read()))
+    storage_options = json.loads(sys.stdin.readline())
+    main(args.uri, args.term, storage_options, _closing_of(sys.stdin.fileno()) if args.stays else None)

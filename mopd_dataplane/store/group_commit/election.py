@@ -9,6 +9,8 @@ processes, and the lock ends with the process, however it ends. On an object sto
 A term whose beat does not change for EXPIRY_S, by the clock of the writer that watches it, is over, and the next may
 be taken. A holder ends as soon as there is a later term. None of this is needed for correctness: commits are
 compare-and-swap and happen once by uid, so two processes that both commit only do some work twice.
+
+Where writers come and go, as on a Ray cluster, a process that outlives them starts one that stays until then.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.base.files import try_lock
+from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store.group_commit.mailbox import FOLDER
 
 if TYPE_CHECKING:
@@ -45,14 +49,29 @@ REMOTE_GATHER_S = 0.25
 BEAT_S = 2.0
 EXPIRY_S = 15.0
 """Time without a beat after which a term is over; the process loads lance before the first beat but one."""
+STAYS = "--stays"
+"""Flag of a process that ends when its stdin is closed, and not when nobody has asked for a while."""
+STAYS_EVERY_S = 2.0
+"""How often the starter of a process that stays looks whether it runs."""
+LEAVE_S = 60.0
+"""Longest wait for a process that stays to end: it may be in the middle of a commit."""
 TERMS, BEATS = f"{FOLDER}/terms", f"{FOLDER}/beats"
 
 
 class Election:
     """The view that one writer has of the process that commits; it starts one if there is none."""
 
-    def __init__(self, uri: str, root: Path | None, files: ObjectFiles | None, storage_options: dict[str, str]) -> None:
-        self._uri, self._root, self._storage_options = uri, root, storage_options
+    def __init__(
+        self,
+        uri: str,
+        root: Path | None,
+        files: ObjectFiles | None,
+        storage_options: dict[str, str],
+        *,
+        stays: bool = False,
+    ) -> None:
+        """stays: a process that this one starts runs until end() or the end of this process."""
+        self._uri, self._root, self._storage_options, self._stays = uri, root, storage_options, stays
         self._watch = TermWatch(files) if files is not None else None
         self._children: list[subprocess.Popen[bytes]] = []
         self._starting = threading.Lock()
@@ -77,6 +96,7 @@ class Election:
         try:
             if try_lock(descriptor):
                 # Not this process's stderr: whoever waits for its end would wait for the other process too.
+                (self._root / FOLDER).mkdir(exist_ok=True)
                 flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
                 messages = os.open(self._root / FOLDER / MESSAGES, flags, 0o600)
                 try:
@@ -96,6 +116,16 @@ class Election:
                 self.failure = failure
         self._children = [child for child in self._children if child.poll() is None]
 
+    def end(self) -> None:
+        """End the processes that stay, each after the commit that it is in."""
+        for child in self._children:
+            if child.stdin is not None:
+                child.stdin.close()
+        for child in self._children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(LEAVE_S)
+        self.close()
+
     def _last_message(self) -> str:
         """Return the last line that the processes of a store in a folder have written, after a colon."""
         if self._root is None:
@@ -107,15 +137,47 @@ class Election:
         return ""
 
     def _start(self, messages: int, *arguments: str, inherited: tuple[int, ...] = ()) -> None:
+        stays = [STAYS] if self._stays else []
         child = subprocess.Popen(
-            [sys.executable, "-m", "mopd_dataplane.store.group_commit", self._uri, *arguments],
+            [sys.executable, "-m", "mopd_dataplane.store.group_commit", self._uri, *arguments, *stays],
             stdin=subprocess.PIPE, stdout=messages, stderr=messages, pass_fds=inherited, start_new_session=True,
         )  # fmt: skip
         assert child.stdin is not None
         # Not as an argument, which every user of the machine can read. A process that died meanwhile reads nothing.
-        with suppress(BrokenPipeError), child.stdin as options:
-            options.write(json.dumps(self._storage_options).encode())
+        with suppress(BrokenPipeError):
+            child.stdin.write(f"{json.dumps(self._storage_options)}\n".encode())
+            child.stdin.flush()
+        if not self._stays:
+            with suppress(BrokenPipeError):
+                child.stdin.close()
         self._children.append(child)
+
+
+@contextmanager
+def staying_committer(
+    uri: str, root: Path | None, files: ObjectFiles | None, storage_options: dict[str, str]
+) -> Iterator[None]:
+    """Run a process that commits for all writers of a store until the end of the block.
+
+    Another one is started when it dies. It ends with this process, however that ends.
+    """
+    election = Election(uri, root, files, storage_options, stays=True)
+    ending = threading.Event()
+
+    def keep_running() -> None:
+        while not ending.is_set():
+            with suppress(MopdError, OSError):  # writers start one as well
+                election.start_committer_if_none()
+            ending.wait(STAYS_EVERY_S)
+
+    thread = threading.Thread(target=keep_running, name="group-commit-stays", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join(LEAVE_S)
+        election.end()
 
 
 class TermHolding:

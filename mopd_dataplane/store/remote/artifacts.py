@@ -1,14 +1,13 @@
 """Folders of files on an object store, published atomically: policies, checkpoints, heads.
 
     publish   the files under a unique name, then the list that names them: <name>.json
-    fetch     the list, its files into a folder beside the target, digests compared, renamed
+    fetch     the list, its files into a folder beside the target, digests compared, renamed; one process at a time
 
 A folder exists when its list does. Lists are written once (If-None-Match), so of two that publish under one name the
 first wins and the other's files are removed.
 """
 
 import re
-import shutil
 import time
 import uuid
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import CHECKSUMS
-from mopd_dataplane.base.files import file_digest, publish_folder
+from mopd_dataplane.base.files import file_digest, make_folder, remove_folder
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.remote.objects import ObjectFiles
@@ -90,27 +89,32 @@ class ArtifactStore:
     def fetch(self, name: str, target: Path) -> bool:
         """Download a published folder to `target`, durable and checked. Returns False when there is none.
 
-        Raises DamagedError when a file is missing or differs from the published one.
+        Processes that fetch the same folder take turns, and all but one find it complete. Raises DamagedError when a
+        file is missing or differs from the published one.
         """
         content = self._files.read(f"{name}.json")
         if content is None:
             return False
-        staging = target.with_name(f".{target.name}.fetched")
-        shutil.rmtree(staging, ignore_errors=True)
         listing = unseal(content, f"{self._files.uri}/{name}.json")
-        for relative, record in listing["files"].items():
-            if not (file := (staging / relative)).resolve().is_relative_to(staging.resolve()):
-                raise DamagedError(f"{self._files.uri}/{name} lists {relative!r:.80}, a file outside its folder")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._files.download(f"{listing['folder']}/{relative}", file)
-            except FileNotFoundError:
-                raise DamagedError(f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy") from None
-            if file_digest(file) != record["sha256"]:
-                raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
-        fault_point("artifact.fetched")
-        shutil.rmtree(target, ignore_errors=True)
-        publish_folder(staging, target)
+
+        def download(staging: Path) -> None:
+            for relative, record in listing["files"].items():
+                if not (file := (staging / relative)).resolve().is_relative_to(staging.resolve()):
+                    raise DamagedError(f"{self._files.uri}/{name} lists {relative!r:.80}, a file outside its folder")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._files.download(f"{listing['folder']}/{relative}", file)
+                except FileNotFoundError:
+                    raise DamagedError(
+                        f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy"
+                    ) from None
+                if file_digest(file) != record["sha256"]:
+                    raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
+            fault_point("artifact.fetched")
+
+        if target.exists() and self.differs(name, target):
+            remove_folder(target)
+        make_folder(target, download)
         return True
 
     def drop(self, name: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,31 @@ def test_what_is_published_is_fetched(files: ObjectFiles, tmp_path: Path) -> Non
     artifacts.drop("policies/a/v1")
     assert ArtifactStore(files).names("policies/a") == []
     assert files.under("policies") == []
+
+
+def test_two_that_fetch_one_folder_at_once_take_turns(
+    files: ObjectFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ArtifactStore(files).publish("policies/a/v1", policy(tmp_path / "v1", "one"))
+    begun = threading.Event()
+    downloads: list[str] = []
+
+    def download(self: ObjectFiles, name: str, file: Path, plain: object = ObjectFiles.download) -> None:
+        downloads.append(name)
+        begun.set()
+        threading.Event().wait(0.5)  # the other one comes meanwhile
+        plain(self, name, file)  # type: ignore[operator]
+
+    monkeypatch.setattr(ObjectFiles, "download", download)
+
+    def fetch(is_first: bool) -> bool:
+        assert is_first or begun.wait(60)
+        return ArtifactStore(files).fetch("policies/a/v1", tmp_path / "copy")
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(fetch, [True, False], timeout=120)] == [True, True]
+    assert len(downloads) == 2, "each file once"
+    assert (tmp_path / "copy" / "model.bin").read_text() == "one"
 
 
 def test_the_first_of_two_wins_and_the_other_leaves_nothing(files: ObjectFiles, tmp_path: Path) -> None:
