@@ -102,10 +102,10 @@ def recover_and_finish(home: str, tokens: int) -> dict[str, Any]:
     figures["log_bytes"] = sum(segment.stat().st_size for segment in segments)
     with measured(figures):
         figures["resumed"] = _roll_out(Path(home), "long", tokens)
-    sample = _sample(Path(home), "long")
+    arrays = load_file(Path(home) / "long.safetensors")
     ids, logprobs = response_of("long", tokens)
     figures["equal"] = bool(
-        np.array_equal(sample.tokens[len(PROMPT) :], ids) and np.array_equal(sample.logprobs, logprobs)
+        np.array_equal(arrays["tokens"][len(PROMPT) :], ids) and np.array_equal(arrays["logprobs"], logprobs)
     )
     return figures
 
@@ -136,6 +136,7 @@ def _roll_out(home: Path, name: str, tokens: int, *, at: int = -1, then: Callabl
 
     def commit(samples: list[Sample]) -> None:
         [sample] = samples
+        assert sample.logprobs is not None
         arrays = {"tokens": sample.tokens, "logprobs": sample.logprobs, "loss_mask": sample.loss_mask}
         save_file(arrays, home / f"{name}.safetensors")
 
@@ -150,7 +151,8 @@ def _sample(home: Path, name: str) -> Sample:
         uid=uid_of(name), prompt_id=name, group_id=f"{name}#0", group_index=0, iteration=0, domain=DOMAIN, stage=STAGE,
         writer="bench", writer_seq=NAMES.index(name), policy=STAGE, temperature=1.0, top_p=1.0, top_k=0,
         prompt_len=len(PROMPT), finish_reason="length", version_starts=np.zeros(1, np.int32),
-        versions=np.zeros(1, np.int32), tokenizer="0" * 16, **arrays,
+        versions=np.zeros(1, np.int32), tokenizer="0" * 16, tokens=arrays["tokens"], logprobs=arrays["logprobs"],
+        loss_mask=arrays["loss_mask"],
     )  # fmt: skip
 
 
@@ -164,6 +166,7 @@ def store_sample(home: str, tokens: int) -> dict[str, Any]:
     store.add_prompts([Prompt(prompt_id=name, domain=DOMAIN, text=name) for name in NAMES])
     store.commit_samples([_sample(Path(home), "short")])
     sample = _sample(Path(home), "long")
+    assert sample.logprobs is not None
     with measured(figures):
         store.commit_samples([sample])
     [row] = store.read_tokens([1]).to_pylist()
@@ -369,8 +372,8 @@ def train_rank(home: str, socket: str, rank: int) -> dict[str, Any]:
     from mopd_dataplane.train.student import load_student
 
     torch.set_num_threads(1)
-    number = str(rank)
-    environment = {"WORLD_SIZE": str(RANKS), "RANK": number, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": str(RANKS)}
+    own, all_ranks = str(rank), str(RANKS)
+    environment = {"WORLD_SIZE": all_ranks, "RANK": own, "LOCAL_RANK": own, "LOCAL_WORLD_SIZE": all_ranks}
     ranks = Ranks.join(
         "cpu", members=RANKS, rendezvous=f"{socket}.rendezvous", deadline_s=DEADLINE_S, environment=environment
     )

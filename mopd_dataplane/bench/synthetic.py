@@ -16,7 +16,9 @@ BATCH = 512
 """Samples of one commit, unless told."""
 
 
-def lengths_of(samples: int, *, mean_log: float = 7.9, shortest: int = 16, longest: int = 32_768, seed: int = 0) -> Any:
+def lengths_of(
+    samples: int, *, mean_log: float = 7.9, shortest: int = 16, longest: int = 32_768, seed: int | tuple[int, ...] = 0
+) -> Any:
     """[samples] int32 lognormal lengths (sigma 1), clipped; the defaults have mean 4.3 k tokens."""
     draws = np.random.default_rng(seed).lognormal(mean_log, 1.0, samples)
     return np.clip(draws, shortest, longest).astype(np.int32)
