@@ -137,7 +137,11 @@ def _roll_out(home: Path, name: str, tokens: int, *, at: int = -1, then: Callabl
     def commit(samples: list[Sample]) -> None:
         [sample] = samples
         assert sample.logprobs is not None
-        arrays = {"tokens": sample.tokens, "logprobs": sample.logprobs, "loss_mask": sample.loss_mask}
+        arrays: dict[str, NDArray[Any]] = {
+            "tokens": sample.tokens,
+            "logprobs": sample.logprobs,
+            "loss_mask": sample.loss_mask,
+        }
         save_file(arrays, home / f"{name}.safetensors")
 
     report = run_rollout(engine, [Prompt(prompt_id=name, domain=DOMAIN, text=name)], task, commit=commit)
@@ -218,7 +222,7 @@ def score_sample(home: str, tokens: int) -> dict[str, Any]:
         assert logprob.logprob is not None
         assert hidden.hidden is not None
         save_file({"logprob": logprob.logprob, "hidden": hidden.hidden}, Path(home) / f"{name}-signals.safetensors")
-    figures["equal"] = len(hidden.hidden) == len(logprob.logprob) == tokens
+        figures["equal"] = len(hidden.hidden) == len(logprob.logprob) == tokens
     return figures
 
 
