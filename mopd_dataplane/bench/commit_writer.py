@@ -112,7 +112,7 @@ def main() -> None:
     numbers = range(first, first + int(sys.argv[5]))
     with ThreadPoolExecutor(len(numbers)) as pool:
         for done in [pool.submit(write_together, folder, number, seconds, finished) for number in numbers]:
-            done.result()
+            done.result(START_S + seconds)
 
 
 if __name__ == "__main__":

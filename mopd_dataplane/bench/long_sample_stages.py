@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from mopd_dataplane.bench.peak import Peak, peak_of
+from mopd_dataplane.fields import PAYLOAD
 from mopd_dataplane.records import Sample, Signal, Snapshot, sample_uid
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ MODEL: dict[str, Any] = {
 RANKS = 2
 DEADLINE_S = 3600.0
 KINDS = ("logprob", "hidden")
+TOKEN_FIELDS = tuple(field.name for field in PAYLOAD if field.axis in ("token", "response"))
+"""Fields of a sample with a value for each token or response token."""
 
 
 def uid_of(name: str) -> str:
@@ -136,13 +139,7 @@ def _roll_out(home: Path, name: str, tokens: int, *, at: int = -1, then: Callabl
 
     def commit(samples: list[Sample]) -> None:
         [sample] = samples
-        assert sample.logprobs is not None
-        arrays: dict[str, NDArray[Any]] = {
-            "tokens": sample.tokens,
-            "logprobs": sample.logprobs,
-            "loss_mask": sample.loss_mask,
-        }
-        save_file(arrays, home / f"{name}.safetensors")
+        save_file({field: getattr(sample, field) for field in TOKEN_FIELDS}, home / f"{name}.safetensors")
 
     report = run_rollout(engine, [Prompt(prompt_id=name, domain=DOMAIN, text=name)], task, commit=commit)
     return report.resumed == report.exact == 1

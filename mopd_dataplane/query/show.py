@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
-from mopd_dataplane.fields import ALIGNMENT
+from mopd_dataplane.fields import ALIGNMENT, BY_NAME, PAYLOAD, Field, column_names
 from mopd_dataplane.models.token_chunks import chunk_spans
 from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
 from mopd_dataplane.store.read.decode import find_decoder, find_teacher_decoder
@@ -171,18 +171,20 @@ def version_spans(starts: list[int], versions: list[int], response_len: int) -> 
 def _payload(store: Store, sample_row: int, prompt_len: int, part: slice) -> dict[str, Any]:
     """Columns of a part of a response, policy-version spans of all of it, and `before`, the token ids in front of the
     part; at its beginning there are none, because the prompt is shown apart."""
-    row = store.read_tokens([sample_row], ["tokens", "logprobs", "loss_mask", "version_starts", "versions"])
-    columns = {name: row[name][0] for name in row.column_names}
+    row = store.read_tokens([sample_row], column_names(PAYLOAD))
+    starts = {"token": prompt_len, "response": 0}
 
-    def values(name: str, first: int, end: int) -> list[Any] | None:
-        return columns[name].values.slice(first, end - first).to_pylist() if columns[name].is_valid else None
+    def values(field: Field, part: slice) -> list[Any] | None:
+        cell = row[field.column][0]
+        if field.axis not in starts or not cell.is_valid:
+            whole: list[Any] | None = cell.as_py()
+            return whole
+        cut: list[Any] = cell.values.slice(starts[field.axis] + part.start, part.stop - part.start).to_pylist()
+        return cut
 
-    ends = prompt_len + part.start, prompt_len + part.stop
-    return {
-        "before": values("tokens", max(prompt_len, ends[0] - _CONTEXT), ends[0]), "tokens": values("tokens", *ends),
-        "logprobs": values("logprobs", part.start, part.stop), "loss_mask": values("loss_mask", part.start, part.stop),
-        "version_starts": columns["version_starts"].as_py(), "versions": columns["versions"].as_py(),
-    }  # fmt: skip
+    before = slice(max(0, part.start - _CONTEXT), part.start)
+    payload: dict[str, Any] = {field.name: values(field, part) for field in PAYLOAD}
+    return payload | {"before": values(BY_NAME["tokens"], before)}
 
 
 def _chunks(

@@ -87,6 +87,14 @@ def test_settings_of_benchmarks(tmp_path: Path) -> None:
         mopd("bench", "load", "--plot", tmp_path / "plot.png")
     with advises(" is no program; give the Python of an environment with TRL"):
         mopd("bench", "step", "--peers", "nowhere/python")
+    plan = ("bench", "plan", "--samples", 2000, "--folder", tmp_path)
+    with advises("; set --processes and --window accordingly"):
+        mopd(*plan, "--processes", 2)
+    assert mopd(*plan, "--processes", 2, "--window", 1000)
+    writers = ("bench", "commits", "--writers", 4, "--seconds", 0.2, "--per-process", 2, "--folder", tmp_path)
+    with advises("; set --group, and --writers to a multiple of --per-process"):
+        mopd(*writers)
+    assert mopd(*writers, "--group")
     with advises(" and tokens a second above 0, as rollout=2500"):
         _rates(["rollout=fast"], ["rollout", "score"])
     assert _rates(["rollout=2500"], ["rollout", "score"]) == {"rollout": 2500.0}
