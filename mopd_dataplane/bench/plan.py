@@ -72,7 +72,7 @@ def measure(
 
 def _check(samples: int, window: int, where: str, processes: int, simulated: bool) -> None:
     if where and simulated:
-        raise InputError("--simulated makes the columns of `samples` only; plan without --where, or without it")
+        raise InputError("--simulated makes no rewards and scores, which --where reads; use one of them")
     if where:
         check_result_type(where, empty_rollouts(TEACHERS), {}, "--where")
     cores, windows = len(os.sched_getaffinity(0)), -(-samples // window)
@@ -140,9 +140,11 @@ def _columns(store: Store, snapshot: Any, first: int, count: int, simulated: boo
     def route(domain: str, effort: str) -> str:
         return domain.replace("domain", "teacher")
 
-    stage = Stage(name=BENCH_RUN, plan=sections.Plan(batch_samples=1))
-    stored = scan_stage(store, stage, None, SAMPLE_COLUMNS, snapshot, first=first, limit=count)
-    rows = simulated_rows(first, count) if simulated else stored
+    if simulated:
+        rows = simulated_rows(first, count)
+    else:
+        stage = Stage(name=BENCH_RUN, plan=sections.Plan(batch_samples=1))
+        rows = scan_stage(store, stage, None, SAMPLE_COLUMNS, snapshot, first=first, limit=count)
     return collect_columns(rows, count, route=route, teachers=TEACHERS)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.bench.small_samples import BENCH_RUN, bench_sample
+from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.bench.synthetic import bench_teacher, lengths_of
 from mopd_dataplane.bench.write import filled_samples
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS
@@ -54,7 +54,7 @@ def simulated_rows(first: int, count: int) -> Iterator[tuple[Rows, pa.RecordBatc
     values = {
         **_columns(first + _admission(count, seed=(1, first)), lengths_of(count, longest=CAP, seed=(3, first))),
         "iteration": np.zeros(count, np.int32), "finish_reason": pa.repeat("stop", count),
-        "policy_version_first": np.zeros(count, np.int32), "stage": pa.repeat(BENCH_RUN, count),
+        "policy_version_first": np.zeros(count, np.int32),
     }  # fmt: skip
     fields = [SAMPLES.schema.field(name) for name in SAMPLE_COLUMNS]
     arrays = [pa.array(values[field.name]).cast(field.type) for field in fields]

@@ -53,7 +53,7 @@ def test_several_processes_plan_what_one_plans(tmp_path: Path, simulated: bool) 
     ("words", "reason"),
     [
         (["--processes", "2"], "2 processes plan 1 windows"),
-        (["--simulated", "--where", "reward > 0"], "plan without --where"),
+        (["--simulated", "--where", "reward > 0"], "use one of them"),
     ],
 )
 def test_a_plan_that_cannot_be_measured_is_rejected(tmp_path: Path, words: list[str], reason: str) -> None:
