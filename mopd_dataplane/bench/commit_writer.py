@@ -1,10 +1,10 @@
 """One of the processes that commit samples to a store (commit_writers.py): the committer of a rollout without its log.
 
-    python -m mopd_dataplane.bench.commit_writer FOLDER NUMBER SECONDS FINISHED WRITERS
+    python -m mopd_dataplane.bench.commit_writer FOLDER NUMBER WRITERS
 
 runs the writers NUMBER to NUMBER + WRITERS - 1, in threads, whose commits are made by another process, together with
-those of all others; it loads neither lance nor pyarrow. `uri.txt` in the folder names the store. Writers that commit by
-themselves import Store and run `write` in a process that was forked.
+those of all others; it loads neither lance nor pyarrow. `work.json` in the folder says what they do. Writers that
+commit by themselves import Store and run `write` in a process that was forked.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.errors import DeadlineError
@@ -29,12 +32,50 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 1_000_000
 """Numbers of samples that each writer may use."""
-RESPONSE = 60
-"""Response tokens of a sample."""
 START_S = 900.0
 """Longest time until all writers are ready, and until they have committed what is left."""
-URI, GO = "uri.txt", "go"
-"""Files of the folder: URI of the store, and the sign to begin."""
+WORK, GO = "work.json", "go"
+"""Files of the folder: what the writers do, and the sign to begin."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each writer does.
+
+    Example: Work(uri="runs/demo", seconds=10.0, finished=4, rate=0.0, responses=[60]).
+    """
+
+    uri: str
+    """Of the store."""
+    seconds: float
+    """Time in which samples end."""
+    finished: int
+    """Samples of a writer that end every WINDOW_S."""
+    rate: float
+    """Samples of a writer that end in a second, at random moments, instead of `finished`; 0: none."""
+    responses: list[int]
+    """Response tokens of its samples, one after another, from the beginning again after the last."""
+
+    def moments(self, writer: int) -> Iterator[float]:
+        """Seconds from the beginning at which each sample of a writer ends."""
+        if not self.rate:
+            for turn in range(max(1, round(self.seconds / WINDOW_S))):
+                yield from [turn * WINDOW_S] * self.finished
+            return
+        rng = np.random.default_rng(writer)
+        moment = rng.exponential(1 / self.rate)
+        while moment < self.seconds:
+            yield moment
+            moment += rng.exponential(1 / self.rate)
+
+    def write(self, folder: Path) -> None:
+        """Write it for the writers."""
+        (folder / WORK).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Work:
+        """Read it as a writer."""
+        return cls(**json.loads((folder / WORK).read_text()))
 
 
 class _NoLog:
@@ -44,20 +85,18 @@ class _NoLog:
         """Return at once."""
 
 
-def write_alone(folder: Path, number: int, seconds: float, finished: int) -> None:
+def write_alone(folder: Path, number: int) -> None:
     """Be a writer that commits by itself."""
     from mopd_dataplane.store.dataset import Store
 
-    store = Store.open((folder / URI).read_text())
-    write(folder, number, seconds, finished, store.commit_samples)
+    work = Work.read(folder)
+    write(folder, number, work, Store.open(work.uri).commit_samples)
 
 
-def write(
-    folder: Path, number: int, seconds: float, finished: int, commit_samples: Callable[[Sequence[Sample]], object]
-) -> None:
-    """Commit one sample, wait for the sign, then commit for some seconds; writes an answer as JSON.
+def write(folder: Path, number: int, work: Work, commit_samples: Callable[[Sequence[Sample]], object]) -> None:
+    """Commit one sample, wait for the sign, then commit what ends; writes an answer as JSON.
 
-    finished: samples that end every WINDOW_S. Raises DeadlineError when no sign comes.
+    Raises DeadlineError when no sign comes.
     """
     ends: dict[str, float] = {}
     commits: list[dict[str, Any]] = []
@@ -69,16 +108,15 @@ def write(
         commits.append({"commit_s": now - begin, "waits_s": [now - ends.pop(sample.uid) for sample in batch]})
 
     first = number * MOST_SAMPLES
-    commit_samples([bench_sample(first, RESPONSE)])  # loads the keys
+    commit_samples([bench_sample(first, work.responses[0])])  # loads the keys
     _wait_for_sign(folder, number)
     committer = Committer(cast("TokenLog", _NoLog()), commit, full_disk_wait_s=0.0, notice=print)
     begin = time.monotonic()
-    for turn in range(max(1, round(seconds / WINDOW_S))):
-        time.sleep(max(0.0, begin + turn * WINDOW_S - time.monotonic()))
-        for handle in range(turn * finished, (turn + 1) * finished):
-            sample = bench_sample(first + 1 + handle, RESPONSE)
-            ends[sample.uid] = time.monotonic()
-            committer.hand_over(Finished(handle, handle, sample))
+    for handle, moment in enumerate(work.moments(number)):
+        time.sleep(max(0.0, begin + moment - time.monotonic()))
+        sample = bench_sample(first + 1 + handle, work.responses[(number + handle) % len(work.responses)])
+        ends[sample.uid] = time.monotonic()
+        committer.hand_over(Finished(handle, handle, sample))
     committer.drain()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     answer = {
@@ -100,19 +138,19 @@ def _wait_for_sign(folder: Path, number: int) -> None:
         time.sleep(0.01)
 
 
-def write_together(folder: Path, number: int, seconds: float, finished: int) -> None:
+def write_together(folder: Path, number: int, work: Work) -> None:
     """Be a writer whose commits are made together with those of others."""
-    with GroupWriter((folder / URI).read_text()) as writer:
-        write(folder, number, seconds, finished, writer.commit_samples)
+    with GroupWriter(work.uri) as writer:
+        write(folder, number, work, writer.commit_samples)
 
 
 def main() -> None:
     """Be one or more writers whose commits are made together with those of others."""
-    folder, first, seconds, finished = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-    numbers = range(first, first + int(sys.argv[5]))
-    with ThreadPoolExecutor(len(numbers)) as pool:
-        for done in [pool.submit(write_together, folder, number, seconds, finished) for number in numbers]:
-            done.result(START_S + seconds)
+    folder, first, writers = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    work = Work.read(folder)
+    with ThreadPoolExecutor(writers) as pool:
+        for done in [pool.submit(write_together, folder, first + number, work) for number in range(writers)]:
+            done.result(START_S + work.seconds)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,12 @@ def commits(
         list[int] | None, Option("--writers", min=1, help="Measure so many concurrent writers instead; repeatable.")
     ] = None,
     finished: Annotated[int, Option("--finished", min=1, help="Samples that each writer finishes every 0.2 s.")] = 4,
+    rate: Annotated[
+        float, Option("--rate", min=0, help="Samples that all writers finish in a second, at random moments, instead.")
+    ] = 0.0,
+    mean_tokens: Annotated[
+        int, Option("--mean-tokens", min=0, help="Mean response tokens, with a long tail; 0: 60 tokens each.")
+    ] = 0,
     seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
     group: Annotated[bool, Option("--group", help="One process commits for all writers.")] = False,
     per_process: Annotated[
@@ -153,8 +159,8 @@ def commits(
 ) -> None:
     """Many small commits: time of a commit and of opening the store, memory, files and bytes.
 
-    With --writers: processes that each finish some samples every 0.2 s and commit them as a rollout does; samples a
-    second, and the time until a sample is committed.
+    With --writers: processes that finish samples and commit them as a rollout does; samples a second, and the time
+    until a sample is committed. With --group also the load, the share of the time in which commits are made.
     """
     from mopd_dataplane.bench import commit_writers
     from mopd_dataplane.bench.commits import measure
@@ -166,7 +172,15 @@ def commits(
                 store = f"{uri.rstrip('/')}/{Path(scratch).name}" if uri else f"{scratch}/store"
                 rows.append(
                     commit_writers.measure(
-                        Path(scratch), store, number, seconds, finished, group=group, per_process=per_process
+                        Path(scratch),
+                        store,
+                        number,
+                        seconds,
+                        finished,
+                        rate=rate,
+                        mean_tokens=mean_tokens,
+                        group=group,
+                        per_process=per_process,
                     )
                 )
         if as_json:

@@ -30,19 +30,27 @@ LEFT_BEHIND = "plans, snapshots, checkpoints and the token log"
 def info(store: StoreUri, as_json: AsJson = False) -> None:
     """Show what a store holds: tables, rows, versions, bytes, and bytes that can be freed.
 
-    Of a run with iterations left, also what they will add to the tables at the mean of those so far.
+    Of a run with iterations left, also what they will add to the tables at the mean of those so far; of one with
+    group_commit, how busy the process is that commits for all writers.
     """
+    from dataclasses import asdict
+
     from mopd_dataplane import open_store
     from mopd_dataplane.query.ancestry import forks_of, origin_of
     from mopd_dataplane.query.still_to_write import still_to_write
     from mopd_dataplane.store.format.dataset_format import FORKED_FROM
+    from mopd_dataplane.store.group_commit.load import read_load
+    from mopd_dataplane.store.group_commit.mailbox import open_mailbox
 
     opened = open_store(store)
     name_unfinished(opened)
     facts = plain(opened.info()) | {"forks": [fork.folder for fork in forks_of(opened)]}
     left = still_to_write(opened, facts["tables"])
+    group = read_load(open_mailbox(opened.root, opened.files))
     if as_json:
-        print_json({**facts, "still_to_write": [one._asdict() | {"bytes": round(one.bytes)} for one in left]})
+        group_commit = None if group is None else asdict(group) | {"load": group.load}
+        still = [one._asdict() | {"bytes": round(one.bytes)} for one in left]
+        print_json({**facts, "still_to_write": still, "group_commit": group_commit})
         return
     tables, snapshots = facts.pop("tables"), facts.pop("snapshots")
     if (origin := origin_of(opened)) is not None:
@@ -62,6 +70,8 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
             f"{one.stage}: {one.done:,} of {one.iterations:,} iterations; the others will add about "
             f"{size(round(one.bytes))}, {size(round(one.iteration_bytes))} each"
         )
+    if group is not None:
+        note(f"group commit: load {group.load:.2f} over {group.seconds:,.1f} s, {group.rounds:,} rounds of commits")
 
 
 def verify(

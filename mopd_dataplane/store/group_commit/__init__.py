@@ -5,6 +5,7 @@ mailbox.py    the files by which writers and the committer exchange them, in a f
 writer.py     hands a batch over and waits until it is committed
 election.py   which process commits
 committer.py  takes the requests of all writers, makes one commit of them, replies
+load.py       how busy the process that commits is
 refusals.py   replies to requests that cannot be committed
 
 Writers import neither lance nor pyarrow; `python -m mopd_dataplane.store.group_commit URI` is the process that commits,

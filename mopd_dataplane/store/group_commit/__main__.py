@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store.group_commit.election import GATHER_S, REMOTE_GATHER_S, STAYS, TermHolding
+from mopd_dataplane.store.group_commit.load import LoadRecord
 from mopd_dataplane.store.group_commit.mailbox import open_mailbox
 from mopd_dataplane.store.group_commit.refusals import refusal, refuse_pending
 from mopd_dataplane.store.remote.objects import DEFAULTS, ObjectFiles
@@ -57,10 +58,12 @@ def _commit_while_held(
 ) -> None:
     committer = _open_or_refuse(uri, storage_options)
     store = committer.store
+    load = LoadRecord(open_mailbox(store.root, store.files))
     asked_at = looked_at = time.monotonic()
     while True:
         now = time.monotonic()
         if end.is_set() if end is not None else now - asked_at >= IDLE_S:
+            load.write()
             return
         if now - looked_at >= HELD_EVERY_S:
             if not is_held():
@@ -71,8 +74,11 @@ def _commit_while_held(
         except MopdError as error:
             committer.refuse_pending(error)
             return
-        if committer.commit_pending():
+        began = time.monotonic()
+        if batches := committer.commit_pending():
             asked_at = time.monotonic()
+            load.add(asked_at - began, batches)
+        load.write_when_due()
         time.sleep(gather_s)
 
 

@@ -18,6 +18,8 @@ from typer.testing import CliRunner, Result
 from mopd_dataplane import Store, errors
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.cli.reference import reference
+from mopd_dataplane.store.group_commit.load import LoadRecord
+from mopd_dataplane.store.group_commit.mailbox import open_mailbox
 
 
 def mopd(*arguments: str | Path) -> Result:
@@ -175,6 +177,18 @@ def test_store_info_says_what_the_iterations_left_will_add(tmp_path: Path, make_
     assert (left["done"], left["iterations"]) == (done, 1000)
     assert left["bytes"] > 0
     assert f"student: {done} of 1,000 iterations; the others will add about" in mopd("store", "info", store.uri).output
+
+
+def test_store_info_says_how_busy_the_process_is_that_commits_for_all_writers(tmp_path: Path, make_store: Any) -> None:
+    store = make_store(tmp_path / "s", prompts=1)
+    assert answered("store", "info", store.uri, "--json")["group_commit"] is None
+    record = LoadRecord(open_mailbox(store.root, None))
+    record.add(0.5, batches=3)
+    record.write()
+    said = answered("store", "info", store.uri, "--json")["group_commit"]
+    assert (said["rounds"], said["batches"], said["committing_s"]) == (1, 3, 0.5)
+    assert said["load"] == said["committing_s"] / said["seconds"]
+    assert "1 rounds of commits" in mopd("store", "info", store.uri).output
 
 
 def test_store_compact_keeps_every_row(tmp_path: Path, make_store: Any) -> None:

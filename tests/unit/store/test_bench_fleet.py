@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mopd_dataplane.bench import fleet as fleet_module
+from mopd_dataplane.bench.commit_writer import Work
 from mopd_dataplane.bench.commit_writers import FIGURES
 from mopd_dataplane.bench.commit_writers import measure as measure_writers
 from mopd_dataplane.bench.fleet import VERIFIED, measure
@@ -168,6 +169,23 @@ def test_writers_that_share_a_process_commit_every_sample(tmp_path: Path) -> Non
     figures = measure_writers(tmp_path, str(tmp_path / "store"), 4, 0.4, group=True, per_process=2)
     assert figures["writers"] == 4
     assert Store.open(tmp_path / "store").dataset("samples").count_rows() == 4 * (1 + 2 * 4)
+
+
+def test_writers_whose_samples_end_at_random_moments_commit_every_sample(tmp_path: Path) -> None:
+    figures = measure_writers(tmp_path, str(tmp_path / "store"), 2, 1.0, rate=40, mean_tokens=200, group=True)
+    assert figures["offered samples/s"] == 40
+    assert 0 < figures["load"] <= 1
+    lengths = Store.open(tmp_path / "store").samples(["response_len"])["response_len"].to_numpy()
+    assert len(np.unique(lengths)) > 2
+
+
+def test_writers_finish_as_many_samples_as_the_rate_says() -> None:
+    work = Work(uri="", seconds=1000.0, finished=4, rate=2.0, responses=[60])
+    moments = [moment for writer in range(8) for moment in work.moments(writer)]
+    assert abs(len(moments) - 16_000) < 5 * 16_000**0.5
+    assert min(moments) > 0
+    assert max(moments) < 1000
+    assert [*replace(work, seconds=0.4, rate=0.0).moments(3)] == [0.0] * 4 + [0.2] * 4
 
 
 @pytest.mark.parametrize(("writers", "group"), [(3, True), (4, False)])
