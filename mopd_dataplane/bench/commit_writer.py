@@ -46,7 +46,7 @@ class Work:
     """
 
     uri: str
-    """Of the store."""
+    """Store that they commit to, with all others."""
     seconds: float
     """Time in which samples end."""
     finished: int

@@ -37,16 +37,19 @@ class TrainRecords:
         self._stage = stage
         self._folder = folder
         self._metrics = MetricsReader(folder)
+        self._next_step = 0
+        """First step that this process has not recorded."""
 
     def steps_of(self, window: int) -> list[StepMetrics]:
         """Metrics of a window's steps so far."""
         return [step for step in self._metrics.steps() if step.window == window]
 
     def add_steps(self) -> None:
-        """Record all steps so far, and the per-token statistics of them."""
+        """Record the steps that are new, and the per-token statistics of all so far."""
         if steps := self._metrics.steps():
-            self._run.store.add_steps(steps)
-            self.add_stats(steps[-1].step + 1)
+            self._run.store.add_steps([step for step in steps if step.step >= self._next_step])
+            self._next_step = steps[-1].step + 1
+            self.add_stats(self._next_step)
 
     def add_stats(self, before: int) -> None:
         """Move the per-token statistics of earlier steps, of which all ranks have left theirs, to the store.
