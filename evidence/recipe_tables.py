@@ -85,10 +85,12 @@ COMPARED: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("self-taught", "reader", ("sorting", "hinted")),
     ),
     "other-tokenizer": (
-        *((stage, "base", (SORTING, SPELLING, SPIRALS)) for stage in ("same", "of-stranger", "of-finer", "of-across")),
-        *((teacher, "sorter", (SORTING,)) for teacher in ("stranger", "finer", "across")),
-        ("of-stranger", "same", (SORTING,)),
-        *((stage, "of-stranger", (SORTING,)) for stage in ("of-finer", "of-across")),
+        *((stage, "base", (SORTING,)) for stage in ("same", "of-stranger", "of-across", "of-finer")),
+        *((f"bounded-{of}", "base", (SORTING, SPELLING, SPIRALS)) for of in ("same", "stranger", "across", "finer")),
+        *((teacher, "sorter", (SORTING,)) for teacher in ("stranger", "across", "finer")),
+        *((f"bounded-{name}", f"of-{name}", (SORTING,)) for name in ("stranger", "across", "finer")),
+        *((f"bounded-{name}", "bounded-same", (SORTING,)) for name in ("stranger", "across", "finer")),
+        *((f"{name}-student", f"{name}-base", (SORTING,)) for name in ("across", "finer")),
     ),
     "qwen3": (
         ("off-policy", "weak", (MEAN,)),

@@ -44,6 +44,8 @@ TIME = re.compile(
 """How the texts of the recipes say what a run took."""
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
+TEACHER = "expert"
+"""Stage of a job in a recipe's folder whose policy teaches in the recipe."""
 OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "smollm2-long", "near", "teacher-count", "selection")
 """Jobs whose results evidence/figures.py shows."""
 HEAD = """
@@ -131,21 +133,22 @@ def run(recipe: str, seed: int) -> None:
 
 
 def train_teacher(file: Path, seed: int) -> Path:
-    """Run the job of a teacher that has another tokenizer to its end. Returns the folder of its last stage's policy."""
+    """Run the job of a teacher that has another tokenizer to its end. Returns the folder of the teacher."""
     store = STORES / f"{load_job(file).name}-{seed}"
     mopd("run", str(file), "--seed", str(seed), "--store", str(store))
-    return store / "policies" / load_job(file).stages[-1].name / "v1"
+    return store / "policies" / TEACHER / "v1"
 
 
 def figures(recipe: str, seed: int, store: Path) -> Result:
-    """What every stage of a finished run, and every teacher of another tokenizer, answered to each held-out prompt."""
+    """What every stage of a finished run, and of the jobs of its teachers, answered to each held-out prompt."""
     job = load_job(JOBS / recipe)
     opened = open_store(str(store))
     stages = last_answers(job, opened)
     for file in sorted((JOBS / recipe).glob("*/job.toml")):
         teacher = load_job(file)
         answers = last_answers(teacher, open_store(str(STORES / f"{teacher.name}-{seed}")))
-        stages[file.parent.name] = answers[teacher.stages[-1].name]
+        stages[file.parent.name] = answers.pop(TEACHER)
+        stages |= {f"{file.parent.name}-{stage}": answered for stage, answered in answers.items()}
     split = held_out(opened).split
     result = {"job": recipe, "seed": seed, "split": split, "stages": stages, "training": training(opened)}
     return {**result, **provenance(job)}
