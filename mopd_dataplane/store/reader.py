@@ -320,8 +320,10 @@ class StoreReader:
 
     def steps_before(self, stage: str, window: int) -> int:
         """Return the number of optimizer steps of the stage's recorded windows before this one."""
-        rows = self.table("plans", ["stage", "window", "step_starts"]).to_pylist()
-        return sum(len(row["step_starts"]) - 1 for row in rows if row["stage"] == stage and row["window"] < window)
+        compute = pa.compute
+        rows = self.table("plans", ["stage", "window", "step_starts"])
+        earlier = rows.filter((compute.field("stage") == stage) & (compute.field("window") < window))
+        return int(compute.sum(compute.list_value_length(earlier["step_starts"])).as_py() or 0) - earlier.num_rows
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -125,9 +125,9 @@ def _failing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
     """Stored findings of a stage's present teachers by teacher, domain and check."""
     scorers = set(run.job.scorers_of(stage))
     failing: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in _events(run, stage, HEALTH):
+    for row in _events(run, stage, HEALTH, iteration):
         about = json.loads(row["detail"])
-        if about["teacher"] in scorers and iteration in (None, row["iteration"]):
+        if about["teacher"] in scorers:
             for finding in about["failed"]:
                 failing.setdefault((finding["teacher"], finding["domain"], finding["check"]), finding)
     return failing
@@ -163,7 +163,9 @@ def _evidence(
     )  # fmt: skip
 
 
-def _events(run: Run, stage: Stage, kind: str) -> list[dict[str, Any]]:
+def _events(run: Run, stage: Stage, kind: str, iteration: int | None = None) -> list[dict[str, Any]]:
+    """Events of a kind: of one iteration, or of all."""
     rule = f"kind = {literal(kind)} AND stage = {literal(stage.name)}"
-    rows: list[dict[str, Any]] = run.store.table("events", ["iteration", "detail"], filter=rule).to_pylist()
+    rule += "" if iteration is None else f" AND iteration = {iteration}"
+    rows: list[dict[str, Any]] = run.store.table("events", ["detail"], filter=rule).to_pylist()
     return rows
