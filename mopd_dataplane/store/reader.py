@@ -320,10 +320,10 @@ class StoreReader:
 
     def steps_before(self, stage: str, window: int) -> int:
         """Return the number of optimizer steps of the stage's recorded windows before this one."""
-        compute = pa.compute
         rows = self.table("plans", ["stage", "window", "step_starts"])
-        earlier = rows.filter((compute.field("stage") == stage) & (compute.field("window") < window))
-        return int(compute.sum(compute.list_value_length(earlier["step_starts"])).as_py() or 0) - earlier.num_rows
+        earlier = rows.filter((pa.compute.field("stage") == stage) & (pa.compute.field("window") < window))
+        starts: int = pa.compute.sum(pa.compute.list_value_length(earlier["step_starts"])).as_py() or 0
+        return starts - int(earlier.num_rows)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
