@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -500,7 +501,7 @@ def test_load_is_the_share_of_the_time_in_which_the_process_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(load_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(load_module, "time", SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns))
     mailbox = FolderMailbox(tmp_path)
     record = LoadRecord(mailbox)
     record.write_when_due()
