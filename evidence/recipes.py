@@ -133,7 +133,7 @@ def run(recipe: str, seed: int) -> None:
 
 
 def train_teacher(file: Path, seed: int) -> Path:
-    """Run the job of a teacher that has another tokenizer to its end. Returns the folder of the teacher."""
+    """Run a job in a recipe's folder to its end. Returns the folder of its teacher."""
     store = STORES / f"{load_job(file).name}-{seed}"
     mopd("run", str(file), "--seed", str(seed), "--store", str(store))
     return store / "policies" / TEACHER / "v1"

@@ -78,15 +78,16 @@ def measure(
     answers = [json.loads((folder / f"{number}.json").read_text()) for number in range(writers)]
     if group and any(answer["has_lance"] for answer in answers):
         raise EngineError("a writer has loaded lance or pyarrow, so its memory is not that of a light writer")
+    elapsed_s = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
+    load = {}
     if group:
         time.sleep(2 * WRITE_EVERY_S)  # until the last rounds are in the file
-    committing_s = _load(store).committing_s - idle.committing_s
+        load = {"load": (_load(store).committing_s - idle.committing_s) / elapsed_s}
     commits = [commit for answer in answers for commit in answer["commits"]]
     waits = np.concatenate([commit["waits_s"] for commit in commits])
     samples, stored = len(waits), store.dataset("samples").count_rows() - writers
     if stored != samples:
         raise EngineError(f"the writers committed {samples} samples, the store has {stored}")
-    elapsed_s = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
     versions = store.dataset("samples").version - before  # merges of small files included
     return {
         "writers": writers,
@@ -97,7 +98,7 @@ def measure(
         "commits/s": versions / elapsed_s,
         "samples in a commit": samples / versions,
         "commit p50, ms": float(1e3 * np.median([commit["commit_s"] for commit in commits])),
-        "load": committing_s / elapsed_s,
+        **load,
         "files": sum(1 for _ in store.location.identities()),
         "writer MiB": max(answer["mib"] for answer in answers),
     }

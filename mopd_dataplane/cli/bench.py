@@ -186,7 +186,7 @@ def commits(
         if as_json:
             print_json(rows)
         else:
-            names = commit_writers.FIGURES
+            names = [name for name in commit_writers.FIGURES if name in rows[0]]
             print_fitting(names, [[round(row[name], 1) for name in names] for row in rows])
         return
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:

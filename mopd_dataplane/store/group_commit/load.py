@@ -1,6 +1,7 @@
-"""How busy the process that commits for all writers is, in a small file of the mailbox that it writes while it works.
+"""How busy the process that commits for all writers is.
 
-<store>/group-commit/load/<time>-<process>    one process; the next one removes the files of earlier ones
+It writes that into a small file of the mailbox, `group-commit/load/<time>-<process>`, again and again while it works.
+The next process removes the files of earlier ones.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class FolderMailbox:
         self._root = root
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file that does not exist yet. Raises ResourceError when the disk is full, or read-only."""
+        """Write a file, which appears complete. Raises ResourceError when the disk is full, or read-only."""
         path = self._root / name
         try:
             write_unsynced(path, content)

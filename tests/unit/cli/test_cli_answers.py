@@ -185,9 +185,9 @@ def test_store_info_says_how_busy_the_process_is_that_commits_for_all_writers(tm
     record = LoadRecord(open_mailbox(store.root, None))
     record.add(0.5, batches=3)
     record.write()
-    said = answered("store", "info", store.uri, "--json")["group_commit"]
-    assert (said["rounds"], said["batches"], said["committing_s"]) == (1, 3, 0.5)
-    assert said["load"] == said["committing_s"] / said["seconds"]
+    group_commit = answered("store", "info", store.uri, "--json")["group_commit"]
+    assert (group_commit["rounds"], group_commit["batches"], group_commit["committing_s"]) == (1, 3, 0.5)
+    assert group_commit["load"] == group_commit["committing_s"] / group_commit["seconds"]
     assert "1 rounds of commits" in mopd("store", "info", store.uri).output
 
 
