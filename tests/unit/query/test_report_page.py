@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from mopd_dataplane import Prompt, Store, create_store
+from mopd_dataplane.query import report as report_module
+from mopd_dataplane.query import show as show_module
 from mopd_dataplane.query.measures import Measures, from_the_start, measure, recovery
 from mopd_dataplane.query.plots import MOST_SERIES, Line, bars, histogram, line_plot
 from mopd_dataplane.query.report import write_report
@@ -240,6 +242,18 @@ def test_page_needs_nothing_from_outside_and_runs_no_script(page: str) -> None:
     assert re.findall(r"url\((?!#)", page) == []
     assert "@import" not in page
     assert "default-src 'none'" in page
+
+
+def test_every_token_that_is_not_shown_is_counted(
+    demo_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of an answer of which only the beginning is read."""
+    monkeypatch.setattr(report_module, "EXCERPT_TOKENS", 1)
+    monkeypatch.setattr(show_module, "MOST_TOKENS", 2)
+    page = Path(str(write_report(demo_store, tmp_path / "report.html"))).read_text()
+    counts = re.findall(r"· (\d+) tokens, .*?</pre>.*?(\d+) more tokens", page, re.DOTALL)
+    assert counts
+    assert all(int(more) == int(tokens) - 1 for tokens, more in counts)
 
 
 def test_model_text_stays_text(page: str) -> None:
