@@ -99,10 +99,14 @@ class Comparison:
         if len(stages) != 1:
             return [(stage, stage.iterations) for stage in stages]
         (stage,) = stages
+        return [(stage, version) for version in self.versions(stage)]
+
+    def versions(self, stage: Stage) -> list[int]:
+        """Versions of a stage whose accuracy is measured, the last among them."""
         if isinstance(self.points, tuple):
-            return [(stage, version) for version in self.points]
+            return [version for version in self.points if version < stage.iterations] + [stage.iterations]
         versions = {max(1, round(stage.iterations * (i + 1) / self.points)) for i in range(self.points)}
-        return [(stage, version) for version in sorted(versions)]
+        return sorted(versions)
 
 
 _TOY_SPECIALISTS = ("speller", "sorter", "walker")
@@ -134,16 +138,23 @@ _ALTERNATIVES = {
 }  # fmt: skip
 
 _SMOLLM2_MOPD = {
-    "base": Arm("SmolLM2-135M-Instruct after 48 examples of all domains", uses_teachers=False),
-    "date": Arm("specialist: SFT on 64 dates"),
-    "larger": Arm("specialist: GRPO on 128 answers"),
-    "json": Arm("specialist: SFT on 64 lines of JSON"),
+    "base": Arm("SmolLM2-135M-Instruct after 96 examples of all domains", uses_teachers=False),
+    "date": Arm("specialist: GRPO on 1,536 answers"),
+    "larger": Arm("specialist: GRPO on 256 answers"),
+    "json": Arm("specialist: SFT on 192 lines of JSON"),
     "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), uses_teachers=False),
-    "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",)),
     "grpo": Arm("GRPO on the mixture", ("grpo",), uses_teachers=False),
+    "cascade": Arm("GRPO one domain after another", ("cascade-date", "cascade-larger", "cascade"), uses_teachers=False),
+    "task-arithmetic": Arm("base + scale x sum of weight changes", (), (0.3, 0.5, 1.0), merging.task_arithmetic),
+    "ties": Arm("trimmed, signs elected, merged", (), (0.5, 1.0, 1.5), merging.ties),
+    "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",)),
+    "teacher-forward": Arm("forward KL on the teachers' answers", ("teacher-forward",)),
+    "gkd": Arm("GKD: half the teachers' answers, half its own, JSD", ("gkd",)),
     "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",)),
+    "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",)),
     "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",)),
-}
+    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",)),
+}  # fmt: skip
 
 _NEAR = {
     "base": Arm("the start of all others", uses_teachers=False),
@@ -196,8 +207,7 @@ COMPARISONS = {
     comparison.folder.name: comparison
     for comparison in (
         Comparison(JOBS / "alternatives", _ALTERNATIVES, _TOY_SPECIALISTS),
-        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=1, threads=2),
-        Comparison(JOBS / "smollm2-long", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 4, 8, 16), threads=2),
+        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 4, 8, 16)),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
         Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),

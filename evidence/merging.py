@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mopd_dataplane.base.file_checksums import write_checksums
+from mopd_dataplane.models.adapter_files import is_adapter
+from mopd_dataplane.models.hf import load_merged
 
 KEPT = 0.2
 """Share of each change that TIES keeps: the largest, as in its paper."""
@@ -44,7 +46,12 @@ def ties(base: Path, specialists: Sequence[Path], scale: float, out: Path) -> No
 
 
 def _change(base: Path, folder: Path) -> Weights:
-    first, second = (load_file(path / "model.safetensors") for path in (base, folder))
+    """A specialist's weights less the base's, float32; an adapter is merged into its base first."""
+    first = load_file(base / "model.safetensors")
+    if is_adapter(folder):
+        merged = load_merged(folder).state_dict()
+        return {name: merged[name] - weight.float() for name, weight in first.items()}
+    second = load_file(folder / "model.safetensors")
     return {name: second[name].float() - weight.float() for name, weight in first.items()}
 
 

@@ -189,6 +189,16 @@ class Experiment:
 
     def _points(self, run: Run, setting: float) -> list[tuple[int, Path]]:
         """(tokens learnt from until then, folder) of the versions that are measured, the arm's policy last."""
+        if self.name in self.comparison.specialists:
+            stage = run.job.stage(self.name)
+            learnt = trained_tokens(run, stage.name)
+            return [
+                (
+                    sum(count for window, count in learnt.items() if window < version),
+                    run.policies.folder(stage, version),
+                )
+                for version in self.comparison.versions(stage)
+            ]
         if not self.arm.stages:
             return [(0, self._policy(run, setting))]
         points = []

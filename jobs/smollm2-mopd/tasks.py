@@ -1,7 +1,6 @@
 """Prompts of the job, drawn from a seed: three tasks to specialise in, and capitals, which nobody is trained on.
 
-Each function is a prompt source (`mopd_dataplane/prompts.py`): rows with the messages that the model reads and the one
-answer that is right. A turn before the question shows what a bare answer looks like.
+Each function is a prompt source (`mopd_dataplane/prompts.py`): rows with a question and the one answer that is right.
 """
 
 from __future__ import annotations
@@ -12,11 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 Rows = Iterator[dict[str, Any]]
-ASIDE = (
-    {"role": "system", "content": "Answer with one word or number, nothing else."},
-    {"role": "user", "content": "What colour is grass?"},
-    {"role": "assistant", "content": "Green"},
-)
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
     "December",
@@ -99,4 +93,4 @@ def capitals(seed: int, size: int) -> Rows:
 
 
 def _row(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [*ASIDE, {"role": "user", "content": question}], "answer": answer}
+    return {"text": question, "answer": answer}
