@@ -120,6 +120,7 @@ class Experiment:
             return {
                 "arm": self.name, "says": self.arm.description, "seed": self.seed, "split": "eval", "setting": best,
                 "chosen_on": "tune", "tried": search if len(settings) > 1 else [], "tokens": self._costs(run),
+                "work": self._work(run),
                 "teacher_distance": distance, "moved": moved, "curve": curve, "seconds": round(time.time() - began),
                 **provenance(run.job, stages=(*self.comparison.shared, *self.arm.trained_stages)),
             }  # fmt: skip
@@ -209,9 +210,8 @@ class Experiment:
             points.append((tokens, run.policies.folder(stage, version)))
         return points
 
-    def _costs(self, run: Run) -> dict[str, int]:
-        """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote."""
-        student = sum(sum(trained_tokens(run, stage).values()) for stage in self.arm.stages)
+    def _specialist_stages(self, run: Run) -> set[str]:
+        """Stages that this arm needs beside its own and the base's."""
         base, specialists = self.comparison.lineage(self.comparison.base), self.comparison.specialists
         routes = [by_domain(run.job.stage(stage).routing or run.job.routing) for stage in self.arm.stages]
         used = {teacher for stage, route in zip(self.arm.stages, routes, strict=True)
@@ -221,7 +221,12 @@ class Experiment:
         starts = {stage for name in self.arm.trained_stages for stage in self.comparison.lineage(name)}
         starts -= {*self.arm.trained_stages}
         own = {stage for name in trained for stage in self.comparison.lineage(name)} | starts
-        teachers = 0
+        return own.difference(base)
+
+    def _costs(self, run: Run) -> dict[str, int]:
+        """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote."""
+        student = sum(sum(trained_tokens(run, stage).values()) for stage in self.arm.stages)
+        specialists, teachers = self.comparison.specialists, 0
         for stage in self.arm.stages:
             scored = run.store.sql(
                 'select coalesce(sum(n), 0)::bigint as n from (select uid, max("rows") as n from scores '
@@ -232,8 +237,15 @@ class Experiment:
                 f"in ({', '.join(repr(s) for s in specialists)})"
             )
             teachers += scored["n"][0].as_py() + wrote["n"][0].as_py()
-        spent = sum(sum(trained_tokens(run, stage).values()) for stage in own.difference(base))
+        spent = sum(sum(trained_tokens(run, stage).values()) for stage in self._specialist_stages(run))
         return {"student": student, "specialists": spent, "teachers": teachers}
+
+    def _work(self, run: Run) -> dict[str, int]:
+        """Seconds, on `threads` cores, of all steps of the arm's stages, and of the specialists that it needs."""
+        return {
+            "student": round(sum(spent_seconds(run, stage) for stage in self.arm.stages)),
+            "specialists": round(sum(spent_seconds(run, stage) for stage in self._specialist_stages(run))),
+        }
 
     def _distance(self, setting: float, store: Path) -> dict[str, float]:
         """Domain -> exact reverse KL of the base to its teacher, nat per token of the base's sampled answers."""
@@ -293,6 +305,15 @@ def trained_tokens(run: Run, stage: str) -> dict[int, int]:
         f"select \"window\", sum(loss_tokens)::bigint as n from steps where stage = '{stage}' group by 1"
     )
     return {row["window"]: row["n"] for row in rows.to_pylist()}
+
+
+def spent_seconds(run: Run, stage: str) -> float:
+    """Seconds that the steps of a stage took, but for evaluation."""
+    rows = run.store.sql(
+        "select coalesce(sum(value), 0.0) as seconds from events "
+        f"where stage = '{stage}' and kind = 'stage_time' and detail not like '%evaluate%'"
+    )
+    return float(rows["seconds"][0].as_py())
 
 
 def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:

@@ -99,7 +99,10 @@ def _limit_memory() -> None:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + max(free, _LEAST), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit, highest = used + max(free, _LEAST), resource.getrlimit(resource.RLIMIT_AS)[1]
+    if highest != resource.RLIM_INFINITY:
+        limit = min(limit, highest)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, highest))
 
 
 if __name__ == "__main__":
