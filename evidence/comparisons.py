@@ -207,7 +207,7 @@ COMPARISONS = {
     comparison.folder.name: comparison
     for comparison in (
         Comparison(JOBS / "alternatives", _ALTERNATIVES, _TOY_SPECIALISTS),
-        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 4, 8, 16)),
+        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 8, 16)),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
         Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),

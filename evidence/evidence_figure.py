@@ -19,8 +19,6 @@ def accuracy_picture() -> str:
     smol, toy = COMPARISONS["smollm2-mopd"], COMPARISONS["alternatives"]
     domains = sorted(smol.job.routing)
     smol_curves, smol_levels = _curves(smol, domains, start=True)
-    long_curves, _ = _curves(COMPARISONS["smollm2-long"], domains, start=True)
-    longer = {f"{arm}, longer": curve for arm, curve in long_curves.items()}
     toy_curves, toy_levels = _curves(toy, sorted(toy.job.routing), start=False)
     answers = _answers(load_job(JOBS / "quickstart").stage("student"))
     many = {
@@ -29,8 +27,8 @@ def accuracy_picture() -> str:
     }
     panels = (
         Panel(
-            title="SmolLM2-135M, seed 0", curves={**smol_curves, **longer},
-            levels={**smol_levels, "specialists": _specialists(smol)}, ticks=(0, 192, 384, 768, 1152, 1536), width=520,
+            title="SmolLM2-135M", curves=smol_curves, levels={**smol_levels, "specialists": _specialists(smol)},
+            ticks=(0, 192, 384, 768, 1152, 1536), width=560,
         ),
         Panel(
             title="toy world, mean of seeds 0 to 2", curves={**toy_curves, **many}, levels=toy_levels,
@@ -52,7 +50,7 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
     levels: dict[str, float] = {}
     job = comparison.folder.name
     for name, arm in comparison.arms.items():
-        if arm.like or name in comparison.specialists:
+        if arm.like or name in comparison.specialists or not _learns_all(comparison, arm):
             continue
         runs = [result["curve"] for result in results(job) if result["arm"] == name]
         if not runs:
@@ -65,6 +63,12 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
     if start:
         curves = {name: [(0, levels[comparison.base]), *curve] for name, curve in curves.items()}
     return curves, levels
+
+
+def _learns_all(comparison: Comparison, arm: Arm) -> bool:
+    """Whether an arm's stages together learn every skill that has a specialist."""
+    learnt = {domain for name in arm.stages for domain in comparison.job.domains_of(comparison.job.stage(name))}
+    return not arm.stages or learnt >= comparison.job.routing.keys()
 
 
 def _specialists(comparison: Comparison) -> float:

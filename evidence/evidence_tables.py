@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from comparisons import COMPARISONS, NEAR_RATES, TEACHER_COUNTS, TEACHER_ORDER
 from quickstart_tables import quickstart_ends
-from results import JOBS, Result, Right, line, mean, over_seeds, paired, recovery, results, right
+from results import JOBS, Result, Right, line, mean, over_seeds, paired, results, right
 
 from mopd_dataplane.job.load import load_job
 
@@ -28,21 +28,20 @@ def evidence() -> str:
     head = ("arm", "what it does", "SmolLM2-135M, 192 answers", "SmolLM2-135M, 1,536 answers", "toy, 4,096 answers",
             "toy, 24,576 answers", "all tokens, toy, 4,096 answers")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
-    smol_runs, long_runs, toy_runs = (
-        _of_arms(job, EVIDENCE_ARMS) for job in ("smollm2-mopd", "smollm2-long", "alternatives")
-    )
+    smol_runs, toy_runs = (of_arms(job, EVIDENCE_ARMS) for job in ("smollm2-mopd", "alternatives"))
     for name in EVIDENCE_ARMS:
         few, more = (
-            [{domain: end[domain] for domain in taught} for end in _ends(runs[name]).values()]
-            for runs in (smol_runs, long_runs)
+            [{domain: at[domain] for domain in taught} for at in ends_of(smol_runs[name], point=point).values()]
+            for point in (0, -1)
         )
         many = quickstart_ends(QUICKSTART_OBJECTIVES.get(name, ""))
         cells = [
-            over_seeds(ends) if ends else "not run" for ends in (few, more, list(_ends(toy_runs[name]).values()), many)
+            over_seeds(ends) if ends else "not run"
+            for ends in (few, more, list(ends_of(toy_runs[name]).values()), many)
         ]
         if not toy.arms[name].stages:
-            cells[1] = cells[3] = "–"
-        cells.append(_cost(toy_runs[name])[1])
+            cells[0] = cells[3] = "–"
+        cells.append(cost(toy_runs[name])[1])
         lines.append(line(name, toy.arms[name].description, *cells))
     return "\n".join(lines) + "\n"
 
@@ -50,8 +49,8 @@ def evidence() -> str:
 def alternatives() -> str:
     """Every arm at equal cost: accuracy over seeds, paired with exact MOPD, and what it cost."""
     arms = COMPARISONS["alternatives"].arms
-    by_arm = _of_arms("alternatives", [name for name, arm in arms.items() if not arm.like])
-    rival = _ends(by_arm["mopd-exact"])
+    by_arm = of_arms("alternatives", [name for name, arm in arms.items() if not arm.like])
+    rival = ends_of(by_arm["mopd-exact"])
     domains = ("number_sorting", "spell_backward", "spiral_matrix")
     head = ("arm", "what it does", *domains, "mean", "− mopd-exact, points", "student tokens", "all tokens", "seeds")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -60,10 +59,10 @@ def alternatives() -> str:
         if not runs:
             lines.append(line(name, description, *["not run"] * (len(head) - 2)))
             continue
-        ends = _ends(runs)
+        ends = ends_of(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in domains]
         cells += [over_seeds(list(ends.values())), paired(ends, rival) if name != "mopd-exact" else ""]
-        lines.append(line(name, description, *cells, *_cost(runs), ", ".join(map(str, sorted(ends)))))
+        lines.append(line(name, description, *cells, *cost(runs), ", ".join(map(str, sorted(ends)))))
     return "\n".join(lines) + "\n"
 
 
@@ -71,8 +70,8 @@ def claims() -> str:
     """Arms that change one thing in exact MOPD, or in its start: accuracy over seeds, and paired with it."""
     arms = COMPARISONS["alternatives"].arms
     names = ["base", "mopd-exact", *(name for name, arm in arms.items() if arm.like)]
-    by_arm = _of_arms("alternatives", names)
-    ends = {name: _ends(by_arm[name]) for name in names}
+    by_arm = of_arms("alternatives", names)
+    ends = {name: ends_of(by_arm[name]) for name in names}
     domains = ("number_sorting", "spell_backward", "spiral_matrix")
     head = ("arm", "what it changes", *domains, "mean", "− mopd-exact, points", "student tokens", "seeds")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -88,66 +87,11 @@ def claims() -> str:
     return "\n".join(lines) + "\n"
 
 
-def smollm2(job: str) -> str:
-    """Every arm of the pretrained model: accuracy in the specialists' domains and in nobody's, and what it cost."""
-    comparison = COMPARISONS[job]
-    arms = comparison.arms
-    by_arm = _of_arms(job, arms)
-    routing = load_job(JOBS / job).routing
-    taught, ends = sorted(routing), {name: _ends(runs) for name, runs in by_arm.items()}
-    own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
-    head = ("arm", "what it does", *taught, "mean of these", "− mopd-exact, points", "recovered", "capital (nobody's)",
-            "student tokens", "all tokens", "minutes", "seeds")  # fmt: skip
-    lines = [line(*head), line(*["---"] * len(head))]
-    for name, runs in by_arm.items():
-        description = arms[name].description
-        if not runs:
-            lines.append(line(name, description, *["not run"] * (len(head) - 2)))
-            continue
-        cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught]
-        cells += [over_seeds(list(own[name].values())), paired(own[name], own["mopd-exact"])]
-        cells[-1] = "" if name == "mopd-exact" else cells[-1]
-        cells += ["" if name in ("base", *comparison.specialists) else _recovered_in_all(own, routing, name)]
-        cells += [over_seeds([{"capital": end["capital"]} for end in ends[name].values()]), *_cost(runs)]
-        minutes = f"{mean(r['seconds'] for r in runs) / 60:.0f}"
-        lines.append(line(name, description, *cells, minutes, ", ".join(map(str, sorted(ends[name])))))
-    apart: dict[str, float] = next(
-        (r["teacher_distance"] for name in ("mopd-exact", "mopd-sampled") for r in by_arm[name]), {}
-    )
-    if apart:
-        distances = ", ".join(f"{domain} {nat:.2f}" for domain, nat in apart.items())
-        lines += [
-            "",
-            f"Exact reverse KL from the base to each teacher, nat per token of the base's answers: {distances}.",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def smollm2_curves() -> str:
-    """The arms of smollm2-long by the answers that they learnt from: mean accuracy over the specialists' domains."""
-    comparison = COMPARISONS["smollm2-long"]
-    taught = sorted(comparison.job.routing)
-    by_arm = _of_arms("smollm2-long", [name for name, arm in comparison.arms.items() if arm.stages])
-    answers = [
-        version * stage.rollout.prompts_per_iteration * stage.rollout.group_size
-        for stage, version in comparison.measured_versions(comparison.arms["mopd-exact"])
-    ]
-    head = ("arm", *(f"{count:,} answers" for count in answers))
-    lines = [line(*head), line(*["---"] * len(head))]
-    for name, runs in by_arm.items():
-        cells = ["not run"] * len(answers)
-        if runs:
-            ends = [[right(run["curve"][point]["right"]) for run in runs] for point in range(len(answers))]
-            cells = [over_seeds([{d: end[d] for d in taught} for end in at]) for at in ends]
-        lines.append(line(name, *cells))
-    return "\n".join(lines) + "\n"
-
-
 def near() -> str:
     """Every form of the objective: both rates on tuning prompts, the better one on held-out ones and beside base."""
     arms = COMPARISONS["near"].arms
-    by_arm = _of_arms("near", arms)
-    ends = {name: _ends(runs) for name, runs in by_arm.items()}
+    by_arm = of_arms("near", arms)
+    ends = {name: ends_of(runs) for name, runs in by_arm.items()}
     rate = load_job(JOBS / "near").stage("exact").train.learning_rate
     tries = [f"tuning split, {rate * setting:g}" for setting in NEAR_RATES]
     rest = ("spell_backward", "spiral_matrix")
@@ -177,7 +121,7 @@ def conflict() -> str:
     """
     comparison = COMPARISONS["conflict"]
     arms = comparison.arms
-    by_arm = _of_arms("conflict", arms)
+    by_arm = of_arms("conflict", arms)
     head = ("arm", "what it does", *comparison.specialists, "both of a pair", "neither", "capital (nobody's)",
             "KL to its start", "entropy", "student tokens", "all tokens", "seeds")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
@@ -186,12 +130,12 @@ def conflict() -> str:
         if not runs:
             lines.append(line(name, description, *["not run"] * (len(head) - 2)))
             continue
-        ends = _ends(runs)
+        ends = ends_of(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in comparison.specialists]
         several = [np.sum([end[d] for d in comparison.specialists], axis=0) for end in ends.values()]
         cells += [over_seeds([{"pair": (count == correct).astype(int)} for count in several]) for correct in (2, 0)]
         cells += [over_seeds([{"capital": end["capital"]} for end in ends.values()])]
-        cells += [_in_both(runs, "kl"), _in_both(runs, "entropy"), *_cost(runs)]
+        cells += [_in_both(runs, "kl"), _in_both(runs, "entropy"), *cost(runs)]
         lines.append(line(name, description, *cells, ", ".join(map(str, sorted(ends)))))
     apart = {r["seed"]: r["teacher_distance"] for r in by_arm["mopd-exact"]}
     if apart:
@@ -206,8 +150,8 @@ def conflict() -> str:
 def teacher_count() -> str:
     """Students of one to ten teachers, in the order in which teachers are added, each beside the student before it."""
     arms = COMPARISONS["teacher-count"].arms
-    by_arm = _of_arms("teacher-count", arms)
-    ends = {name: _ends(runs) for name, runs in by_arm.items()}
+    by_arm = of_arms("teacher-count", arms)
+    ends = {name: ends_of(runs) for name, runs in by_arm.items()}
     head = ("arm", "teachers that it adds", "mean of ten domains", "− the arm before, points", "in the domains added",
             "− generalist where nobody teaches", "student tokens", "all tokens", "seeds")  # fmt: skip
     lines, before, taught = [line(*head), line(*["---"] * len(head))], "generalist", 0
@@ -225,7 +169,7 @@ def teacher_count() -> str:
             ]
         if count and untaught:
             cells[3] = paired(_within(ends[name], untaught), _within(ends["generalist"], untaught))
-        lines.append(line(name, ", ".join(added), *cells, *_cost(runs), ", ".join(map(str, sorted(ends[name])))))
+        lines.append(line(name, ", ".join(added), *cells, *cost(runs), ", ".join(map(str, sorted(ends[name])))))
         before, taught = name, count
     return "\n".join(lines) + "\n"
 
@@ -233,8 +177,8 @@ def teacher_count() -> str:
 def selection() -> str:
     """Students of one store of answers, each by another question, beside half of the answers by chance."""
     arms = COMPARISONS["selection"].arms
-    by_arm = _of_arms("selection", arms)
-    ends = {name: _ends(runs) for name, runs in by_arm.items()}
+    by_arm = of_arms("selection", arms)
+    ends = {name: ends_of(runs) for name, runs in by_arm.items()}
     domains = ("number_sorting", "spell_backward", "spiral_matrix")
     head = ("arm", "what it learns from", *domains, "mean", "− half, points by seed", "student tokens", "seeds")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -244,37 +188,26 @@ def selection() -> str:
             continue
         cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in domains]
         cells += [over_seeds(list(ends[name].values()))]
-        cells += [paired(ends[name], ends["half"]) if name != "half" else "", _cost(runs)[0]]
+        cells += [paired(ends[name], ends["half"]) if name != "half" else "", cost(runs)[0]]
         lines.append(line(name, arms[name].description, *cells, ", ".join(map(str, sorted(ends[name])))))
     return "\n".join(lines) + "\n"
 
 
-def _of_arms(job: str, names: Iterable[str]) -> dict[str, list[Result]]:
+def of_arms(job: str, names: Iterable[str]) -> dict[str, list[Result]]:
     """A job's results by arm, in the order of the names; of other arms none."""
     return {name: [result for result in results(job) if result["arm"] == name] for name in names}
 
 
-def _ends(runs: list[Result]) -> dict[int, Right]:
-    """What an arm's last policy got right, by seed."""
-    return {result["seed"]: right(result["curve"][-1]["right"]) for result in runs}
+def ends_of(runs: list[Result], *, point: int = -1) -> dict[int, Right]:
+    """What an arm's policy got right at a point of its curve, by seed; default: the last."""
+    return {result["seed"]: right(result["curve"][point]["right"]) for result in runs}
 
 
-def _cost(runs: list[Result]) -> tuple[str, str]:
+def cost(runs: list[Result]) -> tuple[str, str]:
     """The student's tokens, and all; means over seeds."""
     student, every = (mean(costs) for costs in zip(*((r["tokens"]["student"], sum(r["tokens"].values()))
                                                       for r in runs), strict=True))  # fmt: skip
     return f"{student:,.0f}", f"{every:,.0f}"
-
-
-def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:
-    """Seed by seed, how much of the specialists' lead in their own domains an arm has."""
-    needed = ("base", student, *routing.values())
-    seeds = sorted(set.intersection(*(set(own[name]) for name in needed)))
-    cells = [
-        recovery(own["base"][s], {d: own[teacher][s][d] for d, teacher in routing.items()}, own[student][s])
-        for s in seeds
-    ]
-    return "; ".join(cells) or "not run"
 
 
 def _within(ends: dict[int, Right], domains: Iterable[str]) -> dict[int, Right]:

@@ -1,4 +1,4 @@
-"""Write tables and the figure of the pages from the committed results.
+"""Write tables and pictures of the pages from the committed results.
 
 A table is a block of a Markdown page, `<!-- figures: NAME -->` … `<!-- end of figures -->`.
 
@@ -15,7 +15,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from comparisons import COMPARISONS
@@ -27,13 +27,12 @@ from evidence_tables import (
     evidence,
     near,
     selection,
-    smollm2,
-    smollm2_curves,
     teacher_count,
 )
 from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
+from smollm2_tables import smollm2, smollm2_costs, smollm2_curves, smollm2_kept, smollm2_picture, smollm2_skill
 
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
@@ -46,12 +45,15 @@ PAGES = (
 )  # fmt: skip
 """Pages with blocks."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
-PICTURE = ROOT / "docs" / "images" / "evidence.svg"
+PICTURES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "images" / "evidence.svg": accuracy_picture,
+    JOBS / "smollm2-mopd" / "costs.svg": smollm2_picture,
+}
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": partial(smollm2, "smollm2-mopd"),
-    "smollm2-long": partial(smollm2, "smollm2-long"), "smollm2-curves": smollm2_curves, "conflict": conflict,
+    "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-skill": smollm2_skill,
+    "smollm2-kept": smollm2_kept, "smollm2-costs": smollm2_costs, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,
     "signals": signals,
 }  # fmt: skip
@@ -65,8 +67,9 @@ def stale() -> Iterator[str]:
         for name, body in BLOCK.findall(text):
             if body != FIGURES[name]():
                 yield f"{page}: block {name!r} differs from the results; run: python evidence/figures.py"
-    if not PICTURE.exists() or PICTURE.read_text() != accuracy_picture():
-        yield f"{PICTURE.relative_to(ROOT)} differs from the results; run: python evidence/figures.py"
+    for picture, draw in PICTURES.items():
+        if not picture.exists() or picture.read_text() != draw():
+            yield f"{picture.relative_to(ROOT)} differs from the results; run: python evidence/figures.py"
     for folder in sorted(JOBS.glob("*/results")):
         for result in results(folder.parent.name):
             yield from _stale_result(folder.parent.name, result)
@@ -115,7 +118,8 @@ def main() -> None:
         problems = list(stale())
         print("\n".join(problems))
         sys.exit(bool(problems))
-    PICTURE.write_text(accuracy_picture())
+    for picture, draw in PICTURES.items():
+        picture.write_text(draw())
     for page in PAGES:
         file = ROOT / page
         before = file.read_text()

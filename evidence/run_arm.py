@@ -251,12 +251,18 @@ class Experiment:
         """Domain -> exact reverse KL of the base to its teacher, nat per token of the base's sampled answers."""
         if not self.arm.stages or not self.arm.uses_teachers:
             return {}
+        measured = self.stores / f"teacher-distance-{self.seed}.json"  # the same for every arm
+        if measured.exists():
+            distances: dict[str, float] = json.loads(measured.read_text())
+            return distances
         with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
             folder = self._last(run, self.comparison.base)
-            return {
+            distances = {
                 domain: apart(run, stage, folder, self._last(run, teacher), domain).kl
                 for domain, teacher in sorted(by_domain(run.job.routing).items())
             }
+        publish_file(measured, json.dumps(distances).encode())
+        return distances
 
     def _moved(self, setting: float, store: Path) -> dict[str, dict[str, float]]:
         """Domain -> how far the arm's policy is from the one that its first stage starts from, and its entropy."""

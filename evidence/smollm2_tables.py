@@ -1,0 +1,189 @@
+"""Tables and the picture of jobs/smollm2-mopd, from its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from comparisons import COMPARISONS
+from evidence_tables import cost, ends_of, of_arms
+from pictures import Curve, Panel, panels_picture
+from results import Result, Right, line, mean, over_seeds, paired, recovery, right
+
+JOB = "smollm2-mopd"
+SKILL = "date"
+"""The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
+
+
+def smollm2() -> str:
+    """Every arm: accuracy in the specialists' domains and in nobody's, beside exact MOPD."""
+    comparison = COMPARISONS[JOB]
+    by_arm = of_arms(JOB, comparison.arms)
+    routing = comparison.job.routing
+    taught, ends = sorted(routing), {name: ends_of(runs) for name, runs in by_arm.items()}
+    own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
+    head = ("arm", "what it does", *taught, "mean of these", "− mopd-exact, points", "recovered", "capital (nobody's)",
+            "seeds")  # fmt: skip
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, runs in by_arm.items():
+        description = comparison.arms[name].description
+        if not runs:
+            lines.append(line(name, description, *["not run"] * (len(head) - 2)))
+            continue
+        cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught]
+        cells += [over_seeds(list(own[name].values())), paired(own[name], own["mopd-exact"])]
+        cells[-1] = "" if name == "mopd-exact" else cells[-1]
+        joins = name not in ("base", *comparison.specialists)
+        cells += [_recovered_in_all(own, routing, name) if joins else ""]
+        cells += [over_seeds([{"capital": end["capital"]} for end in ends[name].values()])]
+        lines.append(line(name, description, *cells, ", ".join(map(str, sorted(ends[name])))))
+    apart: dict[str, float] = next(
+        (r["teacher_distance"] for name in ("mopd-exact", "mopd-sampled") for r in by_arm[name]), {}
+    )
+    if apart:
+        distances = ", ".join(f"{domain} {nat:.2f}" for domain, nat in apart.items())
+        lines += [
+            "",
+            f"Exact reverse KL from the base to each teacher, nat per token of the base's answers: {distances}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_curves() -> str:
+    """The arms that learn all skills at once, by the answers learnt from: mean accuracy over the skills."""
+    comparison = COMPARISONS[JOB]
+    taught = sorted(comparison.job.routing)
+    by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if len(arm.stages) == 1])
+    answers = _answers("mopd-exact")
+    head = ("arm", *(f"{count:,} answers" for count in answers))
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, runs in by_arm.items():
+        if len(comparison.job.domains_of(comparison.job.stage(name))) == len(taught):
+            lines.append(line(name, *_along(runs, len(answers), taught)))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_skill() -> str:
+    """One skill by rewards, and distilled from the specialist that rewards made: accuracy in it by the answers."""
+    answers = _answers("mopd-date")
+    by_arm = of_arms(JOB, (SKILL, "mopd-date"))
+    head = ("how", *(f"{count:,} answers" for count in answers), "tokens learnt from", "all tokens", "seconds")
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, says in ((SKILL, "GRPO, the specialist itself"), ("mopd-date", "MOPD of that specialist, exact")):
+        runs = by_arm[name]
+        if not runs:
+            lines.append(line(says, *["not run"] * (len(head) - 1)))
+            continue
+        spent = [sum(run["tokens"].values()) for run in runs]
+        learnt = [run["curve"][-1]["tokens"] for run in runs]
+        seconds = [run["work"]["student"] or run["work"]["specialists"] for run in runs]
+        cells = [f"{mean(values):,.0f}" for values in (learnt, spent, seconds)]
+        lines.append(line(says, *_along(runs, len(answers), [SKILL]), *cells))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_kept() -> str:
+    """What is kept of each skill when rewards teach one after another, beside what joins all: a matrix."""
+    comparison = COMPARISONS[JOB]
+    domains = [*comparison.arms["cascade"].stages]
+    skills = [comparison.job.stage(stage).domains[0] for stage in domains]
+    head = ("policy", *skills, "capital (nobody's)")
+    lines = [line(*head), line(*["---"] * len(head))]
+    by_arm = of_arms(JOB, ("base", "cascade", "grpo", "mopd-exact"))
+    rows = [("base", "base", -1), *((f"then rewards of {skill}", "cascade", n) for n, skill in enumerate(skills)),
+            ("rewards of all at once", "grpo", -1), ("distilled from all specialists", "mopd-exact", -1)]  # fmt: skip
+    for says, arm, point in rows:
+        if not by_arm[arm]:
+            lines.append(line(says, *["not run"] * (len(head) - 1)))
+            continue
+        ends = list(ends_of(by_arm[arm], point=point).values())
+        lines.append(line(says, *(over_seeds([{d: end[d]} for end in ends]) for d in (*skills, "capital"))))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_costs() -> str:
+    """What every arm cost: answer tokens and seconds of work, its own and with those of the specialists it needs."""
+    comparison = COMPARISONS[JOB]
+    by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if arm.stages])
+    head = ("arm", "student tokens", "all tokens", "seconds", "seconds with specialists")
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, runs in by_arm.items():
+        if not runs:
+            lines.append(line(name, *["not run"] * (len(head) - 1)))
+            continue
+        own = mean(run["work"]["student"] for run in runs)
+        every = mean(sum(run["work"].values()) for run in runs)
+        lines.append(line(name, *cost(runs), f"{own:,.0f}", f"{every:,.0f}"))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_picture() -> str:
+    """An SVG: accuracy by all tokens, and by seconds of work, specialists included."""
+    comparison = COMPARISONS[JOB]
+    taught = sorted(comparison.job.routing)
+    tokens: dict[str, Curve] = {}
+    seconds: dict[str, Curve] = {}
+    levels: dict[str, float] = {}
+    for name, runs in of_arms(JOB, comparison.arms).items():
+        arm = comparison.arms[name]
+        if not runs:
+            continue
+        if name == comparison.base or arm.merge:
+            levels[name] = mean(_accuracy(run, -1, taught) for run in runs)
+        if len(arm.stages) != 1 or len(comparison.job.domains_of(comparison.job.stage(arm.stages[0]))) != len(taught):
+            continue
+        last = len(runs[0]["curve"]) - 1
+        points = range(last + 1)
+        shares = [mean(_accuracy(run, point, taught) for run in runs) for point in points]
+        done = [mean(run["curve"][point]["tokens"] / run["curve"][last]["tokens"] for run in runs) for point in points]
+        for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
+            before = mean(run[cost_of]["specialists"] for run in runs)
+            own = mean(sum(run[cost_of].values()) for run in runs) - before
+            curves[name] = [(before + own * share, accuracy) for share, accuracy in zip(done, shares, strict=True)]
+    panels = tuple(
+        Panel(title=title, curves=curves, levels=levels, ticks=_ticks(curves), width=580)
+        for title, curves in (("by all answer tokens", tokens), ("by seconds of two cores", seconds))
+    )
+    return panels_picture(
+        "Accuracy against cost, by arm", panels, across="cost, specialists' training included",
+        upward="entirely right, mean over three domains; dashed: learns from no answers",
+    )  # fmt: skip
+
+
+def _ticks(curves: dict[str, Curve]) -> tuple[int, ...]:
+    """Five round numbers from 0 to past the longest curve."""
+    longest = max((point[0] for curve in curves.values() for point in curve), default=1)
+    step = next(n * 10**power for power in range(9) for n in (1, 2, 5) if 4 * n * 10**power >= longest)
+    return tuple(step * n for n in range(5))
+
+
+def _answers(arm: str) -> list[int]:
+    """Answers that an arm has learnt from at each of its measured versions."""
+    comparison = COMPARISONS[JOB]
+    return [
+        version * stage.rollout.prompts_per_iteration * stage.rollout.group_size
+        for stage, version in comparison.measured_versions(comparison.arms[arm])
+    ]
+
+
+def _along(runs: list[Result], count: int, domains: Iterable[str]) -> list[str]:
+    """Accuracy in domains at each point of an arm's curve."""
+    if not runs:
+        return ["not run"] * count
+    at = [ends_of(runs, point=point).values() for point in range(count)]
+    return [over_seeds([{d: end[d] for d in domains} for end in ends]) for ends in at]
+
+
+def _accuracy(run: Result, point: int, domains: Iterable[str]) -> float:
+    end: Right = right(run["curve"][point]["right"])
+    return mean(float(end[domain].mean()) for domain in domains)
+
+
+def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:
+    """Seed by seed, how much of the specialists' lead in their own domains an arm has."""
+    needed = ("base", student, *routing.values())
+    seeds = sorted(set.intersection(*(set(own[name]) for name in needed)))
+    cells = [
+        recovery(own["base"][s], {d: own[teacher][s][d] for d, teacher in routing.items()}, own[student][s])
+        for s in seeds
+    ]
+    return "; ".join(cells) or "not run"
