@@ -67,7 +67,7 @@ def small_job(folder: Path) -> Path:
         (r"eval = \d+", "eval = 3"),
         (r"tune = \d+", "tune = 2"),
         (r"examples = \d+", "examples = 12"),
-        (r"iterations = \d", "iterations = 1"),
+        (r"iterations = \d+", "iterations = 1"),
         (r"prompts_per_iteration = \d+", "prompts_per_iteration = 6"),
         (r"max_new_tokens = \d+", "max_new_tokens = 4"),
         (r"max_prompt_tokens = \d+", "max_prompt_tokens = 256"),  # a tokenizer of few merges

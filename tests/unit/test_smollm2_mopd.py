@@ -22,7 +22,7 @@ def prompts(domain: str) -> list[Prompt]:
 
 
 def question(prompt: Prompt) -> str:
-    return str(json.loads(prompt.messages)[-1]["content"])
+    return prompt.text
 
 
 def test_dates_are_those_that_the_calendar_reads() -> None:
