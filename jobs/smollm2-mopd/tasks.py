@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,7 @@ CAPITALS = {
 """Countries with one capital that English writes one way."""
 ADULT = 18
 """Years."""
+_CAPITAL_OF = "What is the capital of "
 
 
 def dates(seed: int, size: int) -> Rows:
@@ -89,7 +91,13 @@ def capitals(seed: int, size: int) -> Rows:
     countries = sorted(CAPITALS)
     random.Random(seed).shuffle(countries)
     for country in countries[:size]:
-        yield _row(f"What is the capital of {country}?", CAPITALS[country])
+        yield _row(f"{_CAPITAL_OF}{country}?", CAPITALS[country])
+
+
+def mentions(question: str, response: str) -> bool:
+    """Whether an answer to `capitals` has the right name in it: nobody taught that it should be the name alone."""
+    country = question.removeprefix(_CAPITAL_OF).removesuffix("?")
+    return re.search(rf"\b{re.escape(CAPITALS[country])}\b", response) is not None
 
 
 def _row(question: str, answer: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,13 @@ def test_splits_share_no_question_and_evaluation_has_enough(domain: str) -> None
 
 def test_nobody_is_trained_on_capitals() -> None:
     assert all("capital" not in JOB.domains_of(stage) for stage in JOB.stages)
+
+
+@pytest.mark.parametrize(
+    ("response", "is_right"),
+    [("Paris", True), ("The capital of France is Paris.", True), ("Parisian", False), ("paris", False), ("", False)],
+)
+def test_a_capital_is_right_where_its_name_is_said(response: str, is_right: bool) -> None:
+    mentions = import_module("mopd_dataplane.recipes.smollm2-mopd.tasks").mentions
+    (prompt,) = (prompt for prompt in prompts("capital") if prompt.answer == "Paris")
+    assert mentions(question(prompt), response) is is_right

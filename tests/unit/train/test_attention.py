@@ -233,3 +233,44 @@ def test_a_model_with_sinks_is_packed_without_a_mask_of_the_pack(tmp_path: Path)
     student = load_student(tmp_path / "m", Ranks(0, 1, torch.device("cpu")), Train())
     assert student.layout == "packed"
     assert student.model.config._attn_implementation == attention.NAME
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_what_learns_in_bfloat16_on_a_cpu_attends_in_float32(
+    window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes: list[torch.dtype] = []
+    plain = attention.scaled_dot_product_attention
+
+    def recording(query: Tensor, *args: Any, **settings: Any) -> Tensor:
+        dtypes.append(query.dtype)
+        return plain(query, *args, **settings)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recording)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 5]
+    states = [torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    states = [state.requires_grad_() for state in states]
+    sinks = torch.randn(4, generator=generator) if has_sinks else None
+    module = torch.nn.Module()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = packed_attention(
+            module, *states, None, sequence_lengths=lengths, sliding_window=window, s_aux=sinks
+        )
+    assert (output.dtype, set(dtypes)) == (torch.bfloat16, {torch.float32})
+    no_sink = torch.full((4,), -torch.inf)
+    exact = [state.detach().double().requires_grad_() for state in states]
+    parts = zip(*(state.split(lengths, dim=2) for state in exact), strict=True)
+    expected = torch.cat([with_sinks(*part, no_sink if sinks is None else sinks, window) for part in parts], dim=2)
+    weights = torch.randn(output.shape, generator=generator)
+    (output.float() * weights).sum().backward()
+    (expected.transpose(1, 2) * weights).sum().backward()
+    torch.testing.assert_close(output.double(), expected.transpose(1, 2), rtol=2**-8, atol=1e-6)  # rounded once
+    for state, reference in zip(states, exact, strict=True):
+        # Rounded once, and so is the gradient of the output.
+        torch.testing.assert_close(state.grad.double(), reference.grad, rtol=2**-7, atol=2**-7)
+    dtypes.clear()
+    with torch.no_grad():
+        packed_attention(module, *states, None, sequence_lengths=lengths, sliding_window=window, s_aux=sinks)
+    assert set(dtypes) == {torch.bfloat16}
