@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,11 +39,9 @@ from mopd_dataplane.run import delete as deleting
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.group_commit import committer as committer_module
 from mopd_dataplane.store.group_commit import election
-from mopd_dataplane.store.group_commit import load as load_module
 from mopd_dataplane.store.group_commit import writer as writer_module
 from mopd_dataplane.store.group_commit.committer import GroupCommitter
 from mopd_dataplane.store.group_commit.election import TermHolding, TermWatch, newest_term
-from mopd_dataplane.store.group_commit.load import LOAD, LoadRecord, read_load
 from mopd_dataplane.store.group_commit.mailbox import REPLIES, REQUESTS, FolderMailbox
 from mopd_dataplane.store.group_commit.requests import (
     Reply,
@@ -488,62 +485,3 @@ def test_writers_of_an_object_store(s3: str) -> None:
     assert sorted(rows) == list(range(12))
     assert Store.open(store.uri).samples(["uid"]).num_rows == 12
     assert kill_processes(store) == 1
-
-
-def written_load(mailbox: FolderMailbox, batches: int) -> None:
-    """The load of a process that has committed once."""
-    record = LoadRecord(mailbox)
-    record.add(0.1, batches)
-    record.write()
-
-
-def test_load_is_the_share_of_the_time_in_which_the_process_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(load_module, "time", SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns))
-    mailbox = FolderMailbox(tmp_path)
-    record = LoadRecord(mailbox)
-    record.write_when_due()
-    assert read_load(mailbox) is None
-
-    def seen(at: float) -> tuple[float, ...]:
-        nonlocal now
-        now = at
-        record.write_when_due()
-        load = read_load(mailbox)
-        assert load is not None
-        return load.seconds, load.committing_s, load.rounds, load.batches, load.load
-
-    record.add(0.5, batches=3)
-    assert seen(101.0) == (1.0, 0.5, 1, 3, 0.5)
-    record.add(0.25, batches=2)
-    assert seen(102.0) == (1.0, 0.5, 1, 3, 0.5), "written too early"
-    assert seen(103.0) == (3.0, 0.75, 2, 5, 0.25)
-    assert seen(110.0) == (3.0, 0.75, 2, 5, 0.25), "written without another round"
-    record.add(0.25, batches=1)
-    record.write()
-    assert seen(110.0) == (10.0, 1.0, 3, 6, 0.1)
-
-
-def test_load_of_a_later_process_replaces_that_of_an_earlier_one(tmp_path: Path) -> None:
-    mailbox = FolderMailbox(tmp_path)
-    for batches in (1, 2):
-        written_load(mailbox, batches)
-    assert len(mailbox.children(LOAD)) == 1
-    load = read_load(mailbox)
-    assert load is not None
-    assert load.batches == 2
-
-
-def test_a_torn_load_is_none(tmp_path: Path) -> None:
-    mailbox = FolderMailbox(tmp_path)
-    written_load(mailbox, 1)
-    (name,) = mailbox.children(LOAD)
-    (tmp_path / LOAD / name).write_bytes(b'{"seconds": 1')
-    assert read_load(mailbox) is None
-
-
-def test_commits_go_on_where_the_load_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "group-commit").write_text("no folder")
-    written_load(FolderMailbox(tmp_path), 1)
