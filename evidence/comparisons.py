@@ -38,6 +38,8 @@ class Arm:
     """Arm in which this one changes one thing: its setting is used and no search runs."""
     start: str = ""
     """Stage that trains another start than the base, at its own rate and at no cost to the arm."""
+    points: tuple[int, ...] = ()
+    """Versions that are measured, where they are others than the comparison's."""
 
     @property
     def trained_stages(self) -> tuple[str, ...]:
@@ -99,13 +101,14 @@ class Comparison:
         if len(stages) != 1:
             return [(stage, stage.iterations) for stage in stages]
         (stage,) = stages
-        return [(stage, version) for version in self.versions(stage)]
+        return [(stage, version) for version in self.versions(arm, stage)]
 
-    def versions(self, stage: Stage) -> list[int]:
-        """Versions of a stage whose accuracy is measured, the last among them."""
-        if isinstance(self.points, tuple):
-            return [version for version in self.points if version < stage.iterations] + [stage.iterations]
-        versions = {max(1, round(stage.iterations * (i + 1) / self.points)) for i in range(self.points)}
+    def versions(self, arm: Arm, stage: Stage) -> list[int]:
+        """Versions of an arm's only stage whose accuracy is measured, the last among them."""
+        points = arm.points or self.points
+        if isinstance(points, tuple):
+            return [version for version in points if version < stage.iterations] + [stage.iterations]
+        versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
         return sorted(versions)
 
 
@@ -137,9 +140,10 @@ _ALTERNATIVES = {
                                 ("weak-imitation", "weak-imitation-first"), like="mopd-exact", start="weak"),
 }  # fmt: skip
 
+_EARLY = (1, 2, 4, 8, 16)
 _SMOLLM2_MOPD = {
     "base": Arm("SmolLM2-135M-Instruct after 96 examples of all domains", uses_teachers=False),
-    "date": Arm("specialist: GRPO on 1,536 answers"),
+    "date": Arm("specialist: GRPO on 1,536 answers", points=_EARLY),
     "larger": Arm("specialist: GRPO on 256 answers"),
     "json": Arm("specialist: SFT on 192 lines of JSON"),
     "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), uses_teachers=False),
@@ -153,7 +157,7 @@ _SMOLLM2_MOPD = {
     "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",)),
     "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",)),
     "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",)),
-    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",)),
+    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), points=_EARLY),
 }  # fmt: skip
 
 _NEAR = {

@@ -198,7 +198,7 @@ class Experiment:
                     sum(count for window, count in learnt.items() if window < version),
                     run.policies.folder(stage, version),
                 )
-                for version in self.comparison.versions(stage)
+                for version in self.comparison.versions(self.arm, stage)
             ]
         if not self.arm.stages:
             return [(0, self._policy(run, setting))]
