@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from comparisons import COMPARISONS, Arm, Comparison
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
@@ -44,6 +46,8 @@ from mopd_dataplane.score.reward import Unscorable
 
 DISTANCE_PROMPTS = 100
 """Training prompts of a domain over whose answers a teacher's distance from the base is averaged."""
+_BATCH = 16
+"""Sequences that are compared at once."""
 MOVED_PROMPTS = 50
 """Training prompts of a domain over whose answers an arm's distance from its start is averaged."""
 
@@ -293,16 +297,29 @@ class Apart(NamedTuple):
 def apart(run: Run, stage: Stage, folder: Path, other: Path, domain: str, *, prompts: int = DISTANCE_PROMPTS) -> Apart:
     """A policy beside another, on its answers to a domain's first training prompts."""
     questions = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:prompts]
-    policy, rival, values = load_model(folder), load_model(other), []
+    pairs = []
     for prompt, response in zip(questions, answer(run, stage, folder, 1, questions), strict=True):
         prompt_ids = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
-        ids, is_sampled = torch.tensor([[*prompt_ids, *response.ids]]), torch.tensor(response.mask, dtype=torch.bool)
-        with torch.inference_mode():
-            logits = (model(ids).logits[0, len(prompt_ids) - 1 : -1][is_sampled].double() for model in (policy, rival))
-            own, theirs = (part.log_softmax(-1) for part in logits)
-        values.append(torch.stack([(own.exp() * (own - theirs)).sum(-1), -(own.exp() * own).sum(-1)]))
+        is_sampled = [False] * (len(prompt_ids) - 1) + [bool(sampled) for sampled in response.mask] + [False]
+        pairs.append(([*prompt_ids, *response.ids], is_sampled))
+    pairs.sort(key=lambda pair: len(pair[0]))
+    policy, rival = (load_model(path, dtype=run.job.student.dtype) for path in (folder, other))
+    values = [_compared(policy, rival, pairs[start : start + _BATCH]) for start in range(0, len(pairs), _BATCH)]
     kl, entropy = torch.cat(values, 1).mean(1).tolist()
     return Apart(round(kl, 4), round(entropy, 4))
+
+
+@torch.inference_mode()
+def _compared(policy: PreTrainedModel, rival: PreTrainedModel, pairs: list[tuple[list[int], list[bool]]]) -> Tensor:
+    """KL to the rival and entropy, [2, sampled tokens], of some sequences and the positions before sampled tokens.
+
+    Padding is on the right, where causal attention hides it from every real token.
+    """
+    width = max(len(ids) for ids, _ in pairs)
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in pairs])
+    before_sampled = torch.tensor([row + [False] * (width - len(row)) for _, row in pairs])
+    own, theirs = (model(ids).logits[before_sampled].double().log_softmax(-1) for model in (policy, rival))
+    return torch.stack([(own.exp() * (own - theirs)).sum(-1), -(own.exp() * own).sum(-1)])
 
 
 def trained_tokens(run: Run, stage: str) -> dict[int, int]:
