@@ -27,7 +27,7 @@ def accuracy_picture() -> str:
     }
     panels = (
         Panel(
-            title="SmolLM2-135M", curves=smol_curves, levels={**smol_levels, "specialists": _specialists(smol)},
+            title="SmolLM2-135M", curves=smol_curves, levels={**smol_levels, **_specialists(smol)},
             ticks=(0, 192, 384, 768, 1152, 1536), width=560,
         ),
         Panel(
@@ -71,10 +71,13 @@ def _learns_all(comparison: Comparison, arm: Arm) -> bool:
     return not arm.stages or learnt >= comparison.job.routing.keys()
 
 
-def _specialists(comparison: Comparison) -> float:
-    """Mean over domains of what each domain's own specialist gets right."""
+def _specialists(comparison: Comparison) -> dict[str, float]:
+    """Mean over domains of what each domain's own specialist gets right, once all are measured."""
     ends = {result["arm"]: right(result["curve"][-1]["right"]) for result in results(comparison.folder.name)}
-    return mean(float(ends[teacher][domain].mean()) for domain, teacher in comparison.job.routing.items())
+    routing = comparison.job.routing
+    if not ends.keys() >= {*routing.values()}:
+        return {}
+    return {"specialists": mean(float(ends[teacher][domain].mean()) for domain, teacher in routing.items())}
 
 
 def _answers_by_point(comparison: Comparison, arm: Arm) -> list[int]:
