@@ -419,7 +419,10 @@ def test_a_process_that_cannot_open_the_store_replies_why(store: Store) -> None:
         with pytest.raises(MismatchError, match=r"process that commits for all writers cannot open the store: .*99"):
             writer.commit_samples([build.sample(0)])
     assert not os.listdir(f"{store.uri}/{REQUESTS}")
-    assert "99" in (Path(store.uri) / "group-commit" / election.MESSAGES).read_text()
+    messages, until = Path(store.uri) / "group-commit" / election.MESSAGES, time.monotonic() + 60
+    while "99" not in messages.read_text() and time.monotonic() < until:  # written after the reply, as the process ends
+        time.sleep(0.05)
+    assert "99" in messages.read_text()
 
 
 def test_a_process_that_cannot_start_is_reported_while_a_writer_waits(
