@@ -47,7 +47,7 @@ PAGES = (
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 PICTURES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / "evidence.svg": accuracy_picture,
-    JOBS / "smollm2-mopd" / "costs.svg": smollm2_picture,
+    ROOT / "docs" / "images" / "smollm2-costs.svg": smollm2_picture,
 }
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,

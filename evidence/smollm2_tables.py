@@ -84,8 +84,7 @@ def smollm2_skill() -> str:
 def smollm2_kept() -> str:
     """What is kept of each skill when rewards teach one after another, beside what joins all: a matrix."""
     comparison = COMPARISONS[JOB]
-    domains = [*comparison.arms["cascade"].stages]
-    skills = [comparison.job.stage(stage).domains[0] for stage in domains]
+    skills = [comparison.job.stage(stage).domains[0] for stage in comparison.arms["cascade"].stages]
     head = ("policy", *skills, "capital (nobody's)")
     lines = [line(*head), line(*["---"] * len(head))]
     by_arm = of_arms(JOB, ("base", "cascade", "grpo", "mopd-exact"))
@@ -141,7 +140,7 @@ def smollm2_picture() -> str:
             curves[name] = [(before + own * share, accuracy) for share, accuracy in zip(done, shares, strict=True)]
     panels = tuple(
         Panel(title=title, curves=curves, levels=levels, ticks=_ticks(curves), width=580)
-        for title, curves in (("by all answer tokens", tokens), ("by seconds of two cores", seconds))
+        for title, curves in (("by all answer tokens", tokens), ("by seconds of one core", seconds))
     )
     return panels_picture(
         "Accuracy against cost, by arm", panels, across="cost, specialists' training included",

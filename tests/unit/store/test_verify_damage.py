@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -291,3 +294,14 @@ def test_what_somebody_else_put_into_a_store_is_no_table(scored: Store) -> None:
     (scored.path("signals") / ".DS_Store").write_bytes(b"")
     assert scored.verify().findings == []
     assert "signals/t/logprob" in scored.info()["tables"]
+
+
+def test_an_audit_runs_under_a_limit_that_is_lower_than_the_free_memory(scored: Store) -> None:
+    limit = 16 << 30
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    command = [sys.executable, "-m", "mopd_dataplane", "store", "verify", scored.uri]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limited, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
