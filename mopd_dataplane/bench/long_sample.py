@@ -34,9 +34,10 @@ REPETITION = 64
 """Bytes of a token while runs that repeat themselves are counted: two runs of four ids, a slot, and their hashes."""
 LOSS_CHUNK = 96 * MIB
 """Workspace of the loss: rows of a chunk times the vocabulary, several times."""
-TRAINED = 4 * (10 * stages.HIDDEN + 6 * stages.MODEL["intermediate_size"] + 6 * stages.HIDDEN)
-"""Bytes of a rank's token in training: states and gradients of one layer, its feed-forward part, and the inputs of the
-layers that are recomputed, of which the model has two."""
+TRAINED = 4 * (10 * stages.HIDDEN + 4 * stages.HIDDEN + 6 * stages.MODEL["intermediate_size"] + 6 * stages.HIDDEN)
+"""Bytes of a rank's token in training: states and gradients of one layer, the keys and values of its blocks, each twice
+because a block has those of the window before it too, its feed-forward part, and the inputs of the layers that are
+recomputed, of which the model has two."""
 SHOWN = 2500
 """Bytes of a token on a page of `mopd show`: an object with its text, and its place in the rendered page."""
 
