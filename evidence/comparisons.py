@@ -101,15 +101,12 @@ class Comparison:
         if len(stages) != 1:
             return [(stage, stage.iterations) for stage in stages]
         (stage,) = stages
-        return [(stage, version) for version in self.versions(arm, stage)]
-
-    def versions(self, arm: Arm, stage: Stage) -> list[int]:
-        """Versions of an arm's only stage whose accuracy is measured, the last among them."""
         points = arm.points or self.points
         if isinstance(points, tuple):
-            return [version for version in points if version < stage.iterations] + [stage.iterations]
-        versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
-        return sorted(versions)
+            versions = {*(version for version in points if version < stage.iterations), stage.iterations}
+        else:
+            versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
+        return [(stage, version) for version in sorted(versions)]
 
 
 _TOY_SPECIALISTS = ("speller", "sorter", "walker")

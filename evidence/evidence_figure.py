@@ -22,7 +22,7 @@ def accuracy_picture() -> str:
     toy_curves, toy_levels = _curves(toy, sorted(toy.job.routing), start=False)
     answers = _answers(load_job(JOBS / "quickstart").stage("student"))
     many = {
-        f"{arm}, quickstart": [(answers, mean(map(_accuracy, quickstart_ends(objective))))]
+        f"{arm}, quickstart": [(answers, mean(map(accuracy, quickstart_ends(objective))))]
         for arm, objective in QUICKSTART_OBJECTIVES.items()
     }
     panels = (
@@ -50,14 +50,14 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
     levels: dict[str, float] = {}
     job = comparison.folder.name
     for name, arm in comparison.arms.items():
-        if arm.like or name in comparison.specialists or not _learns_all(comparison, arm):
+        if arm.like or name in comparison.specialists or not learns_all(comparison, arm):
             continue
         runs = [result["curve"] for result in results(job) if result["arm"] == name]
         if not runs:
             continue
-        points = [mean(_accuracy(right(p["right"]), domains) for p in versions) for versions in zip(*runs, strict=True)]
+        points = [mean(accuracy(right(p["right"]), domains) for p in versions) for versions in zip(*runs, strict=True)]
         if arm.stages:
-            curves[name] = list(zip(_answers_by_point(comparison, arm), points, strict=True))
+            curves[name] = list(zip(answers_by_point(comparison, arm), points, strict=True))
         else:
             levels[name] = points[-1]
     if start:
@@ -65,7 +65,7 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
     return curves, levels
 
 
-def _learns_all(comparison: Comparison, arm: Arm) -> bool:
+def learns_all(comparison: Comparison, arm: Arm) -> bool:
     """Whether an arm's stages together learn every skill that has a specialist."""
     learnt = {domain for name in arm.stages for domain in comparison.job.domains_of(comparison.job.stage(name))}
     return not arm.stages or learnt >= comparison.job.routing.keys()
@@ -80,7 +80,7 @@ def _specialists(comparison: Comparison) -> dict[str, float]:
     return {"specialists": mean(float(ends[teacher][domain].mean()) for domain, teacher in routing.items())}
 
 
-def _answers_by_point(comparison: Comparison, arm: Arm) -> list[int]:
+def answers_by_point(comparison: Comparison, arm: Arm) -> list[int]:
     """Answers that an arm has learnt from at each of its measured versions."""
     totals = {name: _answers(comparison.job.stage(name)) for name in arm.stages}
     counts = []
@@ -97,6 +97,6 @@ def _answers(stage: Stage) -> int:
     return stage.iterations * stage.rollout.prompts_per_iteration * stage.rollout.group_size
 
 
-def _accuracy(end: Right, domains: Iterable[str] = ()) -> float:
+def accuracy(end: Right, domains: Iterable[str] = ()) -> float:
     """Mean over domains of the share that is right; domains: default all."""
     return mean(float(end[domain].mean()) for domain in domains or end)

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,21 +194,12 @@ class Experiment:
 
     def _points(self, run: Run, setting: float) -> list[tuple[int, Path]]:
         """(tokens learnt from until then, folder) of the versions that are measured, the arm's policy last."""
-        if self.name in self.comparison.specialists:
-            stage = run.job.stage(self.name)
-            learnt = trained_tokens(run, stage.name)
-            return [
-                (
-                    sum(count for window, count in learnt.items() if window < version),
-                    run.policies.folder(stage, version),
-                )
-                for version in self.comparison.versions(self.arm, stage)
-            ]
-        if not self.arm.stages:
+        arm = replace(self.arm, stages=(self.name,)) if self.name in self.comparison.specialists else self.arm
+        if not arm.stages:
             return [(0, self._policy(run, setting))]
         points = []
-        for stage, version in self.comparison.measured_versions(self.arm):
-            earlier = self.arm.stages[: self.arm.stages.index(stage.name)]
+        for stage, version in self.comparison.measured_versions(arm):
+            earlier = arm.stages[: arm.stages.index(stage.name)]
             tokens = sum(sum(trained_tokens(run, name).values()) for name in earlier)
             tokens += sum(count for window, count in trained_tokens(run, stage.name).items() if window < version)
             points.append((tokens, run.policies.folder(stage, version)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from comparisons import COMPARISONS
+from evidence_figure import accuracy, answers_by_point, learns_all
 from evidence_tables import cost, ends_of, of_arms
 from pictures import Curve, Panel, panels_picture
-from results import Result, Right, line, mean, over_seeds, paired, recovery, right
+from results import Result, Right, line, mean, over_seeds, paired, recovery
 
 JOB = "smollm2-mopd"
 SKILL = "date"
@@ -53,18 +54,19 @@ def smollm2_curves() -> str:
     comparison = COMPARISONS[JOB]
     taught = sorted(comparison.job.routing)
     by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if len(arm.stages) == 1])
-    answers = _answers("mopd-exact")
+    answers = answers_by_point(comparison, comparison.arms["mopd-exact"])
     head = ("arm", *(f"{count:,} answers" for count in answers))
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
-        if len(comparison.job.domains_of(comparison.job.stage(name))) == len(taught):
+        if learns_all(comparison, comparison.arms[name]):
             lines.append(line(name, *_along(runs, len(answers), taught)))
     return "\n".join(lines) + "\n"
 
 
 def smollm2_skill() -> str:
     """One skill by rewards, and distilled from the specialist that rewards made: accuracy in it by the answers."""
-    answers = _answers("mopd-date")
+    comparison = COMPARISONS[JOB]
+    answers = answers_by_point(comparison, comparison.arms["mopd-date"])
     by_arm = of_arms(JOB, (SKILL, "mopd-date"))
     head = ("how", *(f"{count:,} answers" for count in answers), "tokens learnt from", "all tokens", "seconds")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -127,17 +129,17 @@ def smollm2_picture() -> str:
         if not runs:
             continue
         if name == comparison.base or arm.merge:
-            levels[name] = mean(_accuracy(run, -1, taught) for run in runs)
-        if len(arm.stages) != 1 or len(comparison.job.domains_of(comparison.job.stage(arm.stages[0]))) != len(taught):
+            levels[name] = mean(accuracy(end, taught) for end in ends_of(runs).values())
+        if len(arm.stages) != 1 or not learns_all(comparison, arm):
             continue
         last = len(runs[0]["curve"]) - 1
         points = range(last + 1)
-        shares = [mean(_accuracy(run, point, taught) for run in runs) for point in points]
+        shares = [mean(accuracy(end, taught) for end in ends_of(runs, point=point).values()) for point in points]
         done = [mean(run["curve"][point]["tokens"] / run["curve"][last]["tokens"] for run in runs) for point in points]
         for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
             before = mean(run[cost_of]["specialists"] for run in runs)
             own = mean(sum(run[cost_of].values()) for run in runs) - before
-            curves[name] = [(before + own * share, accuracy) for share, accuracy in zip(done, shares, strict=True)]
+            curves[name] = [(before + own * share, height) for share, height in zip(done, shares, strict=True)]
     panels = tuple(
         Panel(title=title, curves=curves, levels=levels, ticks=_ticks(curves), width=580)
         for title, curves in (("by all answer tokens", tokens), ("by seconds of one core", seconds))
@@ -155,26 +157,12 @@ def _ticks(curves: dict[str, Curve]) -> tuple[int, ...]:
     return tuple(step * n for n in range(5))
 
 
-def _answers(arm: str) -> list[int]:
-    """Answers that an arm has learnt from at each of its measured versions."""
-    comparison = COMPARISONS[JOB]
-    return [
-        version * stage.rollout.prompts_per_iteration * stage.rollout.group_size
-        for stage, version in comparison.measured_versions(comparison.arms[arm])
-    ]
-
-
 def _along(runs: list[Result], count: int, domains: Iterable[str]) -> list[str]:
     """Accuracy in domains at each point of an arm's curve."""
     if not runs:
         return ["not run"] * count
     at = [ends_of(runs, point=point).values() for point in range(count)]
     return [over_seeds([{d: end[d] for d in domains} for end in ends]) for ends in at]
-
-
-def _accuracy(run: Result, point: int, domains: Iterable[str]) -> float:
-    end: Right = right(run["curve"][point]["right"])
-    return mean(float(end[domain].mean()) for domain in domains)
 
 
 def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:

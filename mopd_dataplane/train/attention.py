@@ -73,11 +73,14 @@ def packed_attention(
             sequence_starts = starts_of(lengths).to(query.device)
         output = in_one_launch(query, key, value, sequence_starts, max(lengths), scaling, sliding_window)
     else:
-        rest = lengths, scaling, sliding_window, dropout
-        if torch.is_grad_enabled() and query.requires_grad and query.device.type == "cpu" and query.dtype.itemsize < 4:
-            output = _in_float32(query, key, value, *rest, s_aux)
+        rest = lengths, scaling, sliding_window, dropout, s_aux
+        is_half = query.device.type == "cpu" and query.dtype.itemsize < 4
+        if is_half and torch.is_grad_enabled() and query.requires_grad:
+            # The backward pass of short sequences is three times as fast so: docs/decisions/0022-attention-on-a-cpu.md.
+            with torch.autocast("cpu", enabled=False):
+                output = each_sequence(query.float(), key.float(), value.float(), *rest).to(query.dtype)
         else:
-            output = each_sequence(query, key, value, *rest, s_aux)
+            output = each_sequence(query, key, value, *rest)
     if context_group is not None:
         output = tokens_for_heads(output, context_group)
     return output.transpose(1, 2).contiguous(), None
@@ -132,24 +135,6 @@ def each_sequence(
         else:
             parts.append(_attend(q, k, v, None, scale, dropout, sinks))
     return torch.cat(parts, dim=2)
-
-
-def _in_float32(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    scaling: float | None,
-    window: int | None,
-    dropout: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute `each_sequence` in float32: on a CPU its backward pass of short sequences takes a third of the time that
-    it takes in bfloat16 (docs/decisions/0022-attention-on-a-cpu.md)."""
-    with torch.autocast("cpu", enabled=False):
-        states = query.float(), key.float(), value.float()
-        sinks = None if sinks is None else sinks.float()
-        return each_sequence(*states, lengths, scaling, window, dropout, sinks).to(query.dtype)
 
 
 def _attend(

@@ -28,7 +28,7 @@ def test_an_arm_waits_for_what_it_starts_from_and_no_more(arms: ModuleType) -> N
         ("base", (), False), ("larger", (), True), ("grpo", ("grpo",), False), ("mopd-exact", ("mopd-exact",), True),
     )}  # fmt: skip
     comparison = arms.Comparison(JOBS / "smollm2-mopd", by_name, SPECIALISTS)
-    assert comparison.shared == ("base", "date", "json", "larger")
+    assert comparison.shared == ("base", "date", "larger", "json")
     assert comparison.prerequisites("base") == comparison.prerequisites("grpo") == ("base",)
     assert comparison.prerequisites("larger") == ("base", "larger")
     assert comparison.prerequisites("mopd-exact") == comparison.shared
