@@ -114,11 +114,11 @@ def _check_windows(stage: Stage, at: str) -> None:
     if not stage.has_stored_samples:
         raise JobFileError(
             f"{at}.window_samples = {stage.window_samples} cuts stored samples into windows, and this stage has "
-            f'data = "{stage.data}"; set data = "stored" or data.from, or leave window_samples out'
+            f'data = "{stage.data}"; set data = "stored", or leave window_samples out'
         )
     if stage.plan.replay:
         raise JobFileError(
-            f"{at}.plan.replay: with window_samples every sample comes again in the next pass; leave one of them out"
+            f"{at}.plan.replay: with window_samples every sample comes again in the next pass; leave replay out"
         )
 
 

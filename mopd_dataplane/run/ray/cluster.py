@@ -29,10 +29,10 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.stage_prompts import prompts_of
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.plan_ahead import Counts, plan_one
+from mopd_dataplane.run.steps.plan import plan_own_window
 from mopd_dataplane.run.steps.rollout import open_engine, sample_on_engine, uids_of
 from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
-from mopd_dataplane.run.tasks import SamplingTask, ScoredTask, ScoreTask
+from mopd_dataplane.run.tasks import PlannedWindow, SamplingTask, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.group_commit.election import staying_committer
 
@@ -192,7 +192,7 @@ class RayFleet:
         with self._committer():
             drive(groups, done=lambda group, task, scored: done(scored), say=say)
 
-    def plan(self, stage: Stage, windows: Sequence[int], processes: int, done: Callable[[Counts], None]) -> None:
+    def plan(self, stage: Stage, windows: Sequence[int], processes: int, done: Callable[[PlannedWindow], None]) -> None:
         """Plan windows of a stage over stored samples, so many at a time; `done` gets what each holds."""
         run = self.run
         group = Group(
@@ -207,7 +207,7 @@ class RayFleet:
         def say(text: str) -> None:
             run.progress.say(f"{stage.name:<16} plan     {text}")
 
-        drive([group], done=lambda group, task, counts: done(counts), say=say)
+        drive([group], done=lambda group, task, planned: done(planned), say=say)
 
     def _committer(self) -> AbstractContextManager[None]:
         """The process that commits for all workers, if the job has one: started here, since Ray ends what a worker
@@ -287,8 +287,8 @@ class TeacherWorker(_Worker):
 class Planner(_Worker):
     """A worker that plans windows."""
 
-    def work(self, window: int) -> Counts:
-        return plan_one(self._run, self._stage, window)
+    def work(self, window: int) -> PlannedWindow:
+        return plan_own_window(self._run, self._stage, window)
 
 
 def _shares(run: Run, sampling_task: SamplingTask, skip_uids: set[str]) -> list[tuple[str, set[str]]]:

@@ -36,6 +36,7 @@ from mopd_dataplane.run.stage_rows import (
     stage_samples,
 )
 from mopd_dataplane.run.steps.cut import cut_into_windows
+from mopd_dataplane.run.tasks import PlannedWindow
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.delete_samples import forget_plan
 from mopd_dataplane.store.read.fragment_bounds import ColumnRange
@@ -129,6 +130,13 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
         if earlier < window:
             _plan(run, stage, earlier, iteration=stage.iteration_of(earlier))
     return trainable_plan(run, stage, window) or _plan(run, stage, window, iteration=iteration)
+
+
+def plan_own_window(run: Run, stage: Stage, window: int) -> PlannedWindow:
+    """Plan a window by the job that it goes by. Raises the errors of plan_window."""
+    run, stage = run.at(stage, window)
+    stats = plan_window(run, stage, window, iteration=stage.iteration_of(window)).stats
+    return PlannedWindow(int(stats["samples"]), int(stats["steps"]))
 
 
 def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:

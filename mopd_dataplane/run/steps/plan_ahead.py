@@ -22,11 +22,11 @@ from mopd_dataplane.run.conditions import expressions_of
 from mopd_dataplane.run.context import Run, open_existing, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.steps.cut import cut_into_windows
-from mopd_dataplane.run.steps.plan import plan_window, trainable_plan, window_tag
+from mopd_dataplane.run.steps.plan import plan_own_window, trainable_plan, window_tag, windows_to_replan
+from mopd_dataplane.run.tasks import PlannedWindow
 from mopd_dataplane.store.rollouts.expressions import STEP
 
-Counts = dict[str, int]
-"""What was planned: {"windows", "samples", "steps"}."""
+Done = Callable[[PlannedWindow], None]
 
 
 def plan_ahead(
@@ -52,24 +52,19 @@ def plan_ahead(
     snapshot = run.store.snapshot()
     for window in windows:
         run.store.pin(snapshot, window_tag(stage, window))
-    total: Counts = {"windows": 0, "samples": 0, "steps": 0}
+    planned: list[PlannedWindow] = []
     with run.progress.step(stage.name, "plan", total=len(windows), unit="windows") as (advance, report):
 
-        def count(planned: Counts) -> None:
-            for name, value in planned.items():
-                total[name] += value
-            advance(total["windows"])
+        def count(window: PlannedWindow) -> None:
+            planned.append(window)
+            advance(len(planned))
 
+        if windows and windows_to_replan(run, stage):  # earlier ones, whose samples were deleted: one process does it
+            count(plan_own_window(run, stage, windows.pop(0)))
         _plan(run, stage, windows, processes, ray, count)
-        report.facts = {name: f"{value:,}" for name, value in total.items()}
-    return {"stage": stage.name, **total}
-
-
-def plan_one(run: Run, stage: Stage, window: int) -> Counts:
-    """Plan one window by the job that it goes by."""
-    run, stage = run.at(stage, window)
-    stats = plan_window(run, stage, window, iteration=stage.iteration_of(window)).stats
-    return {"windows": 1, "samples": int(stats["samples"]), "steps": int(stats["steps"])}
+        samples, steps = sum(window.samples for window in planned), sum(window.steps for window in planned)
+        report.facts = {"windows": f"{len(planned):,}", "samples": f"{samples:,}", "steps": f"{steps:,}"}
+    return {"stage": stage.name, "windows": len(planned), "samples": samples, "steps": steps}
 
 
 def _check(job: Job, stage: Stage, *, several: bool) -> None:
@@ -96,9 +91,7 @@ def _follows_steps(job: Job, stage: Stage) -> str:
     return changing[0] if changing else ""
 
 
-def _plan(
-    run: Run, stage: Stage, windows: Sequence[int], processes: int, ray: str | None, done: Callable[[Counts], None]
-) -> None:
+def _plan(run: Run, stage: Stage, windows: Sequence[int], processes: int, ray: str | None, done: Done) -> None:
     """Plan windows; `done` gets what each holds as soon as it is recorded."""
     if ray is not None:
         from mopd_dataplane.run.ray.cluster import ray_fleet
@@ -107,20 +100,18 @@ def _plan(
             fleet.plan(stage, windows, processes, done)
     elif processes == 1:
         for window in windows:
-            done(plan_one(run, stage, window))
+            done(plan_own_window(run, stage, window))
     else:
         _plan_in_processes(run.job.model_dump_json(), stage.name, windows, processes, done)
 
 
-def _plan_in_processes(
-    job: str, stage: str, windows: Sequence[int], processes: int, done: Callable[[Counts], None]
-) -> None:
+def _plan_in_processes(job: str, stage: str, windows: Sequence[int], processes: int, done: Done) -> None:
     context = get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=end_with, initargs=(os.getpid(),)) as pool:
         tasks = [pool.submit(_plan_here, job, stage, window) for window in windows]
         try:
             for task in as_completed(tasks):
-                done(task.result())
+                done(task.result(timeout=0))  # it has ended
         except BrokenProcessPool:
             raise EngineError(
                 f"stage {stage!r}: a process that planned windows was killed, perhaps for want of memory; run the same "
@@ -130,8 +121,8 @@ def _plan_in_processes(
             pool.shutdown(cancel_futures=True)
 
 
-def _plan_here(job: str, stage: str, window: int) -> Counts:
-    return plan_one(*_opened(job, stage), window)
+def _plan_here(job: str, stage: str, window: int) -> PlannedWindow:
+    return plan_own_window(*_opened(job, stage), window)
 
 
 @cache
