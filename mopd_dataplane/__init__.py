@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.rollout.tools.environments import Conversation, Environment
     from mopd_dataplane.run.pipeline import rollout_stage, run_job, score_stage, train_stage
     from mopd_dataplane.run.steps.plan import plan_stage
+    from mopd_dataplane.run.steps.plan_ahead import plan_ahead
     from mopd_dataplane.run.steps.reward import reward_stage
     from mopd_dataplane.score.signal_kinds import TokenSignal
     from mopd_dataplane.store.dataset import Store
@@ -42,8 +43,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch", "BatchStream", "Conversation", "Divergence", "Engine", "EngineKind", "Environment", "GroupWriter", "Job",
     "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Request", "Sample", "Signal", "Snapshot", "StepOutput",
-    "Store", "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job", "open_store", "plan_stage",
-    "reward_stage", "rollout_stage", "run_job", "sample_uid", "score_stage", "train_stage",
+    "Store", "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job", "open_store", "plan_ahead",
+    "plan_stage", "reward_stage", "rollout_stage", "run_job", "sample_uid", "score_stage", "train_stage",
 ]  # fmt: skip
 
 
@@ -75,6 +76,7 @@ _HOMES = {
     "GroupWriter": "store.group_commit.writer", "Job": "job.job", "load_job": "job.load",
     **dict.fromkeys(("run_job", "rollout_stage", "score_stage", "train_stage"), "run.pipeline"),
     "reward_stage": "run.steps.reward", "plan_stage": "run.steps.plan",
+    "plan_ahead": "run.steps.plan_ahead",
     "LoadSpec": "load.spec", "BatchStream": "load.stream",
     **dict.fromkeys(("Engine", "Request", "StepOutput"), "rollout.engines.engine"),
     "EngineKind": "rollout.engines.kinds", **dict.fromkeys(("Divergence", "Term"), "job.objectives"),

@@ -279,6 +279,14 @@ def plan(
     explain: Annotated[
         bool, Option("--explain", help="Print what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
     ] = False,
+    every: Annotated[
+        bool, Option("--all", help="Plan every window that is left of a stage with window_samples, not only the next.")
+    ] = False,
+    processes: Annotated[int, Option("--processes", min=1, help="With --all: plan so many windows at a time.")] = 1,
+    ray: Annotated[
+        str | None,
+        Option("--ray", metavar="[ADDRESS]", help="With --all: plan on a Ray cluster, found as by mopd run --ray."),
+    ] = None,
     *,
     overrides: Given,
 ) -> None:
@@ -286,7 +294,14 @@ def plan(
 
     A pure function of snapshot, seed and settings, recorded in the store before it is used.
     """
-    one_stage("plan_stage", of, overrides, explain=explain)
+    if every and explain:
+        raise InputError("--explain is about one window, and --all plans every one; use one of them")
+    if not every and (processes > 1 or ray is not None):
+        raise InputError("--processes and --ray plan several windows; add --all")
+    if every:
+        one_stage("plan_ahead", of, overrides, processes=processes, ray=ray)
+    else:
+        one_stage("plan_stage", of, overrides, explain=explain)
 
 
 def train(of: OneStage, follow: Follow = False, *, overrides: Given) -> None:
@@ -311,7 +326,8 @@ def add_to(app: Typer) -> None:
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", from_queue, panel=PANEL)
     again = f"mopd reward {job} --stage student --missing"
     register(app, reward, f"mopd reward {job} --stage student --json", again, panel=PANEL)
-    register(app, plan, f"mopd plan {job} --stage student --explain", panel=PANEL)
+    ahead = "mopd plan jobs/mine --stage stored --all --processes 8"
+    register(app, plan, f"mopd plan {job} --stage student --explain", ahead, panel=PANEL, cls=RayAnywhere)
     register(app, train, f"mopd train {job} --stage student --follow", panel=PANEL)
 
 

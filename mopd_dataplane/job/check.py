@@ -44,6 +44,7 @@ def check_references(job: Job, where: str) -> None:
                 f"{at}.train.collapse_factor: a concurrent stage trains while it samples, so that no iteration ends "
                 "before it is trained on; set concurrent = false, or leave collapse_factor out"
             )
+        _check_windows(stage, at)
         _check_retention(job, stage, where)
         _check_best(job, stage, where)
         _check_replay(job, stage, at)
@@ -107,6 +108,20 @@ def _check_teachers(job: Job, where: str) -> None:
                 raise JobFileError(f"{where}: teachers.{name}.blend: {member!r} is a blend itself; name its members")
 
 
+def _check_windows(stage: Stage, at: str) -> None:
+    if not stage.window_samples:
+        return
+    if not stage.has_stored_samples:
+        raise JobFileError(
+            f"{at}.window_samples = {stage.window_samples} cuts stored samples into windows, and this stage has "
+            f'data = "{stage.data}"; set data = "stored", or leave window_samples out'
+        )
+    if stage.plan.replay:
+        raise JobFileError(
+            f"{at}.plan.replay: with window_samples every sample comes again in the next pass; leave replay out"
+        )
+
+
 def _check_retention(job: Job, stage: Stage, where: str) -> None:
     bound = job.retain.hidden_versions
     if 0 < bound <= stage.plan.max_staleness or (stage.data != "rollout" and 0 < bound < stage.iterations):
@@ -115,7 +130,7 @@ def _check_retention(job: Job, stage: Stage, where: str) -> None:
             f"set it above {max(stage.plan.max_staleness, stage.iterations - 1)}, or 0"
         )
     passes = stage.iterations * stage.train.epochs
-    if stage.data != "rollout" and 0 < job.retain.hidden_passes < passes:
+    if stage.data != "rollout" and not stage.window_samples and 0 < job.retain.hidden_passes < passes:
         raise JobFileError(
             f"{where}: retain.hidden_passes = {job.retain.hidden_passes} frees hidden states before stage "
             f"{stage.name!r} has passed over its data {passes} times; set it to at least {passes}, or 0"

@@ -172,6 +172,7 @@ EXAMPLES: dict[str, str] = {
     "stages.NAME.domains": '["math"]',
     "stages.NAME.examples": "4000",
     "stages.NAME.iterations": "12",
+    "stages.NAME.window_samples": "1000000",
     "stages.NAME.objective": '"full-vocab"',
     "stages.NAME.routing": '{ math = "late-expert" }',
     "stages.NAME.discriminator.text": '"teacher-answers"',

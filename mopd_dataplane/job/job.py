@@ -41,6 +41,9 @@ class Stage(Section):
     """Reference data: prompts used, spread over the domains; 0 takes all."""
     iterations: int = Field(default=1, ge=1)
     """Rounds of rollout, score, plan, train; each publishes one policy version."""
+    window_samples: Fixed[int] = Field(default=0, ge=0)
+    """Stored data: samples of an iteration, which follow one another in the store; these windows come in a random
+    order, a new one each time all have come. 0: every iteration takes all samples."""
     objective: str = "cross-entropy"
     """A table of `[objectives]`, or `cross-entropy`, which needs none."""
     routing: dict[str, str] = Field(default_factory=dict)
@@ -59,8 +62,8 @@ class Stage(Section):
     """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
-        """The iteration that a window covers; None for reference or imported data, which one window covers whole."""
-        return window if self.data == "rollout" else None
+        """The iteration whose samples a window takes; None where every window takes all samples of the stage."""
+        return window if self.data == "rollout" or self.window_samples else None
 
     @property
     def has_stored_samples(self) -> bool:

@@ -27,6 +27,7 @@ environments.py       what answers the policy at the end of its turn
 open_engine.py        the engine that a job samples with
 stage_prompts.py      the prompts of one stage, and of an iteration
 stage_rows.py         the samples of one stage
+stored_parts.py       which of a stage's stored samples each window takes
 policies.py           which folder holds which policy version
 work_folder.py        the local folder, and its copy on an object store
 token_log_copy.py     the token log's copy there

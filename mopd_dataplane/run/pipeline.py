@@ -31,6 +31,7 @@ from mopd_dataplane.run.queue_score import score_queue
 from mopd_dataplane.run.ray.cluster import check_cluster, ray_fleet
 from mopd_dataplane.run.remaining_time import RemainingTime
 from mopd_dataplane.run.steps.collapse import check_answer_collapse
+from mopd_dataplane.run.steps.cut import cut_into_windows
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import print_stop_tokens
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate, keep_best
@@ -120,8 +121,8 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
     """Run the iterations of a stage one after the other: samples, signals, plan, training, evaluation."""
     time_left = RemainingTime(run.job, stage, stage.iterations, later_stages=later_stages)
     with Training(run, stage) as training:
-        # Window w trains policy version w + 1. If the stage samples its data, the window uses the samples of iteration
-        # w, else all samples of the stage (`stage.iteration_of(w)` is None).
+        # Window w trains policy version w + 1. If the stage samples its data, or cuts stored samples into windows, the
+        # window uses the samples of iteration w, else all samples of the stage (`stage.iteration_of(w)` is None).
         for window in range(stage.iterations):
             needs_training = run.policies.latest(stage) <= window
             with (
@@ -168,8 +169,9 @@ def produce_samples(run: Run, stage: Stage, window: int) -> None:
         if stage.sources:
             link_sources(run, stage)
             check_links(run, stage)
+        cut_into_windows(run, stage)
         if run.job.objective(stage).needs_rewards:
-            reward(run, stage)
+            reward(run, stage, iteration=stage.iteration_of(window))
     elif stage.rollout.until:  # sample further prompts until enough groups have different rewards
         rollout_until(run, stage, stage.rollout.until, window)
     else:

@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Snapshot
+from mopd_dataplane.run.stored_parts import rows_of_window
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.read.fragment_bounds import ColumnRange
 from mopd_dataplane.tables import LINKS
@@ -39,8 +41,12 @@ def scan_stage(
     """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, of a range of
     them, or of all).
 
-    Metadata is scanned in the files that may have such samples, or from row `first` on as many as `limit`.
+    Metadata is scanned in the files that may have such samples, or from row `first` on as many as `limit`. Raises
+    UnknownNameError for an iteration of stored samples that are not cut into windows yet.
     """
+    if stage.window_samples and isinstance(iteration, int):
+        window_rows = rows_of_window(store, stage.name, iteration)
+        first, limit, iteration = window_rows.start, len(window_rows), None
     linked = linked_uids(store, stage.name, snapshot) if stage.sources else None
     read = [*dict.fromkeys([*columns, "iteration", "stage", *([] if linked is None else ["uid"])])]
     within = None
@@ -81,6 +87,13 @@ def stage_samples(
     schema = pa.schema([stored.field(name) for name in columns])
     rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])
     return rows, pa.Table.from_batches([batch.cast(schema) for _, batch in parts], schema)
+
+
+def no_samples(store: Store, stage: Stage) -> InputError:
+    """Return the error of a stage that has no samples to plan."""
+    how = f"mopd import FORMAT PATH --stage {stage.name}" if stage.has_stored_samples else "mopd rollout JOB"
+    how = f"mopd run JOB --stage {stage.name}" if stage.sources else how
+    return InputError(f"stage {stage.name!r}: no samples to plan in {store.uri}; run: {how}")
 
 
 UNSCORABLE = "unscorable"

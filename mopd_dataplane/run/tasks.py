@@ -74,6 +74,13 @@ class ScoredTask:
     """What was requested from the teacher's server."""
 
 
+class PlannedWindow(NamedTuple):
+    """What a window that was planned holds."""
+
+    samples: int
+    steps: int
+
+
 class Fleet(Protocol):
     """Workers that roll out and score in place of this process."""
 

@@ -67,6 +67,33 @@ def test_imported_answers_are_scored_and_trained_on(
     assert len(out.read_text().splitlines()) == 32
 
 
+def test_imported_answers_are_trained_on_in_windows(
+    write_job: Callable[..., Path], mopd: Callable, tmp_path: Path, dump: Path
+) -> None:
+    job = with_stored_stage(write_job(tmp_path))
+    windows = ("--set", "stages.imported.window_samples=12", "--set", "stages.imported.iterations=4")
+    refused = mopd("run", job, *windows, check=False)
+    assert refused.returncode == 2
+    assert "mopd import FORMAT PATH --stage imported" in " ".join(refused.stderr.split())
+    store = tmp_path / "store"
+    student = make_student(load_job(job).student, tmp_path / "student", seed=7)
+    import_args = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
+    mopd("import", "verl", dump, *import_args)
+    mopd("run", job, *windows)
+    opened = open_store(str(store))
+    trained = opened.sql('select "window", sum(samples)::int as samples from steps group by 1 order by 1').to_pylist()
+    assert [row["window"] for row in trained] == [0, 1, 2, 3]
+    sizes = [row["samples"] for row in trained]
+    assert sorted(sizes[:3]) == [8, 12, 12]
+    assert sizes[3] in (8, 12), "the next pass begins"
+    plans = [opened.plan("imported", window) for window in range(4)]
+    passed = [row for plan in plans[:3] if plan is not None for row in plan.sample_rows.tolist()]
+    assert sorted(passed) == list(range(32))
+    assert (store / "policies" / "imported" / "v4" / "model.safetensors").is_file()
+    planned = json.loads(mopd("plan", job, *windows, "--all", "--json").stdout)
+    assert planned["windows"] == 0
+
+
 def test_a_policy_gradient_needs_the_samplers_log_probs(
     write_job: Callable[..., Path], mopd: Callable, tmp_path: Path, dump: Path
 ) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from stored_windows import WINDOWS, digests, fill, job_of
 
-from mopd_dataplane import open_store
+from mopd_dataplane import open_store, plan_ahead
 from mopd_dataplane.errors import EngineError, InputError, ResourceError
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.run.context import Run, open_run
@@ -198,6 +199,16 @@ class Works(Refuses):
 
 def group(worker: type) -> pool.Group:
     return pool.Group("trial", worker, (), {"num_cpus": 0}, 1, deque([pool.Task(())]))
+
+
+@pytest.mark.slow
+def test_windows_planned_on_the_cluster_are_those_of_one_process(cluster: Any, tmp_path: Path) -> None:
+    there, here = fill(tmp_path / "there"), fill(tmp_path / "here")
+    job, alone = job_of(tmp_path / "there"), job_of(tmp_path / "here")
+    assert plan_ahead(job, job.stages[0], processes=2, ray=cluster.address)["windows"] == 2 * WINDOWS
+    plan_ahead(alone, alone.stages[0])
+    assert len(digests(there)) == 2 * WINDOWS
+    assert digests(there) == digests(here)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 from advice import advises
 from viewing import BEARER, client_of, get
 
-from mopd_dataplane import open_store
+from mopd_dataplane import open_store, plan_ahead
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job, load_job
@@ -193,6 +193,20 @@ def test_the_same_sample_in_two_stores_counts_once(home: Path) -> None:
     assert len(store.samples(["uid"])) == PROMPTS
     by_store = store.sql("select store, count(*) as n from links group by 1").to_pylist()
     assert by_store == [{"store": str(home / "a"), "n": PROMPTS}]
+
+
+def test_samples_of_two_stores_come_in_windows(home: Path) -> None:
+    stage = {"window_samples": PROMPTS // 2, "iterations": 4}
+    job = job_of(raw_job(home, "c", [from_stores(str(home / "a"), str(home / "b"), **stage)]))
+    for step in (rollout_stage, score_stage, plan_ahead):
+        step(job, job.stages[0])
+    store = open_store(job.store)
+    windows = [store.plan("again", window) for window in store.plans("again")]
+    assert [len(plan.sample_rows) for plan in windows if plan is not None] == [PROMPTS // 2] * 4
+    rows = np.concatenate([plan.sample_rows for plan in windows if plan is not None])
+    assert sorted(store.take_samples(rows, ["uid"])["uid"].to_pylist()) == sorted(
+        store.samples(["uid"])["uid"].to_pylist()
+    )
 
 
 def test_a_condition_and_a_stage_choose(home: Path) -> None:

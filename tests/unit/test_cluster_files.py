@@ -35,6 +35,8 @@ if name == "mopd":  # not before every node was started
     calls = Path(os.environ["CALLS"])
     while '"name": "ray", "words": ["start", "--block"' not in calls.read_text() and time.monotonic() < until:
         time.sleep(0.05)
+if name == "ray" and words[0] == "health-check":
+    sys.exit('"words": ["start", "--head"' not in Path(os.environ["CALLS"]).read_text())
 if name == "scontrol":
     print("first\\nsecond\\nthird")
 if name == "srun":

@@ -16,8 +16,8 @@ def test_names_of_the_package() -> None:
         "Batch", "BatchStream", "Conversation", "Divergence", "Engine", "EngineKind", "Environment", "GroupWriter",
         "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Request", "Sample", "Signal", "Snapshot",
         "StepOutput", "Store", "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job",
-        "open_store", "plan_stage", "reward_stage", "rollout_stage", "run_job", "sample_uid", "score_stage",
-        "train_stage",
+        "open_store", "plan_ahead", "plan_stage", "reward_stage", "rollout_stage", "run_job", "sample_uid",
+        "score_stage", "train_stage",
     ]  # fmt: skip
     for name in mopd_dataplane.__all__:
         assert getattr(mopd_dataplane, name) is not None

@@ -1,4 +1,4 @@
-"""The Ray cluster that a job rolls out and scores on; docs/ray.md says which one, and what its nodes must see.
+"""The Ray cluster that a job rolls out, scores and plans on; docs/ray.md says which one, and what its nodes must see.
 
 Engine replicas sample a share of an iteration each; teachers, one each, are placed where their resources are free and
 ended when their samples are scored. A share is a set of uids and the name of the token log it goes through. Unfinished
@@ -29,9 +29,10 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.stage_prompts import prompts_of
 from mopd_dataplane.run.stage_rows import stage_samples
+from mopd_dataplane.run.steps.plan import plan_own_window
 from mopd_dataplane.run.steps.rollout import open_engine, sample_on_engine, uids_of
 from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
-from mopd_dataplane.run.tasks import SamplingTask, ScoredTask, ScoreTask
+from mopd_dataplane.run.tasks import PlannedWindow, SamplingTask, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.group_commit.election import staying_committer
 
@@ -191,6 +192,23 @@ class RayFleet:
         with self._committer():
             drive(groups, done=lambda group, task, scored: done(scored), say=say)
 
+    def plan(self, stage: Stage, windows: Sequence[int], processes: int, done: Callable[[PlannedWindow], None]) -> None:
+        """Plan windows of a stage over stored samples, so many at a time; `done` gets what each holds."""
+        run = self.run
+        group = Group(
+            name=f"{stage.name} planner",
+            worker=Planner,
+            settings=(run.job.model_dump_json(), stage.name),
+            resources={"num_cpus": 1, "num_gpus": 0},
+            size=processes,
+            tasks=deque(Task((window,)) for window in windows),
+        )
+
+        def say(text: str) -> None:
+            run.progress.say(f"{stage.name:<16} plan     {text}")
+
+        drive([group], done=lambda group, task, planned: done(planned), say=say)
+
     def _committer(self) -> AbstractContextManager[None]:
         """The process that commits for all workers, if the job has one: started here, since Ray ends what a worker
         starts with the worker."""
@@ -264,6 +282,13 @@ class TeacherWorker(_Worker):
 
     def work(self, task: ScoreTask) -> ScoredTask:
         return score_task(self._run, self._stage, self._pool, self._student, task)
+
+
+class Planner(_Worker):
+    """A worker that plans windows."""
+
+    def work(self, window: int) -> PlannedWindow:
+        return plan_own_window(self._run, self._stage, window)
 
 
 def _shares(run: Run, sampling_task: SamplingTask, skip_uids: set[str]) -> list[tuple[str, set[str]]]:

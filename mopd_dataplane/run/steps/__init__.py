@@ -12,7 +12,9 @@ teacher_prompts.py   prompts as a teacher reads them
 signal_health.py     health of teachers' signals: measured with every scoring pass, judged before training
 probe_teachers.py    what teachers make of reference answers, before the first step
 server_identity.py   what a model behind a url is known by, stored at its first use
+cut.py               stored samples are divided into windows
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
+plan_ahead.py        every window that is left of a stage over stored samples, planned by several processes
 checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window
 train.py             planned windows -> a new policy version
 train_spec.py        what the trainer of a window is told

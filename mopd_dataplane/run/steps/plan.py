@@ -26,7 +26,17 @@ from mopd_dataplane.run.changes import in_force
 from mopd_dataplane.run.conditions import apply_conditions, explain_conditions, named_conditions_of, plan_names
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.stage_rows import UNREADABLE, UNSCORABLE, Rows, event_rows, scan_stage, stage_samples
+from mopd_dataplane.run.stage_rows import (
+    UNREADABLE,
+    UNSCORABLE,
+    Rows,
+    event_rows,
+    no_samples,
+    scan_stage,
+    stage_samples,
+)
+from mopd_dataplane.run.steps.cut import cut_into_windows
+from mopd_dataplane.run.tasks import PlannedWindow
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain.delete_samples import forget_plan
 from mopd_dataplane.store.read.fragment_bounds import ColumnRange
@@ -115,10 +125,18 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
 
     iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
     """
+    cut_into_windows(run, stage)
     for earlier in windows_to_replan(run, stage):
         if earlier < window:
             _plan(run, stage, earlier, iteration=stage.iteration_of(earlier))
     return trainable_plan(run, stage, window) or _plan(run, stage, window, iteration=iteration)
+
+
+def plan_own_window(run: Run, stage: Stage, window: int) -> PlannedWindow:
+    """Plan a window by the job that it goes by. Raises the errors of plan_window."""
+    run, stage = run.at(stage, window)
+    stats = plan_window(run, stage, window, iteration=stage.iteration_of(window)).stats
+    return PlannedWindow(int(stats["samples"]), int(stats["steps"]))
 
 
 def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
@@ -241,9 +259,7 @@ def planner_columns(run: Run, stage: Stage, iteration: int | range | None, snaps
     if not len(planner) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(planner):
-        how = f"mopd import FORMAT PATH --stage {stage.name}" if stage.has_stored_samples else "mopd rollout JOB"
-        how = f"mopd run JOB --stage {stage.name}" if stage.sources else how
-        raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
+        raise no_samples(run.store, stage)
     return planner
 
 

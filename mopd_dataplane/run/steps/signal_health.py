@@ -99,6 +99,7 @@ def _shown(teacher: str, domain: str, health: Health) -> str:
 def check_health(run: Run, stage: Stage, iteration: int | None) -> None:
     """Act on checks that the signals of a stage fail (of one iteration, or of all), before anything is trained on them.
 
+    Findings about stored samples carry the iterations that these had elsewhere, so all of them count.
     Warns once of each teacher, domain and check. Raises MismatchError with `score.on_unhealthy = "refuse"`.
     """
     failing = _failing(run, stage, iteration)
@@ -125,7 +126,7 @@ def _failing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
     """Stored findings of a stage's present teachers by teacher, domain and check."""
     scorers = set(run.job.scorers_of(stage))
     failing: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in _events(run, stage, HEALTH, iteration):
+    for row in _events(run, stage, HEALTH, None if stage.has_stored_samples else iteration):
         about = json.loads(row["detail"])
         if about["teacher"] in scorers:
             for finding in about["failed"]:

@@ -282,6 +282,20 @@ REFUSALS = [
         ],
     ),
     Refusal(
+        {_at("window_samples"): 16},
+        [
+            ('set data = "stored"', {_at("data"): "stored"}),
+            ("leave window_samples out", {_at("window_samples"): GONE}),
+        ],
+    ),
+    Refusal(
+        {
+            _at("window_samples"): 16, _at("data"): "stored",
+            _at("plan.replay"): {"iterations": 2, "share": 0.5},
+        },
+        [("leave replay out", {_at("plan.replay"): GONE})],
+    ),
+    Refusal(
         {_at("plan.order"): "reward", _at("plan.strict_batches"): False, _at("rollout.group_size"): 1},
         [
             ("set strict_batches = true", {_at("plan.strict_batches"): True}),
