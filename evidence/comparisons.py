@@ -146,6 +146,8 @@ _SMOLLM2_MOPD = {
     "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), uses_teachers=False),
     "grpo": Arm("GRPO on the mixture", ("grpo",), uses_teachers=False),
     "cascade": Arm("GRPO one domain after another", ("cascade-date", "cascade-larger", "cascade"), uses_teachers=False),
+    "cascade-mopd": Arm("the same, then MOPD on 480 answers, full vocabulary",
+                        ("cascade-date", "cascade-larger", "cascade", "cascade-mopd")),
     "task-arithmetic": Arm("base + scale x sum of weight changes", (), (0.3, 0.5, 1.0), merging.task_arithmetic),
     "ties": Arm("trimmed, signs elected, merged", (), (0.5, 1.0, 1.5), merging.ties),
     "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",)),
@@ -154,6 +156,7 @@ _SMOLLM2_MOPD = {
     "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",)),
     "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",)),
     "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",)),
+    "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",)),
     "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), points=_EARLY),
 }  # fmt: skip
 

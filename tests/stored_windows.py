@@ -10,9 +10,10 @@ import numpy as np
 
 from mopd_dataplane import Store
 from mopd_dataplane.bench.small_samples import bench_sample
+from mopd_dataplane.bench.synthetic import bench_teacher
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import check_job
-from mopd_dataplane.records import Sample, sample_uid
+from mopd_dataplane.records import Sample, Signal, sample_uid
 
 SAMPLES, SIZE = 40, 8
 WINDOWS = SAMPLES // SIZE
@@ -52,6 +53,19 @@ def fill(folder: Path, count: int = SAMPLES, *, between: bool = False) -> Store:
         if between:
             store.commit_samples([sample_of(1000 + first + index, "other") for index in range(3)])
     return store
+
+
+def score(store: Store) -> None:
+    """Hidden states of every sample, by the teacher `adder`."""
+    store.add_teacher(bench_teacher("adder", 8))
+    samples = store.samples(["uid", "response_len"]).to_pylist()
+    store.commit_signals("adder", "hidden", [
+        Signal(
+            uid=sample["uid"], sample_row=row, kind="hidden", codec="bf16",
+            hidden=np.zeros((sample["response_len"], 16), np.uint8),
+        )
+        for row, sample in enumerate(samples)
+    ])  # fmt: skip
 
 
 def digests(store: Store) -> list[str]:

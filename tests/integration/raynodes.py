@@ -65,11 +65,15 @@ class RayNodes:
     def wait_for(self, node: str) -> None:
         """Wait until a node runs; start it again when it ends, since Ray gives up after 30 s on a busy machine."""
         until = time.monotonic() + START_S
-        while STARTED not in (text := (self.folder_of(node) / "node.txt").read_bytes()):
-            assert time.monotonic() < until, text.decode()
+        while not self.has_started(node):
+            assert time.monotonic() < until, (self.folder_of(node) / "node.txt").read_text()
             if self._nodes[node].poll() is not None:
                 self._nodes[node] = self._launch(node)
             time.sleep(0.2)
+
+    def has_started(self, node: str) -> bool:
+        """Check if a node has joined the cluster."""
+        return STARTED in (self.folder_of(node) / "node.txt").read_bytes()
 
     @property
     def workers(self) -> list[str]:

@@ -26,9 +26,8 @@ from mopd_dataplane.store.remote.artifacts import ArtifactStore
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 1500.0
-BETWEEN_KILLS_S = 20.0
-KILLS = {"EngineReplica": 2, "TeacherWorker": 1}
-"""Most nodes that are killed while they run such an actor."""
+KILLS = ("EngineReplica", "TeacherWorker", "EngineReplica")
+"""Nodes are killed while they run such an actor, in this order; the job may end before the last one."""
 SAMPLES = 48 + 2 * 48
 COMMITTERS = 4
 """One for each rollout and each scoring on the cluster."""
@@ -132,25 +131,29 @@ def has_logged(folder: Path) -> bool:
     return False
 
 
+def _is_busy(nodes: RayNodes, node: str, kind: str) -> bool:
+    """Check if a node scores, or has sampled a part of its samples."""
+    if kind == "TeacherWorker":
+        return nodes.runs(node, "TeacherWorker")
+    return has_logged(nodes.folder_of(node)) and nodes.runs(node, "EngineReplica.work")
+
+
 def kill_nodes(nodes: RayNodes, driver: subprocess.Popen[bytes]) -> list[str]:
     """Kill and replace nodes that sample or score until the job ends. Returns the class of an actor of each."""
     killed: list[str] = []
     until = time.monotonic() + DEADLINE_S
-    next_kill = 0.0
     while driver.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.2)
         nodes.replace_ended()
-        if time.monotonic() < next_kill:
+        if len(killed) == len(KILLS) or not all(nodes.has_started(node) for node in nodes.workers):
             continue
+        kind = KILLS[len(killed)]
         for node in nodes.workers:
-            is_sampling = has_logged(nodes.folder_of(node)) and nodes.runs(node, "EngineReplica.work")
-            kind = "EngineReplica" if is_sampling else "TeacherWorker" if nodes.runs(node, "TeacherWorker") else ""
-            if kind and killed.count(kind) < KILLS[kind]:
+            if _is_busy(nodes, node, kind):
                 nodes.kill(node)
                 nodes.add()
                 killed.append(kind)
-                next_kill = time.monotonic() + BETWEEN_KILLS_S
                 break
     return killed
 

@@ -15,7 +15,11 @@ def cut_into_windows(run: Run, stage: Stage) -> None:
     Does nothing for a stage that has no windows of that size. Raises InputError when there are no samples, JobFileError
     when `retain` frees hidden states before the last window that needs them.
     """
-    if not stage.window_samples or recorded_parts(run.store, stage.name) is not None:
+    if not stage.window_samples:
+        return
+    parts = recorded_parts(run.store, stage.name)
+    if parts is not None:
+        _check_passes(run, stage, parts)  # a run may have been given more iterations
         return
     cuts = _cuts(run, stage)
     if not cuts:

@@ -149,20 +149,20 @@ def _plan(run: Run, stage: Stage, window: int, *, iteration: int | None) -> Plan
             columns = apply_conditions(
                 run.store, stage.plan, columns, snapshot, plan_names(run.job, training.first_step)
             )
+            plan = build_window(
+                columns,
+                stage.plan,
+                seed=run.job.seed,
+                stage=stage.name,
+                window=window,
+                snapshot=snapshot,
+                teachers=list(run.job.teachers_of(stage)),
+                training=training,
+                questions=named_conditions_of(run.job, stage),
+            )
         except InputError:
             run.store.release(tag)  # what is missing now may be there at the next try
             raise
-        plan = build_window(
-            columns,
-            stage.plan,
-            seed=run.job.seed,
-            stage=stage.name,
-            window=window,
-            snapshot=snapshot,
-            teachers=list(run.job.teachers_of(stage)),
-            training=training,
-            questions=named_conditions_of(run.job, stage),
-        )
         run.store.add_plan(plan)
         stats = plan.stats
         report.facts = {

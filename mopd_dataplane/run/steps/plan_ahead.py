@@ -59,9 +59,15 @@ def plan_ahead(
             planned.append(window)
             advance(len(planned))
 
-        if windows and windows_to_replan(run, stage):  # earlier ones, whose samples were deleted: one process does it
-            count(plan_own_window(run, stage, windows.pop(0)))
-        _plan(run, stage, windows, processes, ray, count)
+        try:
+            if windows and windows_to_replan(run, stage):  # earlier ones, whose samples were deleted: in one process
+                count(plan_own_window(run, stage, windows[0]))
+            _plan(run, stage, windows[len(planned) :], processes, ray, count)
+        except InputError:  # what is missing now may be there at the next try
+            for window in windows:
+                if run.store.plan(stage.name, window) is None:
+                    run.store.release(window_tag(stage, window))
+            raise
         samples, steps = sum(window.samples for window in planned), sum(window.steps for window in planned)
         report.facts = {"windows": f"{len(planned):,}", "samples": f"{samples:,}", "steps": f"{steps:,}"}
     return {"stage": stage.name, "windows": len(planned), "samples": samples, "steps": steps}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from advice import advises
-from stored_windows import SAMPLES, SIZE, WINDOWS, digests, fill, job_of, sample_of
+from stored_windows import SAMPLES, SIZE, WINDOWS, digests, fill, job_of, sample_of, score
 
 from mopd_dataplane import Store, plan_ahead, plan_stage
 from mopd_dataplane.errors import InputError
@@ -192,6 +192,8 @@ def test_hidden_states_outlive_the_last_pass(tmp_path: Path) -> None:
     assert "take each of its 5 windows up to 2 times; set hidden_passes to at least 2" in str(refused.value)
     more["retain"] = {"hidden_passes": 2}
     job = job_of(tmp_path / "s", objective="exact", job=more)
-    with pytest.raises(InputError, match="nothing to train on"):
-        plan_ahead(job, job.stages[0])
-    assert recorded_parts(store, "stored") is not None
+    for plan in (plan_ahead, plan_stage):
+        with pytest.raises(InputError, match="nothing to train on"):
+            plan(job, job.stages[0])
+    score(store)
+    assert plan_ahead(job, job.stages[0])["samples"] == 2 * SAMPLES, "what was missing is there now"
