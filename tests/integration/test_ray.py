@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from stored_windows import WINDOWS, digests, fill, job_of
 
 from mopd_dataplane import open_store, plan_ahead
 from mopd_dataplane.errors import EngineError, InputError, ResourceError
@@ -58,7 +57,7 @@ def make_run(tmp_path: Path, write_job: Callable[..., Path]) -> Callable[[str], 
     def make(name: str) -> Run:
         torch.set_num_threads(1)
         job = write_job(tmp_path / name, extra='[teachers.self]\nsource = "student"\n' + STAGE)
-        return open_run(load_job(job, overrides=["engine.slots=8"]), Progress(quiet=True))
+        return open_run(load_job(job, overrides=["engine.slots=4"]), Progress(quiet=True))
 
     return make
 
@@ -203,6 +202,8 @@ def group(worker: type) -> pool.Group:
 
 @pytest.mark.slow
 def test_windows_planned_on_the_cluster_are_those_of_one_process(cluster: Any, tmp_path: Path) -> None:
+    from stored_windows import WINDOWS, digests, fill, job_of  # workers import this file, and not what stands beside it
+
     there, here = fill(tmp_path / "there"), fill(tmp_path / "here")
     job, alone = job_of(tmp_path / "there"), job_of(tmp_path / "here")
     assert plan_ahead(job, job.stages[0], processes=2, ray=cluster.address)["windows"] == 2 * WINDOWS
