@@ -60,6 +60,8 @@ class Comparison:
     """Stage and arm that all others start from."""
     points: int | tuple[int, ...] = 4
     """Versions of an arm that are measured: how many, evenly spread, the last among them; or which."""
+    searched_version: int = 0
+    """Version of an arm's policy by which its settings are compared; 0: the last."""
     threads: int = 1
     """Compute threads of a training command; arms of one seed may run side by side."""
 
@@ -143,21 +145,23 @@ _SMOLLM2_MOPD = {
     "date": Arm("specialist: GRPO on 1,536 answers", points=_EARLY),
     "larger": Arm("specialist: GRPO on 256 answers"),
     "json": Arm("specialist: SFT on 192 lines of JSON"),
-    "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), uses_teachers=False),
-    "grpo": Arm("GRPO on the mixture", ("grpo",), uses_teachers=False),
-    "cascade": Arm("GRPO one domain after another", ("cascade-date", "cascade-larger", "cascade"), uses_teachers=False),
+    "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), FACTORS, uses_teachers=False),
+    "grpo": Arm("GRPO on the mixture", ("grpo",), FACTORS, uses_teachers=False),
+    "cascade": Arm("GRPO one domain after another", ("cascade-date", "cascade-larger", "cascade"), uses_teachers=False,
+                   like="grpo"),
     "cascade-mopd": Arm("the same, then MOPD on 480 answers, full vocabulary",
                         ("cascade-date", "cascade-larger", "cascade", "cascade-mopd")),
     "task-arithmetic": Arm("base + scale x sum of weight changes", (), (0.3, 0.5, 1.0), merging.task_arithmetic),
     "ties": Arm("trimmed, signs elected, merged", (), (0.5, 1.0, 1.5), merging.ties),
-    "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",)),
-    "teacher-forward": Arm("forward KL on the teachers' answers", ("teacher-forward",)),
-    "gkd": Arm("GKD: half the teachers' answers, half its own, JSD", ("gkd",)),
-    "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",)),
-    "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",)),
-    "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",)),
-    "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",)),
-    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), points=_EARLY),
+    "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",), FACTORS),
+    "teacher-forward": Arm("forward KL on the teachers' answers", ("teacher-forward",), FACTORS),
+    "gkd": Arm("GKD: half the teachers' answers, half its own, JSD", ("gkd",), FACTORS),
+    "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",), FACTORS),
+    "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",), FACTORS),
+    "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",), FACTORS),
+    "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",), FACTORS),
+    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), like="mopd-exact",
+                     points=_EARLY),
 }  # fmt: skip
 
 _NEAR = {
@@ -211,7 +215,9 @@ COMPARISONS = {
     comparison.folder.name: comparison
     for comparison in (
         Comparison(JOBS / "alternatives", _ALTERNATIVES, _TOY_SPECIALISTS),
-        Comparison(JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 8, 16)),
+        Comparison(
+            JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 8, 16), searched_version=8
+        ),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
         Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),

@@ -32,7 +32,15 @@ from evidence_tables import (
 from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
-from smollm2_tables import smollm2, smollm2_costs, smollm2_curves, smollm2_kept, smollm2_picture, smollm2_skill
+from smollm2_tables import (
+    smollm2,
+    smollm2_costs,
+    smollm2_curves,
+    smollm2_kept,
+    smollm2_picture,
+    smollm2_search,
+    smollm2_skill,
+)
 
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
@@ -52,8 +60,8 @@ PICTURES: dict[Path, Callable[[], str]] = {
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-skill": smollm2_skill,
-    "smollm2-kept": smollm2_kept, "smollm2-costs": smollm2_costs, "conflict": conflict,
+    "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-search": smollm2_search,
+    "smollm2-skill": smollm2_skill, "smollm2-kept": smollm2_kept, "smollm2-costs": smollm2_costs, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,
     "signals": signals,
 }  # fmt: skip
@@ -71,7 +79,7 @@ def stale() -> Iterator[str]:
         if not picture.exists() or picture.read_text() != draw():
             yield f"{picture.relative_to(ROOT)} differs from the results; run: python evidence/figures.py"
     for folder in sorted(JOBS.glob("*/results")):
-        for result in results(folder.parent.name):
+        for result in (*results(folder.parent.name), *results(folder.parent.name, "tried")):
             yield from _stale_result(folder.parent.name, result)
     stages = module(JOBS / "quickstart" / "signals.py").STAGES
     now = settings_digest(load_job(JOBS / "quickstart"), stages)

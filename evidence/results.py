@@ -21,9 +21,16 @@ Right = dict[str, np.ndarray]
 """Domain -> 1 or 0 for every prompt."""
 
 
-def results(job: str) -> list[Result]:
-    """Committed results of a job, by file name."""
-    return [json.loads(file.read_text()) for file in sorted((JOBS / job / "results").glob("*.json"))]
+def results(job: str, folder: str = ".") -> list[Result]:
+    """Committed results of a job, by file name. folder: `tried` for those of searches that are not over."""
+    return [json.loads(file.read_text()) for file in sorted((JOBS / job / "results" / folder).glob("*.json"))]
+
+
+def tried(job: str, arm: str) -> dict[float, float]:
+    """Settings that an arm's search has tried, and the share of tuning prompts answered right with each."""
+    entries = [one for one in results(job, "tried") if one["arm"] == arm]
+    entries += [one for result in results(job) if result.get("arm") == arm for one in result["tried"]]
+    return {one["setting"]: one["accuracy"] for one in entries}
 
 
 def right(domains: dict[str, dict[str, Any]]) -> Right:

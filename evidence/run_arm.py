@@ -4,9 +4,9 @@
     python evidence/run_arm.py JOB                print the arms of a job
 
 Writes jobs/JOB/results/ARM-SEED.json, or does nothing if that file exists; after a kill, the same command continues.
-Seed 0 tries every setting of an arm and uses the best on the tuning prompts. Other seeds use that setting, and so do
-arms that change one thing in another arm. The file holds every evaluation answer as right or wrong, which is all that
-intervals and paired tests need. comparisons.py defines the arms.
+Seed 0 tries every setting of an arm and uses the best on the tuning prompts; until then results/tried/ holds what was
+tried. Other seeds use that setting, and so do arms that change one thing in another arm. The file holds every
+evaluation answer as right or wrong, which is all that intervals and paired tests need. comparisons.py defines the arms.
 """
 
 from __future__ import annotations
@@ -73,14 +73,31 @@ def main() -> None:
 
 
 def run_arm(experiment: Experiment) -> None:
-    """Run one arm at one seed unless its result exists."""
+    """Run one arm at one seed unless its result exists, with the search of its setting where it has one."""
     out = experiment.results / f"{experiment.name}-{experiment.seed}.json"
-    if out.exists():
+    measured = json.loads(out.read_text()) if out.exists() else None
+    if measured is not None and (measured["tried"] or not experiment.searches):
         print(f"{out} exists; nothing to run")
         return
     print(f"writes {out}", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    publish_file(out, (json.dumps(experiment.measure(), indent=1) + "\n").encode())
+    tried = experiment.search()
+    if measured is not None and measured["setting"] == best_of(tried):
+        result = measured | {"tried": tried}
+    else:
+        result = experiment.measure(tried)
+    publish_file(out, (json.dumps(result, indent=1) + "\n").encode())
+    for file in experiment.tried_files().values():
+        file.unlink(missing_ok=True)
+
+
+Tried = list[dict[str, float]]
+"""Settings of a search and the share of tuning prompts answered right with each: {"setting", "accuracy"}."""
+
+
+def best_of(tried: Tried) -> float:
+    """The setting with which most tuning prompts are answered right."""
+    return max(tried, key=lambda one: one["accuracy"])["setting"]
 
 
 @dataclass(frozen=True)
@@ -100,34 +117,62 @@ class Experiment:
         """What is run."""
         return self.comparison.arms[self.name]
 
-    def measure(self) -> dict[str, Any]:
-        """The content of the arm's file."""
+    @property
+    def searches(self) -> bool:
+        """Check if this arm chooses among several settings at this seed."""
+        return self.seed == 0 and not self.arm.like and len(self.arm.settings) > 1
+
+    def search(self) -> Tried:
+        """Try every setting of the arm, and keep what was tried in files of its own; empty where nothing is chosen."""
+        if not self.searches:
+            return []
+        files = self.tried_files()
+        for setting, file in files.items():
+            if not file.exists():
+                file.parent.mkdir(exist_ok=True)
+                publish_file(file, (json.dumps(self._try(setting), indent=1) + "\n").encode())
+        return [{"setting": setting, "accuracy": json.loads(file.read_text())["accuracy"]}
+                for setting, file in files.items()]  # fmt: skip
+
+    def tried_files(self) -> dict[float, Path]:
+        """Setting -> file of what it gave, which is there while the search goes on."""
+        return {setting: self.results / "tried" / f"{self.name}-{setting:g}.json" for setting in self.arm.settings}
+
+    def _try(self, setting: float) -> dict[str, Any]:
+        """Accuracy on the tuning prompts at a setting, at the comparison's version for it."""
+        version = self.comparison.searched_version if self.arm.stages else 0
+        store = self._train(setting, self._shared_store(), version)
+        with self._run(setting, store) as (run, stage):
+            folder = run.policies.folder(stage, version) if version else self._policy(run, setting)
+            right = grade(run, stage, folder, "tune")
+            stages = (*self.comparison.shared, *self.arm.trained_stages)
+            return {
+                "arm": self.name, "setting": setting, "accuracy": mean_right(right), "right": right,
+                "version": version, **provenance(run.job, stages=stages),
+            }  # fmt: skip
+
+    def measure(self, tried: Tried) -> dict[str, Any]:
+        """The content of the arm's file. tried: what its search found; empty for an arm whose setting is known."""
         began = time.time()
-        shared = self._shared_store()
-        searches = self.seed == 0 and not self.arm.like
-        settings = self.arm.settings if searches else (self._chosen(self.arm.like or self.name),)
-        tried = {}
-        for setting in settings:
-            with self._run(setting, self._train(setting, shared)) as (run, stage):
-                tried[setting] = 0.0
-                if len(settings) > 1:
-                    tried[setting] = mean_right(grade(run, stage, self._policy(run, setting), "tune"))
-        best = max(tried, key=lambda setting: tried[setting])
-        store = self._train(best, shared)
+        best = best_of(tried) if tried else self._known_setting()
+        store = self._train(best, self._shared_store())
         distance, moved = self._distance(best, store), self._moved(best, store)
         with self._run(best, store) as (run, stage):
             curve = [
                 {"tokens": tokens, "right": grade(run, stage, folder, "eval")}
                 for tokens, folder in self._points(run, best)
             ]
-            search = [{"setting": setting, "accuracy": value} for setting, value in tried.items()]
             return {
                 "arm": self.name, "says": self.arm.description, "seed": self.seed, "split": "eval", "setting": best,
-                "chosen_on": "tune", "tried": search if len(settings) > 1 else [], "tokens": self._costs(run),
-                "work": self._work(run),
+                "chosen_on": "tune", "tried": tried, "tokens": self._costs(run), "work": self._work(run),
                 "teacher_distance": distance, "moved": moved, "curve": curve, "seconds": round(time.time() - began),
                 **provenance(run.job, stages=(*self.comparison.shared, *self.arm.trained_stages)),
             }  # fmt: skip
+
+    def _known_setting(self) -> float:
+        """The only setting of the arm, or the one that seed 0 or the arm that it is like has chosen."""
+        searched = self.arm.like or self.name
+        return self._chosen(searched) if self.seed or self.arm.like else self.arm.settings[0]
 
     def _chosen(self, name: str) -> float:
         """The setting that an arm's search chose."""
@@ -155,8 +200,11 @@ class Experiment:
                 self._mopd(stage, store)
         return store
 
-    def _train(self, setting: float, shared: Path) -> Path:
-        """The store in which the arm has run at a setting; the shared one for arms without training."""
+    def _train(self, setting: float, shared: Path, version: int = 0) -> Path:
+        """The store in which the arm has run at a setting, to its end or at least to a version of its only stage.
+
+        That is the shared store for arms without training.
+        """
         if not self.arm.trained_stages:
             return shared
         store = self.stores / f"{self.name}-{self.seed}-{setting:g}"
@@ -165,7 +213,13 @@ class Experiment:
             shutil.rmtree(staging, ignore_errors=True)
             shutil.copytree(shared, staging, symlinks=True)
             staging.rename(store)
-        overrides = [part for rate in self.comparison.rates(self.arm, setting) for part in ("--set", rate)]
+        keys = self.comparison.rates(self.arm, setting)
+        if version:
+            (only,) = self.arm.trained_stages
+            if (store / "policies" / only / f"v{version}").exists():
+                return store
+            keys.append(f"stages.{only}.iterations={version}")
+        overrides = [part for key in keys for part in ("--set", key)]
         for stage in self.arm.trained_stages:
             self._mopd(stage, store, *overrides)
         return store

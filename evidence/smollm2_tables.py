@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from comparisons import COMPARISONS
+from comparisons import COMPARISONS, FACTORS
 from evidence_figure import accuracy, answers_by_point, learns_all
 from evidence_tables import cost, ends_of, of_arms
 from pictures import Curve, Panel, panels_picture
-from results import Result, Right, line, mean, over_seeds, paired, recovery
+from results import Result, Right, line, mean, over_seeds, paired, recovery, tried
 
 JOB = "smollm2-mopd"
 SKILL = "date"
@@ -60,6 +60,20 @@ def smollm2_curves() -> str:
     for name, runs in by_arm.items():
         if learns_all(comparison, comparison.arms[name]):
             lines.append(line(name, *_along(runs, len(answers), taught)))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_search() -> str:
+    """Learning rates that were tried: accuracy on the tuning prompts, after as many answers for every arm."""
+    comparison = COMPARISONS[JOB]
+    rate = comparison.job.stage("mopd-exact").train.learning_rate
+    head = ("arm", *(f"{rate * factor:g}" for factor in FACTORS))
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, arm in comparison.arms.items():
+        if arm.stages and len(arm.settings) > 1:
+            accuracies = tried(JOB, name)
+            cells = (f"{100 * accuracies[one]:.1f} %" if one in accuracies else "not run" for one in arm.settings)
+            lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
 

@@ -119,3 +119,16 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     capsys.readouterr()
     arms.main()
     assert "exists; nothing to run" in capsys.readouterr().out
+
+    by_name["mopd-exact"] = arms.Arm("exact", ("mopd-exact",), settings=(0.5, 1.0))
+    monkeypatch.setitem(
+        arms.COMPARISONS, "small", arms.Comparison(job, by_name, SPECIALISTS, points=1, searched_version=1)
+    )
+    arms.main()
+    searched = json.loads((tmp_path / "results" / "mopd-exact-0.json").read_text())
+    assert [one["setting"] for one in searched["tried"]] == [0.5, 1.0]
+    assert searched["setting"] == max(searched["tried"], key=lambda one: one["accuracy"])["setting"]
+    assert not [*(tmp_path / "results" / "tried").iterdir()]
+    capsys.readouterr()
+    arms.main()
+    assert "exists; nothing to run" in capsys.readouterr().out
