@@ -139,15 +139,16 @@ class Experiment:
         return {setting: self.results / "tried" / f"{self.name}-{setting:g}.json" for setting in self.arm.settings}
 
     def _try(self, setting: float) -> dict[str, Any]:
-        """Accuracy on the tuning prompts at a setting, at the comparison's version for it."""
+        """Accuracy on the tuning prompts of the specialists' domains, at the comparison's version for searches."""
         version = self.comparison.searched_version if self.arm.stages else 0
         store = self._train(setting, self._shared_store(), version)
         with self._run(setting, store) as (run, stage):
             folder = run.policies.folder(stage, version) if version else self._policy(run, setting)
             right = grade(run, stage, folder, "tune")
+            taught = {domain: right[domain] for domain in by_domain(run.job.routing)}
             stages = (*self.comparison.shared, *self.arm.trained_stages)
             return {
-                "arm": self.name, "setting": setting, "accuracy": mean_right(right), "right": right,
+                "arm": self.name, "setting": setting, "accuracy": mean_right(taught), "right": right,
                 "version": version, **provenance(run.job, stages=stages),
             }  # fmt: skip
 
