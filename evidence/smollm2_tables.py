@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from comparisons import COMPARISONS, FACTORS
 from evidence_figure import accuracy, answers_by_point, learns_all
@@ -50,7 +50,7 @@ def smollm2() -> str:
 
 
 def smollm2_curves() -> str:
-    """The arms that learn all skills at once, by the answers learnt from: mean accuracy over the skills."""
+    """The arms that learn all skills at once, by the answers learnt from: mean accuracy, and each skill's."""
     comparison = COMPARISONS[JOB]
     taught = sorted(comparison.job.routing)
     by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if len(arm.stages) == 1])
@@ -59,7 +59,9 @@ def smollm2_curves() -> str:
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
         if learns_all(comparison, comparison.arms[name]):
-            lines.append(line(name, *_along(runs, len(answers), taught)))
+            means, each = _along(runs, len(answers), taught), _each_along(runs, len(answers), taught)
+            cells = [f"{whole}: {parts}" if runs else whole for whole, parts in zip(means, each, strict=True)]
+            lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -178,6 +180,14 @@ def _along(runs: list[Result], count: int, domains: Iterable[str]) -> list[str]:
         return ["not run"] * count
     at = [ends_of(runs, point=point).values() for point in range(count)]
     return [over_seeds([{d: end[d] for d in domains} for end in ends]) for ends in at]
+
+
+def _each_along(runs: list[Result], count: int, domains: Sequence[str]) -> list[str]:
+    """Accuracy in each domain at each point of an arm's curve, mean over seeds, in whole per cent."""
+    if not runs:
+        return [""] * count
+    at = [ends_of(runs, point=point).values() for point in range(count)]
+    return [" / ".join(f"{100 * mean(end[d].mean() for end in ends):.0f}" for d in domains) for ends in at]
 
 
 def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:
