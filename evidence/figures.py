@@ -36,6 +36,7 @@ from smollm2_tables import (
     smollm2,
     smollm2_costs,
     smollm2_curves,
+    smollm2_json,
     smollm2_kept,
     smollm2_picture,
     smollm2_search,
@@ -60,7 +61,8 @@ PICTURES: dict[Path, Callable[[], str]] = {
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-search": smollm2_search,
+    "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-json": smollm2_json,
+    "smollm2-search": smollm2_search,
     "smollm2-skill": smollm2_skill, "smollm2-kept": smollm2_kept, "smollm2-costs": smollm2_costs, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,
     "signals": signals,

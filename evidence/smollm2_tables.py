@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from comparisons import COMPARISONS, FACTORS
 from evidence_figure import accuracy, answers_by_point, learns_all
 from evidence_tables import cost, ends_of, of_arms
+from numpy.typing import NDArray
 from pictures import Curve, Panel, panels_picture
 from results import Result, Right, line, mean, over_seeds, paired, recovery, tried
+
+from mopd_dataplane.prompts import load_prompts
 
 JOB = "smollm2-mopd"
 SKILL = "date"
@@ -62,6 +66,24 @@ def smollm2_curves() -> str:
             means, each = _along(runs, len(answers), taught), _each_along(runs, len(answers), taught)
             cells = [f"{whole}: {parts}" if runs else whole for whole, parts in zip(means, each, strict=True)]
             lines.append(line(name, *cells))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_json() -> str:
+    """JSON by what its last word must be: lines about people of age that are right, and about the others."""
+    comparison = COMPARISONS[JOB]
+    prompts = [p for p in load_prompts("json", comparison.job.domains["json"]) if p.split == "eval"]
+    of_age = np.array(['"adult": true' in prompt.answer for prompt in prompts])
+    by_arm = of_arms(JOB, comparison.arms)
+    answers = answers_by_point(comparison, comparison.arms["mopd-exact"])
+    head = ("arm", *(f"{count:,} answers" for count in answers))
+    lines = [line(*head), line(*["---"] * len(head))]
+    for name, runs in by_arm.items():
+        arm = comparison.arms[name]
+        has_curve = len(arm.stages) == 1 and learns_all(comparison, arm)
+        points = range(len(answers)) if has_curve else (-1,)
+        cells = [_of_both(runs, point, of_age) for point in points] if runs else ["not run"]
+        lines.append(line(name, *[""] * (len(answers) - len(cells)), *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -180,6 +202,12 @@ def _along(runs: list[Result], count: int, domains: Iterable[str]) -> list[str]:
         return ["not run"] * count
     at = [ends_of(runs, point=point).values() for point in range(count)]
     return [over_seeds([{d: end[d] for d in domains} for end in ends]) for ends in at]
+
+
+def _of_both(runs: list[Result], point: int, of_age: NDArray[np.bool_]) -> str:
+    """Share of right lines of JSON about people of age, and about the others, mean over seeds."""
+    ends = [end["json"] for end in ends_of(runs, point=point).values()]
+    return " / ".join(f"{100 * mean(right[some].mean() for right in ends):.0f} %" for some in (of_age, ~of_age))
 
 
 def _each_along(runs: list[Result], count: int, domains: Sequence[str]) -> list[str]:
