@@ -37,14 +37,10 @@ def parent_named() -> dict[str, str]:
 def end_with_parent() -> None:
     """Let the kernel kill this process when its parent dies; without `parent_named` nothing changes."""
     parent = os.environ.pop(PARENT, "")
-    if parent.isdigit():
-        end_with(int(parent))
-
-
-def end_with(parent: int) -> None:
-    """Let the kernel kill this process when the parent with this process id dies."""
+    if not parent.isdigit():
+        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the kernel was told
+    if os.getppid() != int(parent):  # the parent died before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 

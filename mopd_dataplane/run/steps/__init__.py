@@ -15,6 +15,7 @@ server_identity.py   what a model behind a url is known by, stored at its first 
 cut.py               stored samples are divided into windows
 plan.py              metadata of a pinned snapshot -> recorded windows; what they hold and will cost
 plan_ahead.py        every window that is left of a stage over stored samples, planned by several processes
+plan_share.py        what one of these processes plans
 checkpoints.py       the checkpoints of a stage: to an object store and back, and back to the beginning of a window
 train.py             planned windows -> a new policy version
 train_spec.py        what the trainer of a window is told

@@ -4,29 +4,35 @@ A window follows from its own samples, the seed and the settings, and all window
 matter who plans a window, nor how many plan at a time: their digests are the same.
 """
 
-import os
+import json
 import re
+import select
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from functools import cache
-from multiprocessing import get_context
-from typing import Any
+from contextlib import ExitStack
+from typing import IO, Any
 
 from rich.console import Console
 
-from mopd_dataplane.base.processes import end_with
-from mopd_dataplane.errors import EngineError, InputError
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
+from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.run.conditions import expressions_of
-from mopd_dataplane.run.context import Run, open_existing, open_run
+from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.steps import plan_share
 from mopd_dataplane.run.steps.cut import cut_into_windows
 from mopd_dataplane.run.steps.plan import plan_own_window, trainable_plan, window_tag, windows_to_replan
+from mopd_dataplane.run.steps.plan_share import PlanTask
 from mopd_dataplane.run.tasks import PlannedWindow
 from mopd_dataplane.store.rollouts.expressions import STEP
 
 Done = Callable[[PlannedWindow], None]
+POLL_S = 0.5
+STOP_S = 30.0
+"""How long a planning process may take to end once it is asked to."""
 
 
 def plan_ahead(
@@ -108,31 +114,27 @@ def _plan(run: Run, stage: Stage, windows: Sequence[int], processes: int, ray: s
         for window in windows:
             done(plan_own_window(run, stage, window))
     else:
-        _plan_in_processes(run.job.model_dump_json(), stage.name, windows, processes, done)
+        _plan_in_processes(run.job, stage.name, windows, processes, done)
 
 
-def _plan_in_processes(job: str, stage: str, windows: Sequence[int], processes: int, done: Done) -> None:
-    context = get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=end_with, initargs=(os.getpid(),)) as pool:
-        tasks = [pool.submit(_plan_here, job, stage, window) for window in windows]
-        try:
-            for task in as_completed(tasks):
-                done(task.result(timeout=0))  # it has ended
-        except BrokenProcessPool:
-            raise EngineError(
-                f"stage {stage!r}: a process that planned windows was killed, perhaps for want of memory; run the same "
-                "command again, with fewer --processes"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _plan_here(job: str, stage: str, window: int) -> PlannedWindow:
-    return plan_own_window(*_opened(job, stage), window)
-
-
-@cache
-def _opened(job: str, stage: str) -> tuple[Run, Stage]:
-    """The run in a planning process, opened once."""
-    run = open_existing(Job.model_validate_json(job), Progress(quiet=True))
-    return run, run.job.stage(stage)
+def _plan_in_processes(job: Job, stage: str, windows: Sequence[int], processes: int, done: Done) -> None:
+    """Plan windows by processes that share them out in turn. Raises the error of the first process that fails."""
+    count = min(processes, len(windows))
+    children: dict[IO[bytes], subprocess.Popen[bytes]] = {}
+    with scratch_folder() as folder, ExitStack() as stack:
+        for number in range(count):
+            task = folder / f"{number}.json"
+            own = PlanTask(job=job, stage=stage, windows=[*windows[number::count]])
+            publish_file(task, own.model_dump_json().encode())
+            command = [sys.executable, "-m", plan_share.__name__, str(task)]
+            child = subprocess.Popen(command, env=parent_named(), stdout=subprocess.PIPE, bufsize=0)
+            stack.enter_context(child)
+            stack.callback(stop_child, child, STOP_S)
+            assert child.stdout is not None
+            children[child.stdout] = child
+        while children:
+            for pipe in select.select([*children], [], [], POLL_S)[0]:
+                if line := pipe.readline():
+                    done(PlannedWindow(*json.loads(line)))
+                elif code := children.pop(pipe).wait(STOP_S):
+                    raise exit_error(f"stage {stage!r}: a process that plans windows", code)

@@ -113,7 +113,7 @@ def test_a_query_shows_why_an_answer_has_no_reward(store: Store) -> None:
 
 
 def test_a_copy_names_the_same_answers(store: Store, tmp_path: Path) -> None:
-    stage = SimpleNamespace(name="student", sources=())
+    stage = SimpleNamespace(name="student", sources=(), window_samples=0)
     list(copy_samples(store, str(tmp_path / "copy"), "iteration = 9"))
     copy = open_store(str(tmp_path / "copy"))
     for answer_store in (store, copy):
