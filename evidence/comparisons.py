@@ -111,17 +111,15 @@ class Comparison:
         return [(stage, version) for version in sorted(versions)]
 
 
-_TOY_SPECIALISTS = ("speller", "sorter", "walker")
-_ALTERNATIVES = {
-    "base": Arm("the start of all others", uses_teachers=False),
-    **{name: Arm(f"specialist of one domain: {name}") for name in _TOY_SPECIALISTS},
+_WITHOUT_TEACHERS = {
     "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), FACTORS, uses_teachers=False),
     "grpo": Arm("GRPO on the mixture", ("grpo",), FACTORS, uses_teachers=False),
-    "cascade": Arm("GRPO one domain after another", ("cascade-spelling", "cascade-sorting", "cascade"), FACTORS,
-                   uses_teachers=False),
-    "average": Arm("mean of the specialists' weights", merge=merging.average),
+}
+_MERGED = {
     "task-arithmetic": Arm("base + scale x sum of weight changes", (), (0.3, 0.5, 1.0), merging.task_arithmetic),
     "ties": Arm("trimmed, signs elected, merged", (), (0.5, 1.0, 1.5), merging.ties),
+}
+_TAUGHT = {
     "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",), FACTORS),
     "teacher-forward": Arm("forward KL on the teachers' answers", ("teacher-forward",), FACTORS),
     "gkd": Arm("GKD: half the teachers' answers, half its own, JSD", ("gkd",), FACTORS),
@@ -129,6 +127,19 @@ _ALTERNATIVES = {
     "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",), FACTORS),
     "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",), FACTORS),
     "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",), FACTORS),
+}
+"""Arms that both models have."""
+
+_TOY_SPECIALISTS = ("speller", "sorter", "walker")
+_ALTERNATIVES = {
+    "base": Arm("the start of all others", uses_teachers=False),
+    **{name: Arm(f"specialist of one domain: {name}") for name in _TOY_SPECIALISTS},
+    **_WITHOUT_TEACHERS,
+    "cascade": Arm("GRPO one domain after another", ("cascade-spelling", "cascade-sorting", "cascade"), FACTORS,
+                   uses_teachers=False),
+    "average": Arm("mean of the specialists' weights", merge=merging.average),
+    **_MERGED,
+    **_TAUGHT,
     "one-teacher": Arm("one teacher, spelling", ("one-teacher",), like="mopd-exact"),
     "two-teachers": Arm("two teachers, spelling and sorting", ("two-teachers",), like="mopd-exact"),
     "group-4": Arm("four answers to each of a quarter of the prompts", ("group-4",), like="mopd-exact"),
@@ -145,21 +156,13 @@ _SMOLLM2_MOPD = {
     "date": Arm("specialist: GRPO on 1,536 answers", points=_EARLY),
     "larger": Arm("specialist: GRPO on 256 answers"),
     "json": Arm("specialist: SFT on 192 lines of JSON"),
-    "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), FACTORS, uses_teachers=False),
-    "grpo": Arm("GRPO on the mixture", ("grpo",), FACTORS, uses_teachers=False),
+    **_WITHOUT_TEACHERS,
     "cascade": Arm("GRPO one domain after another", ("cascade-date", "cascade-larger", "cascade"), uses_teachers=False,
                    like="grpo"),
     "cascade-mopd": Arm("the same, then MOPD on 480 answers, full vocabulary",
                         ("cascade-date", "cascade-larger", "cascade", "cascade-mopd")),
-    "task-arithmetic": Arm("base + scale x sum of weight changes", (), (0.3, 0.5, 1.0), merging.task_arithmetic),
-    "ties": Arm("trimmed, signs elected, merged", (), (0.5, 1.0, 1.5), merging.ties),
-    "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",), FACTORS),
-    "teacher-forward": Arm("forward KL on the teachers' answers", ("teacher-forward",), FACTORS),
-    "gkd": Arm("GKD: half the teachers' answers, half its own, JSD", ("gkd",), FACTORS),
-    "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",), FACTORS),
-    "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",), FACTORS),
-    "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",), FACTORS),
-    "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",), FACTORS),
+    **_MERGED,
+    **_TAUGHT,
     "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), like="mopd-exact",
                      points=_EARLY),
 }  # fmt: skip

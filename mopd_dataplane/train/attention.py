@@ -73,14 +73,15 @@ def packed_attention(
             sequence_starts = starts_of(lengths).to(query.device)
         output = in_one_launch(query, key, value, sequence_starts, max(lengths), scaling, sliding_window)
     else:
-        rest = lengths, scaling, sliding_window, dropout, s_aux
+        rest = lengths, scaling, sliding_window, dropout
         is_half = query.device.type == "cpu" and query.dtype.itemsize < 4
         if is_half and torch.is_grad_enabled() and query.requires_grad:
             # The backward pass of short sequences is three times as fast so: docs/decisions/0022-attention-on-a-cpu.md.
+            sinks = None if s_aux is None else s_aux.float()
             with torch.autocast("cpu", enabled=False):
-                output = each_sequence(query.float(), key.float(), value.float(), *rest).to(query.dtype)
+                output = each_sequence(query.float(), key.float(), value.float(), *rest, sinks).to(query.dtype)
         else:
-            output = each_sequence(query, key, value, *rest)
+            output = each_sequence(query, key, value, *rest, s_aux)
     if context_group is not None:
         output = tokens_for_heads(output, context_group)
     return output.transpose(1, 2).contiguous(), None

@@ -195,5 +195,7 @@ def test_hidden_states_outlive_the_last_pass(tmp_path: Path) -> None:
     for plan in (plan_ahead, plan_stage):
         with pytest.raises(InputError, match="nothing to train on"):
             plan(job, job.stages[0])
+    with pytest.raises(InputError, match="stopped with the error above"):
+        plan_ahead(job, job.stages[0], processes=2)
     score(store)
     assert plan_ahead(job, job.stages[0])["samples"] == 2 * SAMPLES, "what was missing is there now"
