@@ -1,6 +1,6 @@
 #!/bin/bash
-# A job on Slurm: sbatch containers/slurm.sh JOB STORE [OPTION…]. The first node plans and trains, the others sample
-# and score. Not run on Slurm: tests/unit/test_cluster_files.py runs it with stand-ins for srun, scontrol and ray.
+# A job on Slurm: sbatch containers/slurm.sh JOB STORE [OPTION…]. The first node runs the job, the others sample,
+# score and train. Not run on Slurm: tests/unit/test_cluster_files.py runs it with stand-ins for srun, scontrol and ray.
 #SBATCH --job-name=mopd
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
@@ -18,7 +18,7 @@ RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.to
 export RAY_AUTH_MODE RAY_AUTH_TOKEN  # srun passes the environment on, AWS_… too
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
-# Without CPUs and GPUs for Ray: the first node trains.
+# Without CPUs and GPUs for Ray: the first node evaluates.
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   ray start --head --block --port="$port" --num-cpus=0 --num-gpus=0 --include-dashboard=false &
 timeout 300 bash -c "until ray health-check --address '$head:$port'; do sleep 2; done"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # A job on machines that are reached by ssh: containers/ssh.sh JOB STORE HEAD HOST… [-- OPTION…]. HEAD is the address
-# of this machine for the others; it plans and trains, they sample and score. Not run over ssh:
+# of this machine for the others. It runs the job, they sample, score and train. Not run over ssh:
 # tests/unit/test_cluster_files.py runs it with stand-ins for ssh and ray.
 set -euo pipefail
 

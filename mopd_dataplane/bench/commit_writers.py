@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +29,25 @@ POLL_S = 0.05
 FIGURES = ("writers", "offered samples/s", "samples/s", "wait p50, ms", "wait p99, ms", "commits/s",
            "samples in a commit", "commit p50, ms", "load", "files", "writer MiB")  # fmt: skip
 SHORT = 60
-"""Response tokens of a sample where no mean is given."""
+"""Response tokens of a sample where no lengths are given."""
 LENGTHS = 10_000
 """Lengths that are drawn for a mean."""
 LONGEST = 16
 """Longest response, in means."""
+
+
+def drawn_lengths(mean_tokens: int) -> list[int]:
+    """Response lengths with this mean, drawn as those of the simulated fleet."""
+    lengths = Lengths(mean_tokens=mean_tokens, longest=LONGEST * mean_tokens, multi_turn=0.0)
+    return [script_of(f"{number:032x}", lengths).turns[-1][1] for number in range(LENGTHS)]
+
+
+def stored_lengths(uri: str) -> list[int]:
+    """Response lengths of the samples of a store, in random order. Raises InputError for a store without samples."""
+    lengths = Store.open(uri).samples(["response_len"])["response_len"].to_numpy()
+    if not len(lengths):
+        raise InputError(f"{uri} has no samples whose lengths could be replayed; give another store, or --mean-tokens")
+    return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
 
 def measure(
@@ -44,15 +58,15 @@ def measure(
     finished: int = BATCH,
     *,
     rate: float = 0.0,
-    mean_tokens: int = 0,
+    lengths: Sequence[int] = (SHORT,),
     group: bool = False,
     per_process: int = 1,
 ) -> dict[str, float]:
     """Let so many writers commit for some seconds, and until everything is committed.
 
     folder: empty, for files of the writers. uri: of a new store. finished: samples that each writer finishes every
-    WINDOW_S. rate: instead, samples a second that all writers finish together, at random moments. mean_tokens: mean of
-    the response lengths, drawn as those of the simulated fleet; 0: SHORT tokens each. group: one process commits for
+    WINDOW_S. rate: instead, samples a second that all writers finish together, at random moments. lengths: response
+    tokens of the samples, one after another, from the beginning again after the last. group: one process commits for
     all. per_process: above 1, each process simulates so many writers of a group by threads, each with requests of its
     own. Returns figures by name: wait is from a sample's end until its commit has returned; commits are those that
     `samples` has had; load, of a group: share of the time in which the process committed; files: under the store at the
@@ -65,7 +79,7 @@ def measure(
             "number must be a multiple; set --group, and --writers to a multiple of --per-process"
         )
     store = Store.create(uri)
-    Work(uri, seconds, finished, rate / writers, _response_lengths(mean_tokens)).write(folder)
+    Work(uri, seconds, finished, rate / writers, [*lengths]).write(folder)
     processes = [_Writer(folder, first, per_process, group=group) for first in range(0, writers, per_process)]
     try:
         _wait_for(lambda: len([*folder.glob("*.ready")]) == writers, processes, START_S)
@@ -102,14 +116,6 @@ def measure(
         "files": sum(1 for _ in store.location.identities()),
         "writer MiB": max(answer["mib"] for answer in answers),
     }
-
-
-def _response_lengths(mean_tokens: int) -> list[int]:
-    """Response tokens of samples, one after another."""
-    if not mean_tokens:
-        return [SHORT]
-    lengths = Lengths(mean_tokens=mean_tokens, longest=LONGEST * mean_tokens, multi_turn=0.0)
-    return [script_of(f"{number:032x}", lengths).turns[-1][1] for number in range(LENGTHS)]
 
 
 def _load(store: Store) -> CommitLoad:

@@ -148,6 +148,9 @@ def commits(
     mean_tokens: Annotated[
         int, Option("--mean-tokens", min=0, help="Mean response tokens, with a long tail; 0: 60 tokens each.")
     ] = 0,
+    lengths: Annotated[
+        str, Option("--lengths", metavar="STORE", help="Replay the response lengths of the samples of this store.")
+    ] = "",
     seconds: Annotated[float, Option("--seconds", min=0.2, help="Seconds that the writers commit.")] = 5.0,
     group: Annotated[bool, Option("--group", help="One process commits for all writers.")] = False,
     per_process: Annotated[
@@ -165,7 +168,13 @@ def commits(
     from mopd_dataplane.bench import commit_writers
     from mopd_dataplane.bench.commits import measure
 
+    if lengths and mean_tokens:
+        raise InputError("--lengths and --mean-tokens both say how long samples are; give one of them")
     if writers:
+        if lengths:
+            tokens = commit_writers.stored_lengths(lengths)
+        else:
+            tokens = commit_writers.drawn_lengths(mean_tokens) if mean_tokens else [commit_writers.SHORT]
         rows = []
         for number in writers:
             with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
@@ -178,7 +187,7 @@ def commits(
                         seconds,
                         finished,
                         rate=rate,
-                        mean_tokens=mean_tokens,
+                        lengths=tokens,
                         group=group,
                         per_process=per_process,
                     )

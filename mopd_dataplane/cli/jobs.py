@@ -80,8 +80,8 @@ def run(
         Option(
             "--ray",
             metavar="[ADDRESS]",
-            help="Roll out and score on a Ray cluster: at ADDRESS (host:port, or auto), else at $RAY_ADDRESS, else one "
-            "started on this machine.",
+            help="Sample, score and train on a Ray cluster: at ADDRESS (host:port, or auto), else at $RAY_ADDRESS, "
+            "else one started on this machine.",
         ),
     ] = None,
     from_here: Annotated[

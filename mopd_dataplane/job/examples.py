@@ -135,6 +135,8 @@ EXAMPLES: dict[str, str] = {
     "scale.engine_gpus": "1.0",
     "scale.teacher_cpus": "2.0",
     "scale.teacher_gpus": "1.0",
+    "scale.trainer_cpus": "8.0",
+    "scale.trainer_gpus": "8.0",
     "objectives.NAME.plan": "{ batch_samples = 512 }",
     "objectives.NAME.train": "{ learning_rate = 1e-3 }",
     "objectives.NAME.teacher_weights": "{ sorter = 2.0, speller = [[0, 1.0], [100, 0.5]] }",

@@ -28,6 +28,10 @@ class Scale(Section):
     """Processor cores that each teacher reserves in the Ray cluster while it scores."""
     teacher_gpus: float = Field(default=0.0, ge=0)
     """GPUs that each teacher reserves in the Ray cluster while it scores."""
+    trainer_cpus: float = Field(default=1.0, ge=0)
+    """Processor cores that the trainer with all its ranks reserves in the Ray cluster."""
+    trainer_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that the trainer with all its ranks reserves in the Ray cluster, on one node."""
 
     @property
     def data_parallel(self) -> int:

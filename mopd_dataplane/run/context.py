@@ -55,7 +55,7 @@ class Run:
     policies: Policies
     progress: Progress
     fleet: Fleet | None = None
-    """The workers that roll out and score, if that is not this process."""
+    """The workers that roll out, score and train, if that is not this process."""
     changes: tuple[Change, ...] = ()
     """Keys of the job that got another value after their stage had begun."""
 

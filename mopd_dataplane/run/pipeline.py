@@ -13,7 +13,7 @@ processes; each polls the store for new work until its part of the stage is done
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from mopd_dataplane.run.steps.collapse import check_answer_collapse
 from mopd_dataplane.run.steps.cut import cut_into_windows
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.endings import print_stop_tokens
-from mopd_dataplane.run.steps.evaluate import accuracy, evaluate, keep_best
+from mopd_dataplane.run.steps.evaluate import accuracy, best_evaluated, evaluate
 from mopd_dataplane.run.steps.link import check_links, link_sources
 from mopd_dataplane.run.steps.plan import plan_window, recorded_windows, trainable_plan, windows_to_replan
 from mopd_dataplane.run.steps.reward import reward
@@ -43,7 +43,8 @@ from mopd_dataplane.run.steps.rounds import rollout_until
 from mopd_dataplane.run.steps.score import score
 from mopd_dataplane.run.steps.self_checks import check_models
 from mopd_dataplane.run.steps.train import Training
-from mopd_dataplane.train.node_agent import node_rank
+from mopd_dataplane.run.tasks import WindowTrainer
+from mopd_dataplane.train.node_agent import node_count, node_rank
 
 Summary = dict[str, Any]
 
@@ -59,8 +60,8 @@ def run_job(
 ) -> Summary:
     """Run a job to its end, or one stage of it; a node other than the first (PET_NODE_RANK > 0) only joins training.
 
-    only: name of the stage. ray: address of the Ray cluster that runs rollout and scoring; "" for the default cluster,
-    as with `--ray` without an address (docs/ray.md); None to run both in this process. from_here: if the job file was
+    only: name of the stage. ray: address of the Ray cluster that samples, scores and trains; "" for the default
+    cluster, as with `--ray` without an address (docs/ray.md); None for this process. from_here: if the job file was
     changed since the run began, apply the changes to the remaining iterations without calling `ask`. ask: called with
     a description of such changes; returns True to accept them (docs/change.md).
     Returns {"store": URI, "accuracy": {stage: {domain: share}}, "report": path}. The accuracy is that of each stage's
@@ -120,7 +121,7 @@ def run_stage(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()) -> 
 def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()) -> None:
     """Run the iterations of a stage one after the other: samples, signals, plan, training, evaluation."""
     time_left = RemainingTime(run.job, stage, stage.iterations, later_stages=later_stages)
-    with Training(run, stage) as training:
+    with _training_of(run, stage) as training:
         # Window w trains policy version w + 1. If the stage samples its data, or cuts stored samples into windows, the
         # window uses the samples of iteration w, else all samples of the stage (`stage.iteration_of(w)` is None).
         for window in range(stage.iterations):
@@ -139,11 +140,19 @@ def run_iterations(run: Run, stage: Stage, *, later_stages: Sequence[Stage] = ()
                     training.train(plan_window(window_run, window_stage, window, iteration=iteration))
                 if _must_evaluate(run, stage, window + 1):
                     evaluate(window_run, window_stage, window + 1)
-                    keep_best(window_run, window_stage)
+                    if best := best_evaluated(window_run, window_stage):
+                        training.keep_best(best)
             if not needs_training:
                 time_left.skip_iteration()
             elif remaining := time_left.after_iteration(window + 1):
                 run.progress.say(f"{stage.name:<16} left     {remaining}")
+
+
+def _training_of(run: Run, stage: Stage) -> AbstractContextManager[WindowTrainer]:
+    """What trains a stage: a worker of the fleet, or processes of this node and, with PET_NNODES, of other nodes."""
+    if run.fleet is not None and node_count() == 1:
+        return run.fleet.training(stage)
+    return Training(run, stage)
 
 
 @contextmanager

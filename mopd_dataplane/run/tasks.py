@@ -12,10 +12,11 @@ from mopd_dataplane.score.server_use import ServerUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from mopd_dataplane.job.job import Stage
     from mopd_dataplane.job.sections import Lora
-    from mopd_dataplane.records import Prompt
+    from mopd_dataplane.records import PlanWindow, Prompt
     from mopd_dataplane.rollout.rollout_report import RolloutReport
     from mopd_dataplane.run.iteration import Sampler
     from mopd_dataplane.score.health import Health
@@ -81,8 +82,21 @@ class PlannedWindow(NamedTuple):
     steps: int
 
 
+class WindowTrainer(Protocol):
+    """What trains the windows of a stage; see steps.train.Training."""
+
+    def train(self, plan: PlanWindow) -> dict[str, str]:
+        """Train a recorded window."""
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint of the newest policy is in the store."""
+
+    def keep_best(self, versions: Sequence[int]) -> None:
+        """Have the checkpoints of these policy versions stay."""
+
+
 class Fleet(Protocol):
-    """Workers that roll out and score in place of this process."""
+    """Workers that roll out, score and train in place of this process."""
 
     def run_sampling_task(
         self, sampling_task: SamplingTask, skip_uids: set[str], show: Callable[..., None]
@@ -91,3 +105,6 @@ class Fleet(Protocol):
 
     def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
         """Score every task; `done` is called as each one ends."""
+
+    def training(self, stage: Stage) -> AbstractContextManager[WindowTrainer]:
+        """What trains the windows of a stage."""

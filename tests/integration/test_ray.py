@@ -196,6 +196,19 @@ class Works(Refuses):
         return "done"
 
 
+class Stays(Works):
+    """A worker that is told when it ends. folder: where it leaves a note."""
+
+    def __init__(self, folder: Path) -> None:
+        self._note = folder / "stopped"
+
+    def work(self) -> int:  # type: ignore[override]
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._note.touch()
+
+
 def group(worker: type) -> pool.Group:
     return pool.Group("trial", worker, (), {"num_cpus": 0}, 1, deque([pool.Task(())]))
 
@@ -258,6 +271,25 @@ def test_a_task_that_kills_every_worker_is_given_up(
         pool.drive([group(Works)], done=lambda group, task, result: done.append(result))
     assert done == ["done"]
     assert sum("a worker of trial is gone" in line for line in said) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_stays_takes_the_tasks_of_the_next_call(
+    cluster: Any, make_run: Callable[[str], Run], tmp_path: Path
+) -> None:
+    done: list[Any] = []
+    staying = pool.Group("trial", Stays, (tmp_path,), {"num_cpus": 0}, 1, deque(), stop_s=30.0, stays=True)
+    with ray_fleet(cluster.address, make_run("stays")):
+        for _ in range(2):
+            staying.tasks.append(pool.Task(()))
+            pool.drive([staying], done=lambda group, task, result: done.append(result))
+        os.kill(done[0], signal.SIGKILL)
+        staying.tasks.append(pool.Task(()))
+        pool.drive([staying], done=lambda group, task, result: done.append(result))
+        assert not (tmp_path / "stopped").exists()
+        pool.end(staying)
+    assert done[0] == done[1] != done[2]
+    assert (tmp_path / "stopped").exists()
 
 
 @pytest.mark.slow  # Ray tries for a minute

@@ -1,6 +1,6 @@
-"""A job with its store on S3 and its engines and scorers on a Ray cluster of several nodes that share no folder.
+"""A job with its store on S3, and engines, scorers and trainers on a Ray cluster of several nodes that share no folder.
 
-Worker nodes are killed while they sample and while they score, and replaced by new ones. What the store holds then is
+Worker nodes are killed while they train, sample and score, and replaced by new ones. What the store holds then is
 compared with a run of the same job in one process on a folder.
 """
 
@@ -26,8 +26,8 @@ from mopd_dataplane.store.remote.artifacts import ArtifactStore
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 1500.0
-KILLS = ("EngineReplica", "TeacherWorker", "EngineReplica")
-"""Nodes are killed while they run such an actor, in this order; the job may end before the last one."""
+KILLS = ("TrainerWorker", "EngineReplica", "TeacherWorker", "TrainerWorker", "EngineReplica")
+"""Nodes are killed while such an actor works, in this order."""
 SAMPLES = 48 + 2 * 48
 COMMITTERS = 4
 """One for each rollout and each scoring on the cluster."""
@@ -93,7 +93,7 @@ name = "student"
 objective = "sampled"
 iterations = 2
 """
-PROMISED = {"samples": ("uid",), "scores": ("uid", "teacher", "kind")}
+PROMISED = {"samples": ("uid",), "scores": ("uid", "teacher", "kind"), "steps": ("stage", "window", "step")}
 """Columns that have the same values in both runs. Tokens of the first iteration are compared too."""
 MOST_DRIFT = 1e-5
 """Largest difference of a log-prob of the first iteration, in nat: an engine samples a share beside others than one
@@ -132,14 +132,16 @@ def has_logged(folder: Path) -> bool:
 
 
 def _is_busy(nodes: RayNodes, node: str, kind: str) -> bool:
-    """Check if a node scores, or has sampled a part of its samples."""
+    """Check if a node scores or trains, or has sampled a part of its samples."""
     if kind == "TeacherWorker":
         return nodes.runs(node, "TeacherWorker")
+    if kind == "TrainerWorker":
+        return nodes.runs(node, "TrainerWorker.work")
     return has_logged(nodes.folder_of(node)) and nodes.runs(node, "EngineReplica.work")
 
 
 def kill_nodes(nodes: RayNodes, driver: subprocess.Popen[bytes]) -> list[str]:
-    """Kill and replace nodes that sample or score until the job ends. Returns the class of an actor of each."""
+    """Kill and replace nodes that train, sample or score. Returns the class of an actor of each once the job ends."""
     killed: list[str] = []
     until = time.monotonic() + DEADLINE_S
     while driver.poll() is None:
@@ -180,7 +182,7 @@ def layout(store: Store, stage: str, window: int) -> tuple[list[str], list[int],
     return uids, plan.pack_starts.tolist(), plan.step_starts.tolist()
 
 
-def test_nodes_are_killed_and_each_sample_is_stored_and_scored_once(
+def test_nodes_are_killed_and_each_sample_is_stored_scored_and_trained_on_once(
     job: Path, nodes: RayNodes, s3: str, tmp_path: Path
 ) -> None:
     folder = nodes.folder_of("driver")
@@ -197,7 +199,7 @@ def test_nodes_are_killed_and_each_sample_is_stored_and_scored_once(
         driver.kill()
         driver.wait(30)
     assert driver.returncode == 0, messages.read_text()
-    assert set(killed) == set(KILLS), f"{killed} were killed\n{messages.read_text()}"
+    assert tuple(killed) == KILLS, messages.read_text()
 
     store, expected = open_store(s3), open_store(str(tmp_path / "store"))
     for table in PROMISED:

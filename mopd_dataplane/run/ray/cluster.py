@@ -1,15 +1,15 @@
-"""The Ray cluster that a job rolls out, scores and plans on; docs/ray.md says which one, and what its nodes must see.
+"""The Ray cluster that samples, scores, plans and trains for a job; docs/ray.md says what its nodes must see.
 
 Engine replicas sample a share of an iteration each; teachers, one each, are placed where their resources are free and
-ended when their samples are scored. A share is a set of uids and the name of the token log it goes through. Unfinished
-samples of a log belong to it: their uids are assigned first and under its name, whichever worker or run continues it.
+ended when their samples are scored; the trainer is in trainer.py. A share is a set of uids and the name of the token
+log it goes through. Unfinished samples of a log belong to it: their uids are assigned first and under its name,
+whichever worker or run continues it.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,19 +19,16 @@ from pathlib import Path
 
 from mopd_dataplane.base.extras import require
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.job.job import Job, Stage
-from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.scale import Scale
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.rollout_report import RolloutReport
-from mopd_dataplane.run.context import Run, open_existing
-from mopd_dataplane.run.iteration import Sampler, sampler_of
-from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.ray.pool import Group, Task, drive
-from mopd_dataplane.run.stage_prompts import prompts_of
+from mopd_dataplane.run.ray.trainer import PlacedTraining
+from mopd_dataplane.run.ray.workers import EngineReplica, Planner, TeacherWorker
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.plan import plan_own_window
-from mopd_dataplane.run.steps.rollout import open_engine, sample_on_engine, uids_of
-from mopd_dataplane.run.steps.score import score_task, student_topk, teacher_pool
+from mopd_dataplane.run.steps.rollout import uids_of
 from mopd_dataplane.run.tasks import PlannedWindow, SamplingTask, ScoredTask, ScoreTask
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.group_commit.election import staying_committer
@@ -75,7 +72,14 @@ def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
         room = ray.cluster_resources()
         resources = ", ".join(f"{room[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in room)
         run.progress.say(f"ray {ray.__version__} {where}: {nodes} node(s), {resources}")
+        if "GPU" in room and (without := _without_gpus(run.job.scale)):
+            run.progress.say(f"ray hides its GPUs from the workers of {', '.join(without)}, which are 0")
         yield RayFleet(run)
+
+
+def _without_gpus(scale: Scale) -> list[str]:
+    """Keys of the job by which workers reserve no GPU."""
+    return [f"scale.{key}" for key in ("engine_gpus", "teacher_gpus", "trainer_gpus") if not getattr(scale, key)]
 
 
 def _resolved(address: str) -> str:
@@ -115,7 +119,8 @@ def _reach(address: str) -> None:
 
 @dataclass(frozen=True)
 class RayFleet:
-    """A run's engine replicas and teachers, in processes of their own; each call starts and ends those it needs."""
+    """A run's engine replicas, teachers and trainer, in processes of their own; each call starts and ends those it
+    needs."""
 
     run: Run
 
@@ -209,6 +214,10 @@ class RayFleet:
 
         drive([group], done=lambda group, task, planned: done(planned), say=say)
 
+    def training(self, stage: Stage) -> PlacedTraining:
+        """What trains the windows of a stage, where Ray has room for it."""
+        return PlacedTraining(self.run, stage)
+
     def _committer(self) -> AbstractContextManager[None]:
         """The process that commits for all workers, if the job has one: started here, since Ray ends what a worker
         starts with the worker."""
@@ -216,79 +225,6 @@ class RayFleet:
             return nullcontext()
         store = self.run.store
         return staying_committer(store.uri, store.root, store.files, store.location.storage_options)
-
-
-class _Worker:
-    """One stage of a job in a process of the cluster."""
-
-    _run: Run
-    _stage: Stage
-
-    def __init__(self, job: str, stage: str) -> None:
-        self._job, self._stage_name = job, stage
-
-    def ready(self) -> bool:
-        """Open the store. Returns once the worker has a node, and the node has what the job needs."""
-        # Not in __init__, whose errors Ray reports as its own.
-        self._run = open_existing(Job.model_validate_json(self._job), Progress(quiet=True))
-        self._stage = self._run.job.stage(self._stage_name)
-        return True
-
-
-class EngineReplica(_Worker):
-    """A worker that holds one policy."""
-
-    def __init__(self, job: str, stage: str, iteration: int, sampler: Sampler, version: int) -> None:
-        super().__init__(job, stage)
-        self._iteration, self._sampler, self._version = iteration, sampler, version
-        self._engine: Engine | None = None
-
-    def ready(self) -> bool:
-        """Open the store and read the prompts."""
-        super().ready()
-        self._run, self._stage = self._run.at(self._stage, self._iteration)
-        most = self._stage.rollout.most_rounds  # this engine's share says which of their samples are due
-        prompts = prompts_of(self._run, self._stage, self._iteration, rounds=most)
-        own = [p for p in prompts if sampler_of(self._run.job, self._stage, p, self._iteration) == self._sampler]
-        self._sampling_task = SamplingTask(self._stage, self._iteration, self._sampler, self._version, own)
-        return True
-
-    def work(self, writer: str, uids: list[str]) -> RolloutReport:
-        """Sample a share through the log of `writer`, and finish what that log holds."""
-        if self._engine is None:
-            self._engine = open_engine(self._run, self._sampling_task)
-        _, stored = stage_samples(self._run.store, self._stage, self._sampling_task.iteration, ["uid"])
-
-        def show(done: int, **facts: str) -> None:
-            if "notice" in facts:
-                print(f"{self._stage.name} rollout {writer}: {facts['notice']}", file=sys.stderr, flush=True)
-
-        skip_uids = set(stored["uid"].to_pylist()) | self._run.store.deletions.uids()
-        return sample_on_engine(
-            self._run, self._engine, self._sampling_task, writer, skip_uids, show, only_uids=set(uids)
-        )
-
-
-class TeacherWorker(_Worker):
-    """A worker that holds one teacher."""
-
-    def ready(self) -> bool:
-        """Open the store and the teachers."""
-        super().ready()
-        self._run, self._stage = self._run.at(self._stage, self._run.policies.latest(self._stage))
-        self._pool = teacher_pool(self._run, self._stage)
-        self._student = student_topk(self._run, self._stage)
-        return True
-
-    def work(self, task: ScoreTask) -> ScoredTask:
-        return score_task(self._run, self._stage, self._pool, self._student, task)
-
-
-class Planner(_Worker):
-    """A worker that plans windows."""
-
-    def work(self, window: int) -> PlannedWindow:
-        return plan_own_window(self._run, self._stage, window)
 
 
 def _shares(run: Run, sampling_task: SamplingTask, skip_uids: set[str]) -> list[tuple[str, set[str]]]:

@@ -3,6 +3,8 @@
     waiting actor ──ready──▶ idle ──task──▶ busy ──result──▶ idle … ──no task left──▶ ended, its resources are free
                                               └──dies──▶ its task goes back to the front; a new actor waits for room
 
+The worker of a group that `stays` keeps its resources when no task is left, and takes the tasks of the next call.
+
 Ray places, starts and watches the actors. A task must be safe to repeat: what it has committed is exactly once by uid.
 Ray's own restarts (`max_restarts`, `max_task_retries`) are not used: they repeat a task on the same actor only, while
 here the next idle one takes it, and an actor that is unreachable but alive would come back beside its successor.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,8 @@ class Task:
 
     arguments: tuple[Any, ...]
     deaths: int = 0
+    actor: Any = None
+    """The worker that was given the task last."""
 
 
 @dataclass
@@ -56,6 +61,14 @@ class Group:
     running: list[Task] = field(default_factory=list)
     failed_starts: int = 0
     """Workers that died before they were ready, since the last one that was ready."""
+    threads: int = 1
+    """Methods that a worker runs at once."""
+    stop_s: float = 0.0
+    """How long a worker may take for its method `stop`, which is called before it is ended; 0: it has none."""
+    stays: bool = False
+    """Whether the only worker of the group outlives a call of `drive`; `end` ends it."""
+    idle: Any = None
+    """The worker that stays, between two calls."""
 
 
 @dataclass
@@ -83,6 +96,10 @@ def drive(
     calls: dict[Any, _Call] = {}
     try:
         for group in groups:
+            if group.idle is not None:
+                actor, group.idle = group.idle, None
+                _next(group, actor, calls)
+                continue
             for _ in range(min(group.size, len(group.tasks))):
                 _start(group, calls)
         room = _Room(say)
@@ -96,14 +113,33 @@ def drive(
                 _next(call.group, call.actor if alive else None, calls)
     finally:
         for call in calls.values():
-            ray.kill(call.actor)
+            _stop(call.group, call.actor)
+
+
+def end(group: Group) -> None:
+    """End the worker that stayed, if one did."""
+    if group.idle is not None:
+        _stop(group, group.idle)
+        group.idle = None
+
+
+def _stop(group: Group, actor: Any) -> None:
+    """End a worker, after its `stop` if it has one; what fails meanwhile is the worker's loss."""
+    import ray
+    from ray.exceptions import RayError
+
+    if group.stop_s:
+        with suppress(RayError):
+            ray.get(actor.stop.remote(), timeout=group.stop_s)
+    ray.kill(actor)
 
 
 def _start(group: Group, calls: dict[Any, _Call]) -> None:
     """Ask Ray for one more worker; it comes when there is room."""
     import ray
 
-    actor = ray.remote(group.worker).options(name=None, **group.resources).remote(*group.settings)
+    options = {"name": None, "max_concurrency": group.threads, **group.resources}
+    actor = ray.remote(group.worker).options(**options).remote(*group.settings)
     calls[actor.ready.remote()] = _Call(group, actor, None)
 
 
@@ -139,6 +175,7 @@ def _settle(reference: Any, call: _Call, done: Callable[[Group, Task, Any], None
             call.group.tasks.appendleft(task)
         return False
     except RayTaskError as error:
+        _stop(call.group, call.actor)
         raise error.cause from None
     if task is None:
         call.group.failed_starts = 0
@@ -163,7 +200,10 @@ def _next(group: Group, actor: Any, calls: dict[Any, _Call]) -> None:
     task = group.take(group) if actor is not None else None
     if task is not None:
         group.running.append(task)
+        task.actor = actor
         calls[actor.work.remote(*task.arguments)] = _Call(group, actor, task)
+    elif actor is not None and group.stays:
+        group.idle = actor
     elif actor is not None:
         ray.kill(actor)
     waiting = sum(call.group is group and call.task is None for call in calls.values())

@@ -25,7 +25,6 @@ from mopd_dataplane.run.steps.held_out import HeldOutAnswer, evaluated_prompts, 
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.run.steps.self_checks import check_sampler
 from mopd_dataplane.score.readers import HfReader, TeacherForward
-from mopd_dataplane.train.newest import name_best
 
 if TYPE_CHECKING:
     import torch
@@ -93,15 +92,15 @@ def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
     return {domain: sum(right[domain]) / len(right[domain]) for domain in run.job.domains if domain in right}
 
 
-def keep_best(run: Run, stage: Stage) -> None:
-    """Have the checkpoints of a stage's best versions stay: by their mean reward, and of equals the earlier one."""
+def best_evaluated(run: Run, stage: Stage) -> list[int]:
+    """The `retain.best_checkpoints` best versions of a stage: by their mean reward, and of equals the earlier one."""
     if not (count := run.job.retain.best_checkpoints):
-        return
+        return []
     own = f"policy = '{stage.name}' AND finish_reason <> 'benchmark'"
     rows = run.store.table("evals", ["policy_version", "reward"], filter=own)
     means = rows.group_by("policy_version").aggregate([("reward", "mean")]).to_pylist()
     ranked = sorted((-row["reward_mean"], row["policy_version"]) for row in means if row["reward_mean"] is not None)
-    name_best(run.root / "checkpoints" / stage.name, sorted(version for _, version in ranked[:count]))
+    return sorted(version for _, version in ranked[:count])
 
 
 def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]) -> list[Answer]:

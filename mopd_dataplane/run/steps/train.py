@@ -19,8 +19,11 @@ from mopd_dataplane.run.steps.retain import apply_retention
 from mopd_dataplane.run.steps.train_records import TrainRecords
 from mopd_dataplane.run.steps.trainer_process import TrainerProcess
 from mopd_dataplane.train.metrics import PADDING
+from mopd_dataplane.train.newest import name_best
 from mopd_dataplane.train.node_agent import node_rank
 
+Facts = dict[str, str]
+"""What the progress line says beside the steps."""
 STATS_INTERVAL_S = 30.0
 """Time between two writes of per-token statistics while a window is trained, in seconds."""
 
@@ -42,21 +45,27 @@ class Training:
         self._has_reported_padding = False
 
     def __enter__(self) -> Training:
-        if node_rank() == 0:  # publish and record what a killed run, on this node or another, left undone
-            self._checkpoints.publish()
-            self._run.policies.publish(self._stage)
+        if node_rank() == 0:
+            self.publish_and_record()
             self._checkpoints.fetch()
             self._records.add_steps()
             self.wait_for_checkpoint()
         return self
 
-    def train(self, plan: PlanWindow) -> None:
+    def publish_and_record(self) -> None:
+        """Publish and record what a run that was killed on this node left undone. Starts nothing."""
+        self._checkpoints.publish()
+        self._run.policies.publish(self._stage)
+        self._records.add_steps()
+
+    def train(self, plan: PlanWindow) -> Facts:
         """Train a recorded window, continuing from the last checkpoint, unless its policy version exists already.
 
-        Returns when the version is in the store. The trainer may still be writing the checkpoint that follows the
-        window: `wait_for_checkpoint` waits for it. Raises an error of the class that the exit code of the trainer
-        process stands for; EngineError when the process died without reporting an error.
+        Returns the facts of its progress line when the version is in the store; the trainer may still be writing the
+        checkpoint that follows the window: `wait_for_checkpoint` waits for it. Raises an error of the class that the
+        exit code of the trainer process stands for; EngineError when the process died without reporting an error.
         """
+        facts: Facts = {}
         run, stage = self._run.at(self._stage, plan.window)
         self.wait_for_checkpoint()
         is_trained = run.policies.latest(stage) > plan.window
@@ -73,11 +82,17 @@ class Training:
                 run.policies.publish(stage)
                 steps = self._records.steps_of(plan.window)
                 self._report_padding(steps)
-                report.facts = _summary(steps)
+                report.facts = facts = _summary(steps)
             self._records.add_window(plan, steps)
             if not stage.train.keep:  # the job does not keep the trainer between windows
                 self._trainer.stop()
             run.record_time(stage, plan.window, "train", report.seconds)
+        return facts
+
+    def progress(self, window: int) -> tuple[int, Facts]:
+        """Steps of a window that are trained so far, and facts about the newest."""
+        steps = self._records.steps_of(window)
+        return len(steps), _summary(steps[-1:])
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint of the newest policy is in the store, then apply the job's [retain].
@@ -91,6 +106,15 @@ class Training:
             )
         self._checkpoints.publish()
         apply_retention(self._run, self._stage, windows_done=self._checkpoints.checkpointed_window_count())
+
+    def keep_best(self, versions: Sequence[int]) -> None:
+        """Have the checkpoints of these policy versions stay, in place of those named before."""
+        name_best(self._checkpoints.folder, list(versions))
+
+    def interrupt(self) -> None:
+        """Ask a running trainer to end after its current step, with a checkpoint; from another thread than `train`,
+        which then raises."""
+        self._trainer.interrupt()
 
     def train_with_first_node(self, target_version: int | None) -> None:
         """On a node other than the first: take part in the training until the stage has policy `target_version`.
@@ -145,7 +169,7 @@ class Training:
             self._run.progress.say(f"{self._stage.name:<16} train    {message}")
 
 
-def _summary(steps: Sequence[StepMetrics]) -> dict[str, str]:
+def _summary(steps: Sequence[StepMetrics]) -> Facts:
     """Values of these steps for the progress line.
 
     `loss` is that of the last step, `staleness` the maximum. `reverse_kl` and `padding` are means over the steps;

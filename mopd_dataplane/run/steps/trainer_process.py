@@ -94,6 +94,11 @@ class TrainerProcess:
         if self._process.returncode:
             self._raise_error(self._process.returncode)
 
+    def interrupt(self) -> None:
+        """Ask the trainer to save its state and end; `wait_until` then raises in the thread that waits."""
+        if self._process is not None:
+            self._process.terminate()
+
     def stop(self) -> None:
         """End trainer and loader, if they run."""
         self._resources.close()

@@ -91,6 +91,8 @@ def test_settings_of_benchmarks(tmp_path: Path) -> None:
     with advises("; set --processes and --window accordingly"):
         mopd(*plan, "--processes", 2)
     assert mopd(*plan, "--processes", 2, "--window", 1000)
+    with advises("--lengths and --mean-tokens both say how long samples are; give one of them"):
+        mopd("bench", "commits", "--writers", 1, "--lengths", tmp_path, "--mean-tokens", 60)
     writers = ("bench", "commits", "--writers", 4, "--seconds", 0.2, "--per-process", 2, "--folder", tmp_path)
     with advises("; set --group, and --writers to a multiple of --per-process"):
         mopd(*writers)

@@ -7,8 +7,7 @@ from pathlib import Path
 from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.steps.evaluate import keep_best
-from mopd_dataplane.train.newest import best_versions
+from mopd_dataplane.run.steps.evaluate import best_evaluated
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -39,12 +38,10 @@ def evaluate_as(run: Run, version: int, *rewards: float, finish_reason: str = "s
 
 def test_the_highest_means_so_far_and_of_equals_the_earlier(tmp_path: Path) -> None:
     run = opened(tmp_path / "store", 2)
-    folder = tmp_path / "store" / "checkpoints" / "base"
     named = []
     for version, rewards in enumerate([(0.0, 1.0), (0.0, 0.0), (1.0, 1.0), (0.25, 0.75)], start=1):
         evaluate_as(run, version, *rewards)
-        keep_best(run, run.job.stage("base"))
-        named.append(best_versions(folder))
+        named.append(best_evaluated(run, run.job.stage("base")))
     assert named == [[1], [1, 2], [1, 3], [1, 3]]
 
 
@@ -54,12 +51,10 @@ def test_benchmarks_and_other_stages_do_not_count(tmp_path: Path) -> None:
     evaluate_as(run, 2, 0.0)
     evaluate_as(run, 2, 1.0, 1.0, finish_reason="benchmark")
     evaluate_as(run, 3, 1.0, policy="student")
-    keep_best(run, run.job.stage("base"))
-    assert best_versions(tmp_path / "store" / "checkpoints" / "base") == [1]
+    assert best_evaluated(run, run.job.stage("base")) == [1]
 
 
-def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
+def test_without_the_setting_there_are_none(tmp_path: Path) -> None:
     run = opened(tmp_path / "store", 0)
     evaluate_as(run, 1, 1.0)
-    keep_best(run, run.job.stage("base"))
-    assert not (tmp_path / "store" / "checkpoints").exists()
+    assert best_evaluated(run, run.job.stage("base")) == []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from advice import advises
 
 from mopd_dataplane.bench import fleet as fleet_module
 from mopd_dataplane.bench.commit_writer import Work
-from mopd_dataplane.bench.commit_writers import FIGURES
+from mopd_dataplane.bench.commit_writers import FIGURES, drawn_lengths, stored_lengths
 from mopd_dataplane.bench.commit_writers import measure as measure_writers
 from mopd_dataplane.bench.fleet import VERIFIED, measure
 from mopd_dataplane.bench.fleet_audit import audit
@@ -19,6 +21,7 @@ from mopd_dataplane.bench.fleet_member import expected_samples, policy_version, 
 from mopd_dataplane.bench.fleet_settings import Fleet
 from mopd_dataplane.bench.length_bias import Interrupted, Killed
 from mopd_dataplane.bench.replay import ReplayEngine, expected_response, reply, script_of
+from mopd_dataplane.bench.small_samples import bench_sample
 from mopd_dataplane.errors import EngineError, InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
@@ -172,11 +175,25 @@ def test_writers_that_share_a_process_commit_every_sample(tmp_path: Path) -> Non
 
 
 def test_writers_whose_samples_end_at_random_moments_commit_every_sample(tmp_path: Path) -> None:
-    figures = measure_writers(tmp_path, str(tmp_path / "store"), 2, 1.0, rate=40, mean_tokens=200, group=True)
+    tokens = drawn_lengths(200)
+    figures = measure_writers(tmp_path, str(tmp_path / "store"), 2, 1.0, rate=40, lengths=tokens, group=True)
     assert figures["offered samples/s"] == 40
     assert 0 < figures["load"] <= 1
     lengths = Store.open(tmp_path / "store").samples(["response_len"])["response_len"].to_numpy()
     assert len(np.unique(lengths)) > 2
+
+
+def test_writers_replay_the_lengths_of_a_store(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "run")
+    with advises("; give another store, or --mean-tokens"):
+        stored_lengths(store.uri)
+    store.commit_samples([bench_sample(number, length) for number, length in enumerate((3, 70, 11))])
+    lengths = stored_lengths(store.uri)
+    assert sorted(lengths) == [3, 11, 70]
+    (tmp_path / "writers").mkdir()
+    measure_writers(tmp_path / "writers", str(tmp_path / "store"), 1, 0.6, lengths=lengths)
+    replayed = Store.open(tmp_path / "store").samples(["response_len"])["response_len"].to_pylist()
+    assert Counter(replayed[1:]) == Counter({3: 4, 11: 4, 70: 4})
 
 
 def test_writers_finish_as_many_samples_as_the_rate_says() -> None:
