@@ -32,7 +32,7 @@ IDLE_S = 30.0
 """Time without a request after which the process ends."""
 OPENING = "the process that commits for all writers cannot open the store"
 """Beginning of the error that writers get then."""
-REST = 2.4
+REST = 2.5
 """Rest after a round, in multiples of the round, so that it takes 0.3 of the time: batches that come meanwhile go into
 one commit instead of several."""
 LONGEST_CYCLE_S = 0.8
