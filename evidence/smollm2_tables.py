@@ -127,9 +127,10 @@ def smollm2_kept() -> str:
     skills = [comparison.job.stage(stage).domains[0] for stage in comparison.arms["cascade"].stages]
     head = ("policy", *skills, "capital (nobody's)")
     lines = [line(*head), line(*["---"] * len(head))]
-    by_arm = of_arms(JOB, ("base", "cascade", "cascade-mopd", "grpo", "mopd-exact"))
+    by_arm = of_arms(JOB, ("base", "cascade", "cascade-mopd", "turns-mopd", "grpo", "mopd-exact"))
     rows = [("base", "base", -1), *((f"then rewards of {skill}", "cascade", n) for n, skill in enumerate(skills)),
             ("then distilled from all specialists, 480 answers", "cascade-mopd", -1),
+            ("160 of them after the rewards of each domain instead", "turns-mopd", -1),
             ("rewards of all at once", "grpo", -1), ("distilled from all specialists", "mopd-exact", -1)]  # fmt: skip
     for says, arm, point in rows:
         if not by_arm[arm]:

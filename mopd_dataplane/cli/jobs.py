@@ -326,7 +326,7 @@ def add_to(app: Typer) -> None:
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", from_queue, panel=PANEL)
     again = f"mopd reward {job} --stage student --missing"
     register(app, reward, f"mopd reward {job} --stage student --json", again, panel=PANEL)
-    ahead = "mopd plan jobs/mine --stage stored --all --processes 8"
+    ahead = "mopd plan my-job.toml --stage stored --all --processes 8"
     register(app, plan, f"mopd plan {job} --stage student --explain", ahead, panel=PANEL, cls=RayAnywhere)
     register(app, train, f"mopd train {job} --stage student --follow", panel=PANEL)
 
