@@ -170,6 +170,11 @@ _SMOLLM2_MOPD = {
                      points=_EARLY),
 }  # fmt: skip
 
+_SMOLLM2_KEPT = {
+    **{name: _SMOLLM2_MOPD[name] for name in ("base", "date", "larger", "json")},
+    "kept": Arm("the same, and 512 answers to general questions with the base as their teacher", ("kept",)),
+}
+
 _NEAR = {
     "base": Arm("the start of all others", uses_teachers=False),
     "near": Arm("the teacher: the base after 4,000 sorted lists at a low rate"),
@@ -224,6 +229,7 @@ COMPARISONS = {
         Comparison(
             JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 8, 16), searched_version=8
         ),
+        Comparison(JOBS / "smollm2-kept", _SMOLLM2_KEPT, ("date", "larger", "json"), points=(8, 16)),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
         Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),
