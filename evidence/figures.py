@@ -34,6 +34,7 @@ from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
 from smollm2_tables import (
     smollm2,
+    smollm2_base_teaches,
     smollm2_costs,
     smollm2_curves,
     smollm2_json,
@@ -62,8 +63,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
     "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-json": smollm2_json,
-    "smollm2-search": smollm2_search,
-    "smollm2-skill": smollm2_skill, "smollm2-kept": smollm2_kept, "smollm2-costs": smollm2_costs, "conflict": conflict,
+    "smollm2-search": smollm2_search, "smollm2-skill": smollm2_skill, "smollm2-kept": smollm2_kept,
+    "smollm2-costs": smollm2_costs, "smollm2-base-teaches": smollm2_base_teaches, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,
     "signals": signals,
 }  # fmt: skip

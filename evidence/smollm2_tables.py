@@ -1,4 +1,4 @@
-"""Tables and the picture of jobs/smollm2-mopd, from its results."""
+"""Tables and the picture of jobs/smollm2-mopd, and the table of jobs/smollm2-kept, from their results."""
 
 from __future__ import annotations
 
@@ -138,6 +138,35 @@ def smollm2_kept() -> str:
             continue
         ends = list(ends_of(by_arm[arm], point=point).values())
         lines.append(line(says, *(over_seeds([{d: end[d]} for end in ends]) for d in (*skills, "capital"))))
+    return "\n".join(lines) + "\n"
+
+
+def smollm2_base_teaches() -> str:
+    """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
+    own, kept = of_arms(JOB, ("base", "mopd-exact")), of_arms("smollm2-kept", ("kept",))
+    taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_of(own["mopd-exact"])
+    head = (
+        "policy",
+        *taught,
+        "capital (nobody's)",
+        "student tokens",
+        "− without, points: mean of the taught",
+        "capital",
+    )
+    lines = [line(*head), line(*["---"] * len(head))]
+    rows = (("base", own["base"]), ("distilled from the specialists", own["mopd-exact"]),
+            ("and from the base, on 512 general questions", kept["kept"]))  # fmt: skip
+    for says, runs in rows:
+        if not runs:
+            lines.append(line(says, *["not run"] * (len(head) - 1)))
+            continue
+        ends = ends_of(runs)
+        cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
+        cells += [cost(runs)[0]]
+        for domains in (taught, ["capital"]):
+            pair = ({seed: {d: end[d] for d in domains} for seed, end in which.items()} for which in (ends, exact))
+            cells += ["" if runs is own["mopd-exact"] else paired(*pair)]
+        lines.append(line(says, *cells))
     return "\n".join(lines) + "\n"
 
 
