@@ -163,11 +163,16 @@ _SMOLLM2_MOPD = {
                         ("cascade-date", "cascade-larger", "cascade", "cascade-mopd")),
     "turns-mopd": Arm("the same rewards, and MOPD on 160 answers after those of each domain",
                       ("cascade-date", "turns-date-mopd", "turns-larger", "turns-larger-mopd", "turns-json",
-                       "turns-mopd")),
+                       "turns-mopd"), like="cascade-mopd"),
     **_MERGED,
     **_TAUGHT,
     "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), like="mopd-exact",
                      points=_EARLY),
+    "weak": Arm("another base: a quarter of the examples", like="mopd-exact", start="weak", uses_teachers=False),
+    "weak-date": Arm("the same skill, distilled into that base", ("weak-date",), like="mopd-exact", start="weak",
+                     points=_EARLY),
+    "weak-imitation-first": Arm("the same, the first half of the answers the specialist's, forward KL",
+                                ("weak-date-imitation", "weak-date-then"), like="mopd-exact", start="weak"),
 }  # fmt: skip
 
 _SMOLLM2_KEPT = {

@@ -121,6 +121,30 @@ def smollm2_skill() -> str:
     return "\n".join(lines) + "\n"
 
 
+def smollm2_other_base() -> str:
+    """The skill distilled from its specialist into the specialist's own base, and into another: accuracy in it."""
+    comparison = COMPARISONS[JOB]
+    answers = [0, *answers_by_point(comparison, comparison.arms["mopd-date"])]
+    head = ("student", *(f"{count:,} answers" for count in answers), "capital (nobody's)")
+    lines = [line(*head), line(*["---"] * len(head))]
+    rows = (("the specialist's own base, on-policy", "base", "mopd-date"),
+            ("another base, on-policy", "weak", "weak-date"),
+            ("another base, the first half of the answers the specialist's", "weak", "weak-imitation-first"),
+            )  # fmt: skip
+    for says, start, name in rows:
+        by_arm = of_arms(JOB, (start, name))
+        if not all(by_arm.values()):
+            lines.append(line(says, *["not run"] * (len(head) - 1)))
+            continue
+        points = [0, *answers_by_point(comparison, comparison.arms[name])]
+        curves = [ends_of(by_arm[start]), *(ends_of(by_arm[name], point=n) for n in range(len(points) - 1))]
+        by_answers = {count: over_seeds([{SKILL: end[SKILL]} for end in ends.values()])
+                      for count, ends in zip(points, curves, strict=True)}  # fmt: skip
+        capital = over_seeds([{"capital": end["capital"]} for end in curves[-1].values()])
+        lines.append(line(says, *(by_answers.get(count, "") for count in answers), capital))
+    return "\n".join(lines) + "\n"
+
+
 def smollm2_kept() -> str:
     """What is kept of each skill when rewards teach one after another, beside what joins all: a matrix."""
     comparison = COMPARISONS[JOB]
