@@ -17,12 +17,14 @@ from mopd_dataplane.prompts import load_prompts
 JOB = "smollm2-mopd"
 SKILL = "date"
 """The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
+_FROM_THE_BASE = tuple(name for name, arm in COMPARISONS[JOB].arms.items() if not arm.start)
+"""Arms that start from the specialists' own base."""
 
 
 def smollm2() -> str:
     """Every arm: accuracy in the specialists' domains and in nobody's, beside exact MOPD."""
     comparison = COMPARISONS[JOB]
-    by_arm = of_arms(JOB, comparison.arms)
+    by_arm = of_arms(JOB, _FROM_THE_BASE)
     routing = comparison.job.routing
     taught, ends = sorted(routing), {name: ends_of(runs) for name, runs in by_arm.items()}
     own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
@@ -74,7 +76,7 @@ def smollm2_json() -> str:
     comparison = COMPARISONS[JOB]
     prompts = [p for p in load_prompts("json", comparison.job.domains["json"]) if p.split == "eval"]
     of_age = np.array(['"adult": true' in prompt.answer for prompt in prompts])
-    by_arm = of_arms(JOB, comparison.arms)
+    by_arm = of_arms(JOB, _FROM_THE_BASE)
     answers = answers_by_point(comparison, comparison.arms["mopd-exact"])
     head = ("arm", *(f"{count:,} answers" for count in answers))
     lines = [line(*head), line(*["---"] * len(head))]

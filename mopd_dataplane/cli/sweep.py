@@ -30,15 +30,31 @@ def sweep(
     processes: Annotated[int, Option("--jobs", min=1, metavar="N", help="Runs at the same time.")] = 1,
     report: Annotated[bool, Option("--report", help="Run nothing; write the report of what has run.")] = False,
     stage: Annotated[
-        str | None, Option("--stage", metavar="NAME", help="Stage that the report is about; default: the job's last.")
+        str | None,
+        Option(
+            "--stage",
+            metavar="NAME",
+            help="Run this stage and those that it needs, and report about it; default: all stages, and the last.",
+        ),
+    ] = None,
+    shared: Annotated[
+        Path | None,
+        Option(
+            "--shared",
+            metavar="DIR",
+            help="Folder of the stores in which common stages are run; several sweeps of a job may have the same. "
+            "Default: FOLDER/shared.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a job at every combination of settings and seeds, and compare the arms.
 
-    Every run has a store of its own, FOLDER/ARM/seed-N, and a log beside it. Safe to kill at any moment and to repeat:
-    finished runs are not run again, an interrupted one continues. At the end, one HTML page has the curves of accuracy
-    and reverse KL against answers, tokens and seconds; the table pairs every arm with the first, prompt by prompt.
+    Every run has a store of its own, FOLDER/ARM/seed-N, and a log beside it. The first stages of the job that all arms
+    have with the same settings are run once for each seed, and the runs start as forks of that store. Safe to kill at
+    any moment and to repeat: finished runs are not run again, an interrupted one continues. At the end, one HTML page
+    has the curves of accuracy and reverse KL against answers, tokens and seconds; the table pairs every arm with the
+    first, prompt by prompt.
     """
     from mopd_dataplane.base.extras import require
     from mopd_dataplane.job.load import load_job
@@ -48,12 +64,14 @@ def sweep(
     loaded = load_job(job)
     stage_name = loaded.stage(stage).name if stage else loaded.stages[-1].name
     folder = folder or Path("runs") / f"{loaded.name}-sweep"
-    runs = plan_sweep(job, settings or [], _seeds(seeds), folder)
+    runs = plan_sweep(job, settings or [], _seeds(seeds), folder, stage=stage)
     if not report:
         require(packages(loaded))
         from mopd_dataplane.run.sweep import run_sweep
 
-        run_sweep(job, runs, processes=processes, say=note)
+        if shared is None and len({run.arm for run in runs}) > 1:
+            shared = folder / "shared"
+        run_sweep(job, runs, shared=shared, processes=processes, say=note)
     measures = _measure(loaded.name, runs, stage_name)
     page = write_sweep_report(measures, folder / "report.html")
     if as_json:
@@ -87,5 +105,5 @@ def _measure(name: str, runs: list[SweepRun], stage: str) -> SweepMeasures:
 
 def add_to(app: Typer) -> None:
     """Register the command."""
-    learning_rates = "mopd sweep jobs/quickstart --set train.learning_rate=1e-4,3e-4,1e-3 --seeds 0,1,2"
+    learning_rates = "mopd sweep jobs/quickstart --set stages.student.train.learning_rate=1e-4,3e-4,1e-3 --seeds 0,1,2"
     register(app, sweep, learning_rates, f"{learning_rates} --report", panel=PANEL)

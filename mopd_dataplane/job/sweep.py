@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.load import load_job
 
 _VALUE = re.compile(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
@@ -22,6 +23,8 @@ class SweepRun:
     overrides: tuple[str, ...]
     """Settings of the run, KEY=VALUE each."""
     store: Path
+    stages: tuple[str, ...] = ()
+    """Stages that it runs, in their order; empty: all of the job."""
 
     @property
     def label(self) -> str:
@@ -29,10 +32,13 @@ class SweepRun:
         return f"{self.arm}, seed {self.seed}"
 
 
-def plan_sweep(job: str, settings: Sequence[str], seeds: Sequence[int], folder: Path) -> list[SweepRun]:
+def plan_sweep(
+    job: str, settings: Sequence[str], seeds: Sequence[int], folder: Path, *, stage: str | None = None
+) -> list[SweepRun]:
     """List the runs of a sweep, arm by arm in the order of the values.
 
-    settings: KEY=VALUE,VALUE… each. A setting with one value holds for every arm and is not part of its name.
+    settings: KEY=VALUE,VALUE… each. A setting with one value holds for every arm and is not part of its name. stage:
+    run this stage and those that it needs; None runs all.
     Raises InputError for a setting without values, values or seeds that repeat, and JobFileError for a key or value
     that the job refuses.
     """
@@ -49,15 +55,35 @@ def plan_sweep(job: str, settings: Sequence[str], seeds: Sequence[int], folder: 
         arm_folder = re.sub(r"[^A-Za-z0-9.+=_-]+", "-", arm).strip("-.")
         overrides = tuple(f"{key}={value}" for key, value in chosen.items())
         for seed in seeds:
-            load_job(job, overrides=[*overrides, f"seed={seed}"])
+            loaded = load_job(job, overrides=[*overrides, f"seed={seed}"])
+            stages = needed_stages(loaded, stage) if stage else ()
             store = folder / arm_folder / f"seed-{seed}"
-            runs.append(SweepRun(arm=arm, seed=seed, overrides=overrides, store=store))
+            runs.append(SweepRun(arm=arm, seed=seed, overrides=overrides, store=store, stages=stages))
     if repeated_stores := _repeated([run.store for run in runs]):
         raise InputError(
             f"two arms would share the store {repeated_stores[0]}: a value occurs twice, or two values differ only in "
             "characters that a folder's name does not have; run them as two sweeps with --folder"
         )
     return runs
+
+
+def needed_stages(job: Job, name: str) -> tuple[str, ...]:
+    """A stage and all that it starts from, is taught by or samples with, in the order of the job."""
+    needed: set[str] = set()
+    new = [job.stage(name)]
+    while new:
+        stage = new.pop()
+        needed.add(stage.name)
+        samplers = [
+            job.sampler_of(stage, who, domain, job.domains[domain].effort)
+            for who in (stage.rollout.policy, stage.rollout.rest)
+            for domain in job.domains_of(stage)
+        ]
+        teachers = [who for who in (*job.scorers_of(stage), *samplers) if who in job.teachers]
+        sources = [job.teachers[member].stage for teacher in teachers for member in job.members_of(teacher)]
+        names = {stage.start, *sources} - {"init", None}
+        new += [job.stage(other) for other in names if other is not None and other not in needed]
+    return tuple(stage.name for stage in job.stages if stage.name in needed)
 
 
 def split_values(text: str) -> list[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mopd_dataplane.base.files import file_digest
+
 DEADLINE_S = 1200.0
 
 JOB = """
@@ -47,6 +49,17 @@ batch_samples = 8
 
 [[stages]]
 name = "base"
+data = "reference"
+"""
+FURTHER = """
+[[stages]]
+name = "aside"
+start = "base"
+data = "reference"
+
+[[stages]]
+name = "further"
+start = "base"
 data = "reference"
 """
 
@@ -92,3 +105,28 @@ def test_a_killed_sweep_continues_without_running_again_what_has_ended(
     assert list(arms) == ["learning_rate=1e-3", "learning_rate=1e-2"]
     assert arms["learning_rate=1e-2"]["differences"].keys() == {"0", "1"}
     assert all(len(arm["by_seed"]) == 2 for arm in arms.values())
+
+
+@pytest.mark.slow
+def test_stages_that_arms_have_in_common_are_run_once_a_seed(
+    tmp_path: Path, mopd: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    job, folder = tmp_path / "job.toml", tmp_path / "sweep"
+    job.write_text((JOB + FURTHER).format(store=tmp_path / "store"))
+    rates = "stages.further.train.learning_rate=1e-3,1e-2"
+    words = ["sweep", job, "--set", rates, "--seeds", "0,1", "--folder", folder, "--stage", "further", "--json"]
+    done = mopd(*words, timeout=DEADLINE_S)
+    assert "shared, seed 1: done" in done.stderr
+    for seed in (0, 1):
+        stores = [folder / arm / f"seed-{seed}" for arm in ("shared", "learning_rate=1e-3", "learning_rate=1e-2")]
+        start, low, high = (store / "policies" for store in stores)
+        weights = {(policies / "base" / "v1" / "model.safetensors").stat().st_ino for policies in (start, low, high)}
+        assert len(weights) == 1, "trained once, and linked"
+        assert not (start / "further").exists()
+        assert not [policies for policies in (start, low, high) if (policies / "aside").exists()], "nothing needs it"
+        ends = [file_digest(policies / "further" / "v1" / "model.safetensors") for policies in (low, high)]
+        assert ends[0] != ends[1]
+    again = mopd(*words, timeout=DEADLINE_S)
+    assert "4 of 4 runs have ended before" in again.stderr
+    said = json.loads(again.stdout)
+    assert [arm["name"] for arm in said["measures"]["arms"]] == ["learning_rate=1e-3", "learning_rate=1e-2"]

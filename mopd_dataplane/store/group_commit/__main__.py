@@ -93,7 +93,7 @@ def rest_after(round_s: float) -> float:
     """Seconds to rest after a round; none after a long one, when writers bring more than rounds can take.
 
     >>> [round(rest_after(seconds), 2) for seconds in (0.05, 0.2, 0.5, 2.0)]
-    [0.12, 0.48, 0.3, 0.0]
+    [0.12, 0.5, 0.3, 0.0]
     """
     return max(0.0, min(REST * round_s, LONGEST_CYCLE_S - round_s))
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane.errors import InputError, JobFileError
-from mopd_dataplane.job.sweep import plan_sweep, split_values
+from mopd_dataplane.job.load import load_job
+from mopd_dataplane.job.sweep import needed_stages, plan_sweep, split_values
 
 JOB = str(Path(__file__).parents[3] / "jobs" / "quickstart")
 
@@ -59,3 +60,17 @@ def test_a_sweep_that_cannot_be_is_refused(settings: list[str], seeds: list[int]
 def test_a_key_that_the_job_does_not_have_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="learning_rat"):
         plan_sweep(JOB, ["train.learning_rat=1e-3,1e-4"], [0], tmp_path)
+
+
+def test_a_stage_needs_what_it_starts_from_is_taught_by_and_samples_with(tmp_path: Path) -> None:
+    job = load_job(Path(JOB).with_name("smollm2-mopd"))
+    specialists = ("base", "date", "larger", "json")
+    assert needed_stages(job, "base") == ("base",)
+    assert needed_stages(job, "grpo") == ("base", "grpo")
+    assert needed_stages(job, "mopd-exact") == (*specialists, "mopd-exact")
+    assert needed_stages(job, "teacher-sft") == (*specialists, "teacher-sft"), "they write its answers"
+    assert needed_stages(job, "mopd-date") == ("base", "date", "mopd-date")
+    assert needed_stages(job, "weak-date") == ("base", "date", "weak", "weak-date")
+    assert needed_stages(job, "cascade") == ("base", "cascade-date", "cascade-larger", "cascade")
+    (run,) = plan_sweep(str(Path(JOB).with_name("smollm2-mopd")), [], [0], tmp_path, stage="grpo")
+    assert run.stages == ("base", "grpo")
