@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +31,7 @@ from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.load import load_job
+from mopd_dataplane.job.sweep import SweepRun
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
@@ -42,6 +40,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.steps.evaluate import answer
 from mopd_dataplane.run.steps.verifiers import Verifiers
+from mopd_dataplane.run.sweep import run_sweep
 from mopd_dataplane.score.reward import Unscorable
 
 DISTANCE_PROMPTS = 100
@@ -80,6 +79,7 @@ def run_arm(experiment: Experiment) -> None:
         print(f"{out} exists; nothing to run")
         return
     print(f"writes {out}", flush=True)
+    os.environ["OMP_NUM_THREADS"] = str(experiment.comparison.threads)  # of the training commands
     out.parent.mkdir(parents=True, exist_ok=True)
     tried = experiment.search()
     if measured is not None and measured["setting"] == best_of(tried):
@@ -127,10 +127,11 @@ class Experiment:
         if not self.searches:
             return []
         files = self.tried_files()
-        for setting, file in files.items():
-            if not file.exists():
-                file.parent.mkdir(exist_ok=True)
-                publish_file(file, (json.dumps(self._try(setting), indent=1) + "\n").encode())
+        untried = [setting for setting, file in files.items() if not file.exists()]
+        self._train(untried, self.comparison.searched_version)
+        for setting in untried:
+            files[setting].parent.mkdir(exist_ok=True)
+            publish_file(files[setting], (json.dumps(self._try(setting), indent=1) + "\n").encode())
         return [{"setting": setting, "accuracy": json.loads(file.read_text())["accuracy"]}
                 for setting, file in files.items()]  # fmt: skip
 
@@ -141,8 +142,7 @@ class Experiment:
     def _try(self, setting: float) -> dict[str, Any]:
         """Accuracy on the tuning prompts of the specialists' domains, at the comparison's version for searches."""
         version = self.comparison.searched_version if self.arm.stages else 0
-        store = self._train(setting, self._shared_store(), version)
-        with self._run(setting, store) as (run, stage):
+        with self._run(setting) as (run, stage):
             folder = run.policies.folder(stage, version) if version else self._policy(run, setting)
             right = grade(run, stage, folder, "tune")
             taught = {domain: right[domain] for domain in by_domain(run.job.routing)}
@@ -156,9 +156,9 @@ class Experiment:
         """The content of the arm's file. tried: what its search found; empty for an arm whose setting is known."""
         began = time.time()
         best = best_of(tried) if tried else self._known_setting()
-        store = self._train(best, self._shared_store())
-        distance, moved = self._distance(best, store), self._moved(best, store)
-        with self._run(best, store) as (run, stage):
+        self._train([best])
+        distance, moved = self._distance(best), self._moved(best)
+        with self._run(best) as (run, stage):
             curve = [
                 {"tokens": tokens, "right": grade(run, stage, folder, "eval")}
                 for tokens, folder in self._points(run, best)
@@ -185,51 +185,44 @@ class Experiment:
         return float(json.loads(file.read_text())["setting"])
 
     @contextmanager
-    def _run(self, setting: float, store: Path, *more: str) -> Iterator[tuple[Run, Stage]]:
+    def _run(self, setting: float, *more: str) -> Iterator[tuple[Run, Stage]]:
         """An open run, and the stage whose rollout settings evaluation takes. more: overrides."""
+        store = self._sweep_run(setting).store
         overrides = [f"seed={self.seed}", f'store="{store}"', *self.comparison.rates(self.arm, setting), *more]
         job = load_job(self.comparison.folder, overrides=overrides)
         run = open_run(job, Progress(None))
         with closing(run.engines):
             yield run, job.stage(self.arm.trained_stages[-1] if self.arm.trained_stages else self.comparison.shared[0])
 
-    def _shared_store(self) -> Path:
-        """A store in which what the arm needs of base and specialists has run."""
-        store = self.stores / f"shared-{self.seed}"
-        for stage in self.comparison.prerequisites(self.name):
-            if not (store / "policies" / stage / "v1").exists():
-                self._mopd(stage, store)
-        return store
+    def _train(self, settings: Sequence[float], version: int = 0) -> None:
+        """Have the arm run at these settings, to its end or at least to a version of its only stage, as a sweep.
 
-    def _train(self, setting: float, shared: Path, version: int = 0) -> Path:
-        """The store in which the arm has run at a setting, to its end or at least to a version of its only stage.
-
-        That is the shared store for arms without training.
+        An arm without training shares one store with all others: base and specialists.
         """
-        if not self.arm.trained_stages:
-            return shared
-        store = self.stores / f"{self.name}-{self.seed}-{setting:g}"
-        if not store.exists():
-            staging = store.with_name(f".{store.name}.tmp")
-            shutil.rmtree(staging, ignore_errors=True)
-            shutil.copytree(shared, staging, symlinks=True)
-            staging.rename(store)
-        keys = self.comparison.rates(self.arm, setting)
-        if version:
-            (only,) = self.arm.trained_stages
-            if (store / "policies" / only / f"v{version}").exists():
-                return store
-            keys.append(f"stages.{only}.iterations={version}")
-        overrides = [part for key in keys for part in ("--set", key)]
-        for stage in self.arm.trained_stages:
-            self._mopd(stage, store, *overrides)
-        return store
+        runs = {run.store: run for run in (self._sweep_run(setting, version) for setting in settings)}.values()
+        shared = self.stores / "shared" if self.arm.trained_stages else None
+        new = [run for run in runs if not (version and self._has(run, version))]
+        if new:
+            run_sweep(str(self.comparison.folder), new, shared=shared, processes=1, say=print)
 
-    def _mopd(self, stage: str, store: Path, *overrides: str) -> None:
-        """Run one stage of the job to its end; one that has ended is left alone."""
-        what = (str(self.comparison.folder), "--stage", stage, "--seed", str(self.seed), "--store", str(store))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.comparison.threads)}
-        subprocess.run([sys.executable, "-m", "mopd_dataplane", "run", *what, *overrides], check=True, env=environment)
+    def _sweep_run(self, setting: float, version: int = 0) -> SweepRun:
+        """The arm at one setting as a run of a sweep. version: of its only stage, at which it ends; 0: the last."""
+        prerequisites, trained = self.comparison.prerequisites(self.name), self.arm.trained_stages
+        if not trained:
+            store = self.stores / "shared" / f"seed-{self.seed}"
+            return SweepRun(arm="shared", seed=self.seed, overrides=(), store=store, stages=prerequisites)
+        ends = [f"stages.{trained[-1]}.iterations={version}"] if version else []
+        return SweepRun(
+            arm=f"{self.name} x {setting:g}",
+            seed=self.seed,
+            overrides=(*self.comparison.rates(self.arm, setting), *ends),
+            store=self.stores / f"{self.name}-{self.seed}-{setting:g}",
+            stages=(*prerequisites, *trained),
+        )
+
+    def _has(self, run: SweepRun, version: int) -> bool:
+        """Check if a run has trained a version of the arm's last stage."""
+        return (run.store / "policies" / self.arm.trained_stages[-1] / f"v{version}").exists()
 
     def _policy(self, run: Run, setting: float) -> Path:
         """Folder of the arm's policy."""
@@ -297,7 +290,7 @@ class Experiment:
             "specialists": round(sum(spent_seconds(run, stage) for stage in self._specialist_stages(run))),
         }
 
-    def _distance(self, setting: float, store: Path) -> dict[str, float]:
+    def _distance(self, setting: float) -> dict[str, float]:
         """Domain -> exact reverse KL of the base to its teacher, nat per token of the base's sampled answers."""
         if not self.arm.stages or not self.arm.uses_teachers:
             return {}
@@ -305,7 +298,7 @@ class Experiment:
         if measured.exists():
             distances: dict[str, float] = json.loads(measured.read_text())
             return distances
-        with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
+        with self._run(setting, "eval.temperature=1.0") as (run, stage):
             folder = self._last(run, self.comparison.base)
             distances = {
                 domain: apart(run, stage, folder, self._last(run, teacher), domain).kl
@@ -314,12 +307,12 @@ class Experiment:
         publish_file(measured, json.dumps(distances).encode())
         return distances
 
-    def _moved(self, setting: float, store: Path) -> dict[str, dict[str, float]]:
+    def _moved(self, setting: float) -> dict[str, dict[str, float]]:
         """Domain -> how far the arm's policy is from the one that its first stage starts from, and its entropy."""
         first = self.name if self.name in self.comparison.specialists else "".join(self.arm.trained_stages[:1])
         if not first:
             return {}
-        with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
+        with self._run(setting, "eval.temperature=1.0") as (run, stage):
             folder, start = self._policy(run, setting), self._last(run, run.job.stage(first).start)
             return {
                 domain: apart(run, stage, folder, start, domain, prompts=MOVED_PROMPTS)._asdict()

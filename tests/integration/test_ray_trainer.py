@@ -13,7 +13,7 @@ import pytest
 
 from mopd_dataplane import open_store
 from mopd_dataplane.job.scale import Scale
-from mopd_dataplane.run.ray import trainer
+from mopd_dataplane.run.ray.trainer import leaves_room
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
 
@@ -24,22 +24,25 @@ STEPS_BEFORE_CTRL_C = 5
 
 
 @pytest.mark.parametrize(
-    ("room", "scale", "stays"),
+    ("nodes", "scale", "stays"),
     [
-        ({"CPU": 4.0}, {"engines": 3}, True),
-        ({"CPU": 4.0}, {"engines": 4}, False),
-        ({"CPU": 64.0}, {"engines": 2, "engine_gpus": 1, "trainer_gpus": 1}, False),
-        ({"CPU": 64.0, "GPU": 2.0}, {"engines": 2, "engine_gpus": 1, "trainer_gpus": 1}, False),
-        ({"CPU": 64.0, "GPU": 3.0}, {"engines": 2, "engine_gpus": 1, "trainer_gpus": 1}, True),
-        ({}, {"engine_cpus": 0, "trainer_cpus": 0}, True),
+        ([{"CPU": 4.0}], {"engines": 3}, True),
+        ([{"CPU": 4.0}], {"engines": 4}, False),
+        ([{"CPU": 2.0}, {"CPU": 2.0}], {"engines": 3}, True),
+        ([{"CPU": 64.0}], {"engines": 2, "engine_gpus": 1, "trainer_gpus": 1}, False),
+        ([{"CPU": 64.0, "GPU": 2.0}], {"engines": 2, "engine_gpus": 1, "trainer_gpus": 1}, False),
+        ([{"CPU": 64.0, "GPU": 3.0}], {"engines": 2, "engine_gpus": 1, "trainer_gpus": 1}, True),
+        ([{"CPU": 9.0, "GPU": 8.0}], {"engines": 7, "engine_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 8}, False),
+        ([{"CPU": 9.0, "GPU": 8.0}] * 2, {"engines": 7, "engine_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 8}, True),
+        ([{"CPU": 9.0, "GPU": 4.0}] * 2, {"engines": 2, "engine_gpus": 4, "trainer_gpus": 1}, False),
+        ([{}], {"engine_cpus": 0, "trainer_cpus": 0, "teacher_cpus": 0}, True),
+        ([], {}, False),
     ],
 )
-def test_the_trainer_keeps_its_place_where_the_engines_have_theirs(
-    room: dict[str, float], scale: dict[str, Any], stays: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_trainer_keeps_its_place_where_the_others_have_theirs(
+    nodes: list[dict[str, float]], scale: dict[str, Any], stays: bool
 ) -> None:
-    ray = pytest.importorskip("ray")
-    monkeypatch.setattr(ray, "cluster_resources", lambda: room)
-    assert trainer._has_room_for_engines(Scale(**scale)) is stays
+    assert leaves_room(Scale(**scale), nodes) is stays
 
 
 def steps_so_far(checkpoints: Path) -> int:

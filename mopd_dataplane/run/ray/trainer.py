@@ -3,16 +3,17 @@
     process of the job                              node with room for the trainer
     PlacedTraining ── tasks: methods of Training ──▶ TrainerWorker, with the loader and the ranks as its children
 
-The worker stays between windows where the cluster has room for the engines beside it. If it dies, or its node, the next
-one fetches the newest checkpoint and continues.
+The worker stays between windows where the cluster has room for engines and teachers beside it. If it dies, or its node,
+the next one fetches the newest checkpoint and continues.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,7 @@ class PlacedTraining:
             if self._best:
                 self._call("keep_best", self._best)
             facts: Facts = self._call("train", plan, show=lambda task: _show(task, plan.window, advance))
-            if not (stage.train.keep and _has_room_for_engines(run.job.scale)):
+            if not (stage.train.keep and leaves_room(run.job.scale, _nodes())):
                 self._finish()
             report.facts = facts
         return facts
@@ -152,11 +153,32 @@ def _show(task: Task, window: int, advance: Advance) -> None:
             advance(steps, **facts)
 
 
-def _has_room_for_engines(scale: Scale) -> bool:
-    """Check if all engines fit into the cluster beside the trainer."""
+def leaves_room(scale: Scale, nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Check if all engines, and after them a teacher, fit beside the trainer, on whatever node Ray has put it.
+
+    nodes: resources of each node of the cluster, {"CPU", "GPU"}.
+    """
+    trainer = {"CPU": scale.trainer_cpus, "GPU": scale.trainer_gpus}
+    engine = {"CPU": scale.engine_cpus, "GPU": scale.engine_gpus}
+    teacher = {"CPU": scale.teacher_cpus, "GPU": scale.teacher_gpus}
+    places = [place for place, node in enumerate(nodes) if _count(node, trainer)]
+    for place in places:
+        beside = {kind: nodes[place].get(kind, 0) - count for kind, count in trainer.items()}
+        left = [*nodes[:place], beside, *nodes[place + 1 :]]
+        if sum(_count(node, engine) for node in left) < scale.engines or not any(
+            _count(node, teacher) for node in left
+        ):
+            return False
+    return bool(places)
+
+
+def _count(node: Mapping[str, float], wanted: Mapping[str, float]) -> float:
+    """How many workers that reserve `wanted` a node has room for."""
+    return min((node.get(kind, 0) // count for kind, count in wanted.items() if count), default=math.inf)
+
+
+def _nodes() -> list[dict[str, float]]:
+    """Resources of the nodes that are alive."""
     import ray
 
-    room = ray.cluster_resources()
-    cpus = scale.engines * scale.engine_cpus + scale.trainer_cpus
-    gpus = scale.engines * scale.engine_gpus + scale.trainer_gpus
-    return bool(cpus <= room.get("CPU", 0) and gpus <= room.get("GPU", 0))
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
