@@ -93,12 +93,13 @@ def smollm2_search() -> str:
     """Learning rates that were tried: accuracy on the tuning prompts, after as many answers for every arm."""
     comparison = COMPARISONS[JOB]
     rate = comparison.job.stage("mopd-exact").train.learning_rate
-    head = ("arm", *(f"{rate * factor:g}" for factor in FACTORS))
+    head = ("arm", *(f"{rate * factor:g}" for factor in FACTORS), "rate in the other tables")
     lines = [line(*head), line(*["---"] * len(head))]
     for name, arm in comparison.arms.items():
         if arm.stages and len(arm.settings) > 1:
             accuracies = tried(JOB, name)
-            cells = (f"{100 * accuracies[one]:.1f} %" if one in accuracies else "not run" for one in arm.settings)
+            cells = [f"{100 * accuracies[one]:.1f} %" if one in accuracies else "not run" for one in arm.settings]
+            cells += [f"{rate * run['setting']:g}" for run in of_arms(JOB, (name,))[name][:1]]
             lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
