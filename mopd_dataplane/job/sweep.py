@@ -74,15 +74,16 @@ def needed_stages(job: Job, name: str) -> tuple[str, ...]:
     while new:
         stage = new.pop()
         needed.add(stage.name)
+        who_samples = [stage.rollout.policy, stage.rollout.rest, *(["routed"] if stage.rollout.teacher_mix else [])]
         samplers = [
             job.sampler_of(stage, who, domain, job.domains[domain].effort)
-            for who in (stage.rollout.policy, stage.rollout.rest)
+            for who in who_samples
             for domain in job.domains_of(stage)
         ]
-        teachers = [who for who in (*job.scorers_of(stage), *samplers) if who in job.teachers]
-        sources = [job.teachers[member].stage for teacher in teachers for member in job.members_of(teacher)]
-        names = {stage.start, *sources} - {"init", None}
-        new += [job.stage(other) for other in names if other is not None and other not in needed]
+        teachers = [name for name in (*job.scorers_of(stage), *samplers) if name in job.teachers]
+        trained = (job.teachers[member].stage for teacher in teachers for member in job.members_of(teacher))
+        names = {stage.start, *(name for name in trained if name is not None)} - {"init"}
+        new += [job.stage(name) for name in names - needed]
     return tuple(stage.name for stage in job.stages if stage.name in needed)
 
 

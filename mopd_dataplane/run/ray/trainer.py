@@ -165,9 +165,8 @@ def leaves_room(scale: Scale, nodes: Sequence[Mapping[str, float]]) -> bool:
     for place in places:
         beside = {kind: nodes[place].get(kind, 0) - count for kind, count in trainer.items()}
         left = [*nodes[:place], beside, *nodes[place + 1 :]]
-        if sum(_count(node, engine) for node in left) < scale.engines or not any(
-            _count(node, teacher) for node in left
-        ):
+        engines = sum(_count(node, engine) for node in left)
+        if engines < scale.engines or not any(_count(node, teacher) for node in left):
             return False
     return bool(places)
 
