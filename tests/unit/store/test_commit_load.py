@@ -74,7 +74,7 @@ def test_commits_go_on_where_the_load_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("round_s", "rest_s"), [(0.0, 0.0), (0.05, 0.12), (0.2, 0.48), (0.5, 0.3), (0.8, 0.0), (2.0, 0.0)]
+    ("round_s", "rest_s"), [(0.0, 0.0), (0.05, 0.125), (0.2, 0.5), (0.5, 0.3), (0.8, 0.0), (2.0, 0.0)]
 )
 def test_the_committer_rests_in_proportion_to_a_round_and_not_when_it_is_behind(round_s: float, rest_s: float) -> None:
     assert rest_after(round_s) == pytest.approx(rest_s)
