@@ -170,12 +170,13 @@ def smollm2_kept() -> str:
 
 def smollm2_base_teaches() -> str:
     """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
-    own, kept = of_arms(JOB, ("base", "mopd-exact")), of_arms("smollm2-kept", ("kept",))
+    own, kept = of_arms(JOB, ("base", SKILL, "mopd-exact")), of_arms("smollm2-kept", (SKILL, "kept"))
     taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_of(own["mopd-exact"])
     head = ("policy", *taught, "capital (nobody's)", "student tokens", "mean of the three, − without, points",
             "capital, − without, points")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
-    rows = (("base", own["base"]), ("distilled from the specialists", own["mopd-exact"]),
+    rows = (("base", own["base"]), ("specialist of dates, of smollm2-mopd", own[SKILL]),
+            ("specialist of dates, of this job", kept[SKILL]), ("distilled from the specialists", own["mopd-exact"]),
             ("and from the base, on 512 general questions", kept["kept"]))  # fmt: skip
     for says, runs in rows:
         if not runs:
