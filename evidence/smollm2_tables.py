@@ -172,8 +172,7 @@ def smollm2_base_teaches() -> str:
     """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
     own, kept = of_arms(JOB, ("base", SKILL, "mopd-exact")), of_arms("smollm2-kept", (SKILL, "kept"))
     taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_of(own["mopd-exact"])
-    head = ("policy", *taught, "capital (nobody's)", "student tokens", "mean of the three, − without, points",
-            "capital, − without, points")  # fmt: skip
+    head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "student tokens")
     lines = [line(*head), line(*["---"] * len(head))]
     rows = (("base", own["base"]), ("specialist of dates, of smollm2-mopd", own[SKILL]),
             ("specialist of dates, of this job", kept[SKILL]), ("distilled from the specialists", own["mopd-exact"]),
@@ -184,10 +183,8 @@ def smollm2_base_teaches() -> str:
             continue
         ends = ends_of(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
-        cells += [cost(runs)[0]]
-        for domains in (taught, ["capital"]):
-            pair = ({seed: {d: end[d] for d in domains} for seed, end in which.items()} for which in (ends, exact))
-            cells += ["" if runs is own["mopd-exact"] else paired(*pair)]
+        capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
+        cells += ["" if runs is own["mopd-exact"] else paired(*capital), cost(runs)[0]]
         lines.append(line(says, *cells))
     return "\n".join(lines) + "\n"
 
