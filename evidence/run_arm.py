@@ -308,12 +308,14 @@ class Experiment:
         return distances
 
     def _moved(self, setting: float) -> dict[str, dict[str, float]]:
-        """Domain -> how far the arm's policy is from the one that its first stage starts from, and its entropy."""
-        first = self.name if self.name in self.comparison.specialists else "".join(self.arm.trained_stages[:1])
-        if not first:
+        """Domain -> how far the arm's policy is from the trained one that its stages start from, and its entropy."""
+        stages = (self.name,) if self.name in self.comparison.specialists else self.arm.trained_stages
+        origins = [self.comparison.job.stage(name).start for name in stages]
+        trained = [name for name in origins if name != "init"]
+        if not trained:
             return {}
         with self._run(setting, "eval.temperature=1.0") as (run, stage):
-            folder, start = self._policy(run, setting), self._last(run, run.job.stage(first).start)
+            folder, start = self._policy(run, setting), self._last(run, trained[0])
             return {
                 domain: apart(run, stage, folder, start, domain, prompts=MOVED_PROMPTS)._asdict()
                 for domain in sorted(by_domain(run.job.routing))
