@@ -170,13 +170,14 @@ def smollm2_kept() -> str:
 
 def smollm2_base_teaches() -> str:
     """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
-    own, kept = of_arms(JOB, ("base", SKILL, "mopd-exact")), of_arms("smollm2-kept", (SKILL, "kept"))
-    taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_of(own["mopd-exact"])
+    runs_without, runs_with = of_arms(JOB, ("base", SKILL, "mopd-exact")), of_arms("smollm2-kept", (SKILL, "kept"))
+    taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_of(runs_without["mopd-exact"])
     head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "student tokens")
     lines = [line(*head), line(*["---"] * len(head))]
-    rows = (("base", own["base"]), ("specialist of dates, of smollm2-mopd", own[SKILL]),
-            ("specialist of dates, of this job", kept[SKILL]), ("distilled from the specialists", own["mopd-exact"]),
-            ("and from the base, on 512 general questions", kept["kept"]))  # fmt: skip
+    rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[SKILL]),
+            ("specialist of dates, of this job", runs_with[SKILL]),
+            ("distilled from the specialists", runs_without["mopd-exact"]),
+            ("and from the base, on 512 general questions", runs_with["kept"]))  # fmt: skip
     for says, runs in rows:
         if not runs:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
@@ -184,7 +185,7 @@ def smollm2_base_teaches() -> str:
         ends = ends_of(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
         capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
-        cells += ["" if runs is own["mopd-exact"] else paired(*capital), cost(runs)[0]]
+        cells += ["" if runs is runs_without["mopd-exact"] else paired(*capital), cost(runs)[0]]
         lines.append(line(says, *cells))
     return "\n".join(lines) + "\n"
 

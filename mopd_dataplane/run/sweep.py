@@ -152,12 +152,13 @@ def _run_all(job: str, runs: Sequence[SweepRun], processes: int, say: Callable[[
 
 def _commands(job: str, run: SweepRun) -> list[list[str]]:
     """The commands of a run: one for each of its stages that has not ended, or one for the whole job."""
-    existing = _opened(job, run)
-    left = [name for name in run.stages if existing is None or not existing.is_done(existing.job.stage(name))]
     settings = [word for override in run.overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "mopd_dataplane", "run", job, "--seed", str(run.seed), "--store", str(run.store)]
-    stages = [["--stage", name] for name in left] or [[]]
-    return [[*command, *settings, *stage] for stage in stages]
+    if not run.stages:
+        return [[*command, *settings]]
+    existing = _opened(job, run)
+    left = [name for name in run.stages if existing is None or not existing.is_done(existing.job.stage(name))]
+    return [[*command, *settings, "--stage", name] for name in left]
 
 
 def _last_lines(file: Path) -> str:

@@ -128,5 +128,5 @@ def test_stages_that_arms_have_in_common_are_run_once_a_seed(
         assert ends[0] != ends[1]
     again = mopd(*words, timeout=DEADLINE_S)
     assert "4 of 4 runs have ended before" in again.stderr
-    said = json.loads(again.stdout)
-    assert [arm["name"] for arm in said["measures"]["arms"]] == ["learning_rate=1e-3", "learning_rate=1e-2"]
+    report = json.loads(again.stdout)
+    assert [arm["name"] for arm in report["measures"]["arms"]] == ["learning_rate=1e-3", "learning_rate=1e-2"]

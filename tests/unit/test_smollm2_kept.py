@@ -17,12 +17,12 @@ def texts(domain: str) -> list[str]:
 
 
 def test_each_question_is_asked_once_and_none_is_about_a_country() -> None:
-    asked = texts("general")
-    assert len(asked) == len(set(asked)) == JOB.domains["general"].train == 512
+    questions = texts("general")
+    assert len(questions) == len(set(questions)) == JOB.domains["general"].train == 512
     countries = [text.removeprefix("What is the capital of ").removesuffix("?") for text in texts("capital")]
     assert len(countries) > 130
-    assert not any(country in question for country in countries for question in asked)
-    assert not any("capital" in question for question in asked)
+    assert not any(country in question for country in countries for question in questions)
+    assert not any("capital" in question for question in questions)
 
 
 def test_the_base_teaches_what_no_specialist_does() -> None:

@@ -8,6 +8,8 @@ from mopd_dataplane.job.load import check_job
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.steps.evaluate import best_evaluated
+from mopd_dataplane.run.steps.train import Training
+from mopd_dataplane.train.newest import best_versions
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -58,3 +60,11 @@ def test_without_the_setting_there_are_none(tmp_path: Path) -> None:
     run = opened(tmp_path / "store", 0)
     evaluate_as(run, 1, 1.0)
     assert best_evaluated(run, run.job.stage("base")) == []
+
+
+def test_the_trainer_has_their_names_in_place_of_earlier_ones(tmp_path: Path) -> None:
+    run = opened(tmp_path / "store", 1)
+    training = Training(run, run.job.stage("base"))
+    for versions in ([1], [1, 3]):
+        training.keep_best(versions)
+        assert best_versions(tmp_path / "store" / "checkpoints" / "base") == versions

@@ -29,9 +29,9 @@ SPECIALISTS = ("base", "date", "larger", "json")
 def test_runs_share_the_first_stages_that_no_setting_changes(
     setting: str, stage: str | None, shared: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = shared_stages(JOB, plan_sweep(JOB, [setting], [0, 1], tmp_path, stage=stage))
+    stages = shared_stages(JOB, plan_sweep(JOB, [setting], [0, 1], tmp_path, stage=stage))
     if stage is None:
-        assert found[:4] == SPECIALISTS
-        assert "mopd-date" not in found
+        assert stages[:4] == SPECIALISTS
+        assert "mopd-date" not in stages
     else:
-        assert found == shared
+        assert stages == shared
