@@ -11,6 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.chat_template import terminators
@@ -40,8 +41,18 @@ class Vocabulary:
     """Digest of the merges, the normaliser and the pre-tokeniser; empty for tokenizers without such a description."""
 
 
+_vocabularies: WeakKeyDictionary[PreTrainedTokenizerBase, Vocabulary] = WeakKeyDictionary()
+"""Vocabularies read so far: every iteration compares those of all its teachers, and reading one takes 0.1 s or more."""
+
+
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """The vocabulary of a tokenizer."""
+    """The vocabulary of a tokenizer, which must not change afterwards."""
+    if tokenizer not in _vocabularies:
+        _vocabularies[tokenizer] = _read(tokenizer)
+    return _vocabularies[tokenizer]
+
+
+def _read(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     added = {int(index): token for index, token in tokenizer.added_tokens_decoder.items()}
     special = frozenset(index for index, token in added.items() if token.special)

@@ -36,6 +36,13 @@ def test_equal_tokenizers_have_no_differences() -> None:
     assert compare_vocabularies(marked(*MARKERS), marked(*MARKERS), name="t") == ()
 
 
+def test_a_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = marked(*MARKERS), marked(*MARKERS)
+    compare_vocabularies(student, teacher, name="t")
+    monkeypatch.setattr(type(student), "get_vocab", lambda self: pytest.fail("read again"))
+    assert compare_vocabularies(student, teacher, name="t") == ()
+
+
 def test_a_base_student_under_an_instruct_teacher_is_told_of_both_ends() -> None:
     base = with_roles(marked(*MARKERS), eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     instruct = with_roles(marked(*MARKERS), eos_token="<|im_end|>", pad_token="<|endoftext|>")
