@@ -110,6 +110,25 @@ class Comparison:
             versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
         return [(stage, version) for version in sorted(versions)]
 
+    def answers_by_point(self, name: str) -> list[int]:
+        """Answers that an arm has learnt from at each of its measured versions."""
+        arm = self.arms[name]
+        return [self.answers_until(arm, stage, version) for stage, version in self.measured_versions(arm)]
+
+    def answers_until(self, arm: Arm, stage: Stage, version: int) -> int:
+        """Answers that an arm has learnt from when a version of one of its stages is there."""
+        earlier = arm.stages[: arm.stages.index(stage.name)]
+        return (
+            sum(answers_of(self.job.stage(name)) for name in earlier) + answers_of(stage) * version // stage.iterations
+        )
+
+
+def answers_of(stage: Stage) -> int:
+    """Answers that a stage learns from."""
+    if stage.data == "reference":
+        return stage.examples
+    return stage.iterations * stage.rollout.prompts_per_iteration * stage.rollout.group_size
+
 
 _WITHOUT_TEACHERS = {
     "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), FACTORS, uses_teachers=False),

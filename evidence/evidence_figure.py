@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from comparisons import COMPARISONS, Arm, Comparison
-from evidence_tables import QUICKSTART_OBJECTIVES
+from comparisons import COMPARISONS, Arm, Comparison, answers_of
+from evidence_tables import QUICKSTART_OBJECTIVES, ends_after, ends_of
 from pictures import Curve, Panel, panels_picture
 from quickstart_tables import quickstart_ends
 from results import JOBS, Right, mean, results, right
 
-from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.load import load_job
 
 
@@ -20,7 +19,7 @@ def accuracy_picture() -> str:
     domains = sorted(smol.job.routing)
     smol_curves, smol_levels = _curves(smol, domains, start=True)
     toy_curves, toy_levels = _curves(toy, sorted(toy.job.routing), start=False)
-    answers = _answers(load_job(JOBS / "quickstart").stage("student"))
+    answers = answers_of(load_job(JOBS / "quickstart").stage("student"))
     many = {
         f"{arm}, quickstart": [(answers, mean(map(accuracy, quickstart_ends(objective))))]
         for arm, objective in QUICKSTART_OBJECTIVES.items()
@@ -52,14 +51,16 @@ def _curves(comparison: Comparison, domains: list[str], *, start: bool) -> tuple
     for name, arm in comparison.arms.items():
         if arm.like or name in comparison.specialists or not learns_all(comparison, arm):
             continue
-        runs = [result["curve"] for result in results(job) if result["arm"] == name]
+        runs = [result for result in results(job) if result["arm"] == name]
         if not runs:
             continue
-        points = [mean(accuracy(right(p["right"]), domains) for p in versions) for versions in zip(*runs, strict=True)]
+        by_answers = {count: ends_after(runs, count) for count in comparison.answers_by_point(name)}
+        means = [(count, mean(accuracy(end, domains) for end in ends.values())) for count, ends in by_answers.items()
+                 if ends.keys() == {run["seed"] for run in runs}]  # fmt: skip
         if arm.stages:
-            curves[name] = list(zip(answers_by_point(comparison, arm), points, strict=True))
+            curves[name] = means
         else:
-            levels[name] = points[-1]
+            levels[name] = mean(accuracy(end, domains) for end in ends_of(runs).values())
     if start:
         curves = {name: [(0, levels[comparison.base]), *curve] for name, curve in curves.items()}
     return curves, levels
@@ -78,23 +79,6 @@ def _specialists(comparison: Comparison) -> dict[str, float]:
     if not ends.keys() >= {*routing.values()}:
         return {}
     return {"specialists": mean(float(ends[teacher][domain].mean()) for domain, teacher in routing.items())}
-
-
-def answers_by_point(comparison: Comparison, arm: Arm) -> list[int]:
-    """Answers that an arm has learnt from at each of its measured versions."""
-    totals = {name: _answers(comparison.job.stage(name)) for name in arm.stages}
-    counts = []
-    for stage, version in comparison.measured_versions(arm):
-        earlier = arm.stages[: arm.stages.index(stage.name)]
-        counts.append(sum(totals[name] for name in earlier) + totals[stage.name] * version // stage.iterations)
-    return counts
-
-
-def _answers(stage: Stage) -> int:
-    """Answers that a stage learns from."""
-    if stage.data == "reference":
-        return stage.examples
-    return stage.iterations * stage.rollout.prompts_per_iteration * stage.rollout.group_size
 
 
 def accuracy(end: Right, domains: Iterable[str] = ()) -> float:

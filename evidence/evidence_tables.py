@@ -31,8 +31,8 @@ def evidence() -> str:
     smol_runs, toy_runs = (of_arms(job, EVIDENCE_ARMS) for job in ("smollm2-mopd", "alternatives"))
     for name in EVIDENCE_ARMS:
         few, more = (
-            [{domain: at[domain] for domain in taught} for at in ends_of(smol_runs[name], point=point).values()]
-            for point in (0, -1)
+            [{domain: at[domain] for domain in taught} for at in ends_after(smol_runs[name], answers).values()]
+            for answers in (192, 1536 if smol.arms[name].stages else 0)
         )
         many = quickstart_ends(QUICKSTART_OBJECTIVES.get(name, ""))
         cells = [
@@ -201,6 +201,14 @@ def of_arms(job: str, names: Iterable[str]) -> dict[str, list[Result]]:
 def ends_of(runs: list[Result], *, point: int = -1) -> dict[int, Right]:
     """What an arm's policy got right at a point of its curve, by seed; default: the last."""
     return {result["seed"]: right(result["curve"][point]["right"]) for result in runs}
+
+
+def ends_after(runs: list[Result], answers: int) -> dict[int, Right]:
+    """What an arm's policy got right once it had learnt from so many answers, by seed; seeds without that are left out.
+
+    answers: 0 for the policy of an arm that learns from none.
+    """
+    return {run["seed"]: right(point["right"]) for run in runs for point in run["curve"] if point["answers"] == answers}
 
 
 def cost(runs: list[Result]) -> tuple[str, str]:

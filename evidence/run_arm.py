@@ -3,10 +3,12 @@
     python evidence/run_arm.py JOB ARM SEED [--results DIR] [--stores DIR]
     python evidence/run_arm.py JOB                print the arms of a job
 
-Writes jobs/JOB/results/ARM-SEED.json, or does nothing if that file exists; after a kill, the same command continues.
-Seed 0 tries every setting of an arm and uses the best on the tuning prompts; until then results/tried/ holds what was
-tried. Other seeds use that setting, and so do arms that change one thing in another arm. The file holds every
-evaluation answer as right or wrong, which is all that intervals and paired tests need. comparisons.py defines the arms.
+Writes jobs/JOB/results/ARM-SEED.json, or does nothing if that file is complete; after a kill, the same command
+continues. Where the job now has more iterations of an arm, or more of its versions are to be measured, it trains on and
+measures what the file lacks. Seed 0 tries every setting of an arm and uses the best on the tuning prompts; until then
+results/tried/ holds what was tried. Other seeds use that setting, and so do arms that change one thing in another arm.
+The file holds every evaluation answer as right or wrong, which is all that intervals and paired tests need.
+comparisons.py defines the arms.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.provenance import provenance
+from mopd_dataplane.run.provenance import provenance, settings_digest
 from mopd_dataplane.run.steps.evaluate import answer
 from mopd_dataplane.run.steps.verifiers import Verifiers
 from mopd_dataplane.run.sweep import run_sweep
@@ -72,20 +74,23 @@ def main() -> None:
 
 
 def run_arm(experiment: Experiment) -> None:
-    """Run one arm at one seed unless its result exists, with the search of its setting where it has one."""
+    """Run one arm at one seed unless its result is complete, with the search of its setting where it has one."""
     out = experiment.results / f"{experiment.name}-{experiment.seed}.json"
     measured = json.loads(out.read_text()) if out.exists() else None
-    if measured is not None and (measured["tried"] or not experiment.searches):
+    is_whole = measured is not None and experiment.lacks(measured) == []
+    if measured is not None and is_whole and (measured["tried"] or not experiment.searches):
         print(f"{out} exists; nothing to run")
         return
     print(f"writes {out}", flush=True)
     os.environ["OMP_NUM_THREADS"] = str(experiment.comparison.threads)  # of the training commands
     out.parent.mkdir(parents=True, exist_ok=True)
-    tried = experiment.search()
-    if measured is not None and measured["setting"] == best_of(tried):
+    tried = measured["tried"] if measured is not None and measured["tried"] else experiment.search()
+    if measured is not None and tried and measured["setting"] != best_of(tried):
+        measured = None
+    if measured is not None and is_whole:
         result = measured | {"tried": tried}
     else:
-        result = experiment.measure(tried)
+        result = experiment.measure(tried, measured)
     publish_file(out, (json.dumps(result, indent=1) + "\n").encode())
     for file in experiment.tried_files().values():
         file.unlink(missing_ok=True)
@@ -152,16 +157,27 @@ class Experiment:
                 "version": version, **provenance(run.job, stages=stages),
             }  # fmt: skip
 
-    def measure(self, tried: Tried) -> dict[str, Any]:
-        """The content of the arm's file. tried: what its search found; empty for an arm whose setting is known."""
+    def lacks(self, measured: dict[str, Any]) -> list[tuple[str, int]]:
+        """(stage, version) of the points of the arm's curve that its file lacks."""
+        known = {(point["stage"], point["version"]) for point in measured["curve"]}
+        return [place for place in self._places() if place not in known]
+
+    def measure(self, tried: Tried, measured: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The content of the arm's file.
+
+        tried: what its search found; empty for an arm whose setting is known. measured: the file so far, whose points
+        are kept. Raises SystemExit when they are of other settings.
+        """
         began = time.time()
         best = best_of(tried) if tried else self._known_setting()
+        known = self._kept(measured, best) if measured is not None else {}
         self._train([best])
         distance, moved = self._distance(best), self._moved(best)
         with self._run(best) as (run, stage):
             curve = [
-                {"tokens": tokens, "right": grade(run, stage, folder, "eval")}
-                for tokens, folder in self._points(run, best)
+                known.get((point.stage, point.version))
+                or {**point.said(), "right": grade(run, stage, point.folder, "eval")}
+                for point in self._points(run, best)
             ]
             return {
                 "arm": self.name, "says": self.arm.description, "seed": self.seed, "split": "eval", "setting": best,
@@ -169,6 +185,22 @@ class Experiment:
                 "teacher_distance": distance, "moved": moved, "curve": curve, "seconds": round(time.time() - began),
                 **provenance(run.job, stages=(*self.comparison.shared, *self.arm.trained_stages)),
             }  # fmt: skip
+
+    def _kept(self, measured: dict[str, Any], setting: float) -> dict[tuple[str, int], dict[str, Any]]:
+        """Points of the arm's file so far, by stage and version. The last stage may have had fewer iterations."""
+        points = {(point["stage"], point["version"]): point for point in measured["curve"]}
+        overrides = self.comparison.rates(self.arm, setting)
+        last, version = [*points][-1]
+        if last in self.arm.stages and self.comparison.job.stage(last).iterations > version:
+            overrides += [f"stages.{last}.iterations={version}"]
+        job = load_job(self.comparison.folder, overrides=overrides)
+        now = settings_digest(job, (*self.comparison.shared, *self.arm.trained_stages))
+        if measured["settings"] != now:
+            raise SystemExit(
+                f"the result of {self.name} at seed {self.seed} has settings {measured['settings']}, the job now "
+                f"{now}; remove its file to measure it again"
+            )
+        return points
 
     def _known_setting(self) -> float:
         """The only setting of the arm, or the one that seed 0 or the arm that it is like has chosen."""
@@ -240,17 +272,26 @@ class Experiment:
         """Folder of a stage's newest policy."""
         return run.policies.latest_folder(run.job.stage(stage))
 
-    def _points(self, run: Run, setting: float) -> list[tuple[int, Path]]:
-        """(tokens learnt from until then, folder) of the versions that are measured, the arm's policy last."""
-        arm = replace(self.arm, stages=(self.name,)) if self.name in self.comparison.specialists else self.arm
-        if not arm.stages:
-            return [(0, self._policy(run, setting))]
-        points = []
-        for stage, version in self.comparison.measured_versions(arm):
-            earlier = arm.stages[: arm.stages.index(stage.name)]
-            tokens = sum(sum(trained_tokens(run, name).values()) for name in earlier)
-            tokens += sum(count for window, count in trained_tokens(run, stage.name).items() if window < version)
-            points.append((tokens, run.policies.folder(stage, version)))
+    @property
+    def _drawn(self) -> Arm:
+        """The arm with the stages of its curve: those that it trains, or a specialist's own."""
+        return replace(self.arm, stages=(self.name,)) if self.name in self.comparison.specialists else self.arm
+
+    def _places(self) -> list[tuple[str, int]]:
+        """(stage, version) of every point of the arm's curve, its policy last; ("", 0) where nothing is trained."""
+        return [(stage.name, version) for stage, version in self.comparison.measured_versions(self._drawn)] or [("", 0)]
+
+    def _points(self, run: Run, setting: float) -> list[Point]:
+        """The versions that are measured, the arm's policy last."""
+        points, arm = [], self._drawn
+        for stage, version in self._places():
+            if not stage:
+                points.append(Point(stage, version, 0, 0, self._policy(run, setting)))
+                continue
+            answers = self.comparison.answers_until(arm, run.job.stage(stage), version)
+            tokens = sum(sum(trained_tokens(run, name).values()) for name in arm.stages[: arm.stages.index(stage)])
+            tokens += sum(count for window, count in trained_tokens(run, stage).items() if window < version)
+            points.append(Point(stage, version, answers, tokens, run.policies.folder(run.job.stage(stage), version)))
         return points
 
     def _specialist_stages(self, run: Run) -> set[str]:
@@ -320,6 +361,23 @@ class Experiment:
                 domain: apart(run, stage, folder, start, domain, prompts=MOVED_PROMPTS)._asdict()
                 for domain in sorted(by_domain(run.job.routing))
             }
+
+
+class Point(NamedTuple):
+    """A version of an arm's policy that is measured."""
+
+    stage: str
+    """Empty for a policy that no stage of the arm trains: the base, and merged weights."""
+    version: int
+    answers: int
+    """Answers that the arm learnt from until then."""
+    tokens: int
+    """Tokens of these answers."""
+    folder: Path
+
+    def said(self) -> dict[str, Any]:
+        """What the arm's file says of it beside what it got right."""
+        return {key: value for key, value in self._asdict().items() if key != "folder"}
 
 
 def by_domain(routing: dict[str, str]) -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from comparisons import COMPARISONS, FACTORS
-from evidence_figure import accuracy, answers_by_point, learns_all
-from evidence_tables import cost, ends_of, of_arms
+from evidence_figure import accuracy, learns_all
+from evidence_tables import cost, ends_after, ends_of, of_arms
 from numpy.typing import NDArray
 from pictures import Curve, Panel, panels_picture
 from results import Result, Right, line, mean, over_seeds, paired, recovery, tried
@@ -17,6 +17,8 @@ from mopd_dataplane.prompts import load_prompts
 JOB = "smollm2-mopd"
 SKILL = "date"
 """The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
+_ANSWERS = 1536
+"""Answers after which arms with a curve are compared."""
 _FROM_THE_BASE = tuple(name for name, arm in COMPARISONS[JOB].arms.items() if not arm.start)
 """Arms that start from the specialists' own base."""
 
@@ -26,7 +28,7 @@ def smollm2() -> str:
     comparison = COMPARISONS[JOB]
     by_arm = of_arms(JOB, _FROM_THE_BASE)
     routing = comparison.job.routing
-    taught, ends = sorted(routing), {name: ends_of(runs) for name, runs in by_arm.items()}
+    taught, ends = sorted(routing), {name: _compared(runs) for name, runs in by_arm.items()}
     own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
     head = ("arm", "what it does", *taught, "mean of these", "− mopd-exact, points", "recovered", "capital (nobody's)",
             "seeds")  # fmt: skip
@@ -60,14 +62,13 @@ def smollm2_curves() -> str:
     comparison = COMPARISONS[JOB]
     taught = sorted(comparison.job.routing)
     by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if len(arm.stages) == 1])
-    answers = answers_by_point(comparison, comparison.arms["mopd-exact"])
+    answers = comparison.answers_by_point("mopd-exact")
     head = ("arm", *(f"{count:,} answers" for count in answers))
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
         if learns_all(comparison, comparison.arms[name]):
-            means, each = _along(runs, len(answers), taught), _each_along(runs, len(answers), taught)
-            cells = [f"{whole}: {parts}" if runs else whole for whole, parts in zip(means, each, strict=True)]
-            lines.append(line(name, *cells))
+            means, each = _along(runs, answers, taught), _each_along(runs, answers, taught)
+            lines.append(line(name, *(f"{whole}{parts}" for whole, parts in zip(means, each, strict=True))))
     return "\n".join(lines) + "\n"
 
 
@@ -77,15 +78,16 @@ def smollm2_json() -> str:
     prompts = [p for p in load_prompts("json", comparison.job.domains["json"]) if p.split == "eval"]
     of_age = np.array(['"adult": true' in prompt.answer for prompt in prompts])
     by_arm = of_arms(JOB, _FROM_THE_BASE)
-    answers = answers_by_point(comparison, comparison.arms["mopd-exact"])
-    head = ("arm", *(f"{count:,} answers" for count in answers))
+    answers = comparison.answers_by_point("mopd-exact")
+    head = ("arm", *(f"{count:,} answers" for count in answers), "at its end")
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
         arm = comparison.arms[name]
-        has_curve = len(arm.stages) == 1 and learns_all(comparison, arm)
-        points = range(len(answers)) if has_curve else (-1,)
-        cells = [_of_both(runs, point, of_age) for point in points] if runs else ["not run"]
-        lines.append(line(name, *[""] * (len(answers) - len(cells)), *cells))
+        if len(arm.stages) == 1 and learns_all(comparison, arm):
+            cells = [*(_of_both(ends_after(runs, count), of_age) for count in answers), ""]
+        else:
+            cells = [*[""] * len(answers), _of_both(ends_of(runs), of_age)]
+        lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -107,7 +109,7 @@ def smollm2_search() -> str:
 def smollm2_skill() -> str:
     """One skill by rewards, and distilled from the specialist that rewards made: accuracy in it by the answers."""
     comparison = COMPARISONS[JOB]
-    answers = answers_by_point(comparison, comparison.arms["mopd-date"])
+    answers = comparison.answers_by_point("mopd-date")
     by_arm = of_arms(JOB, (SKILL, "mopd-date"))
     head = ("how", *(f"{count:,} answers" for count in answers), "tokens learnt from", "all tokens", "seconds")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -120,14 +122,14 @@ def smollm2_skill() -> str:
         learnt = [run["curve"][-1]["tokens"] for run in runs]
         seconds = [run["work"]["student"] or run["work"]["specialists"] for run in runs]
         cells = [f"{mean(values):,.0f}" for values in (learnt, spent, seconds)]
-        lines.append(line(says, *_along(runs, len(answers), [SKILL]), *cells))
+        lines.append(line(says, *_along(runs, answers, [SKILL]), *cells))
     return "\n".join(lines) + "\n"
 
 
 def smollm2_other_base() -> str:
     """The skill distilled from its specialist into the specialist's own base, and into another: accuracy in it."""
     comparison = COMPARISONS[JOB]
-    answers = [0, *answers_by_point(comparison, comparison.arms["mopd-date"])]
+    answers = [0, *comparison.answers_by_point("mopd-date")]
     head = ("student", *(f"{count:,} answers" for count in answers), "capital (nobody's)")
     lines = [line(*head), line(*["---"] * len(head))]
     rows = (("the specialist's own base, on-policy", "base", "mopd-date"),
@@ -139,12 +141,12 @@ def smollm2_other_base() -> str:
         if not all(by_arm.values()):
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        points = [0, *answers_by_point(comparison, comparison.arms[name])]
-        curves = [ends_of(by_arm[start]), *(ends_of(by_arm[name], point=n) for n in range(len(points) - 1))]
-        by_answers = {count: over_seeds([{SKILL: end[SKILL]} for end in ends.values()])
-                      for count, ends in zip(points, curves, strict=True)}  # fmt: skip
-        capital = over_seeds([{"capital": end["capital"]} for end in curves[-1].values()])
-        lines.append(line(says, *(by_answers.get(count, "") for count in answers), capital))
+        measured = comparison.answers_by_point(name)
+        cells = [over_seeds([{SKILL: end[SKILL]} for end in ends_of(by_arm[start]).values()])]
+        cells += _along(by_arm[name], answers[1:], [SKILL])
+        cells = [cell if count in (0, *measured) else "" for count, cell in zip(answers, cells, strict=True)]
+        capital = over_seeds([{"capital": end["capital"]} for end in ends_of(by_arm[name]).values()])
+        lines.append(line(says, *cells, capital))
     return "\n".join(lines) + "\n"
 
 
@@ -163,7 +165,7 @@ def smollm2_kept() -> str:
         if not by_arm[arm]:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = list(ends_of(by_arm[arm], point=point).values())
+        ends = list((_compared(by_arm[arm]) if point < 0 else ends_of(by_arm[arm], point=point)).values())
         lines.append(line(says, *(over_seeds([{d: end[d]} for end in ends]) for d in (*skills, "capital"))))
     return "\n".join(lines) + "\n"
 
@@ -171,7 +173,7 @@ def smollm2_kept() -> str:
 def smollm2_base_teaches() -> str:
     """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
     runs_without, runs_with = of_arms(JOB, ("base", SKILL, "mopd-exact")), of_arms("smollm2-kept", (SKILL, "kept"))
-    taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_of(runs_without["mopd-exact"])
+    taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"])
     head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "student tokens")
     lines = [line(*head), line(*["---"] * len(head))]
     rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[SKILL]),
@@ -182,7 +184,7 @@ def smollm2_base_teaches() -> str:
         if not runs:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = ends_of(runs)
+        ends = _compared(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
         capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
         cells += ["" if runs is runs_without["mopd-exact"] else paired(*capital), cost(runs)[0]]
@@ -194,7 +196,7 @@ def smollm2_costs() -> str:
     """What every arm cost: answer tokens and seconds of work, its own and with those of the specialists it needs."""
     comparison = COMPARISONS[JOB]
     by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if arm.stages])
-    head = ("arm", "student tokens", "all tokens", "seconds", "seconds with specialists")
+    head = ("arm", "answers", "student tokens", "all tokens", "seconds", "seconds with specialists")
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
         if not runs:
@@ -202,7 +204,8 @@ def smollm2_costs() -> str:
             continue
         own = mean(run["work"]["student"] for run in runs)
         every = mean(sum(run["work"].values()) for run in runs)
-        lines.append(line(name, *cost(runs), f"{own:,.0f}", f"{every:,.0f}"))
+        answers = f"{runs[0]['curve'][-1]['answers']:,}"
+        lines.append(line(name, answers, *cost(runs), f"{own:,.0f}", f"{every:,.0f}"))
     return "\n".join(lines) + "\n"
 
 
@@ -221,10 +224,9 @@ def smollm2_picture() -> str:
             levels[name] = mean(accuracy(end, taught) for end in ends_of(runs).values())
         if len(arm.stages) != 1 or not learns_all(comparison, arm):
             continue
-        last = len(runs[0]["curve"]) - 1
-        points = range(last + 1)
-        shares = [mean(accuracy(end, taught) for end in ends_of(runs, point=point).values()) for point in points]
-        done = [mean(run["curve"][point]["tokens"] / run["curve"][last]["tokens"] for run in runs) for point in points]
+        counts = [count for count in comparison.answers_by_point(name) if len(ends_after(runs, count)) == len(runs)]
+        shares = [mean(accuracy(end, taught) for end in ends_after(runs, count).values()) for count in counts]
+        done = [mean(_part_done(run, count) for run in runs) for count in counts]
         for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
             before = mean(run[cost_of]["specialists"] for run in runs)
             own = mean(sum(run[cost_of].values()) for run in runs) - before
@@ -246,26 +248,39 @@ def _ticks(curves: dict[str, Curve]) -> tuple[int, ...]:
     return tuple(step * n for n in range(5))
 
 
-def _along(runs: list[Result], count: int, domains: Iterable[str]) -> list[str]:
-    """Accuracy in domains at each point of an arm's curve."""
-    if not runs:
-        return ["not run"] * count
-    at = [ends_of(runs, point=point).values() for point in range(count)]
-    return [over_seeds([{d: end[d] for d in domains} for end in ends]) for ends in at]
+def _compared(runs: list[Result]) -> dict[int, Right]:
+    """What an arm's policy got right after `_ANSWERS` answers, or at the end of an arm without a curve."""
+    has_curve = all(len({point["stage"] for point in run["curve"]}) == 1 for run in runs)
+    return (ends_after(runs, _ANSWERS) if has_curve else {}) or ends_of(runs)
 
 
-def _of_both(runs: list[Result], point: int, of_age: NDArray[np.bool_]) -> str:
+def _part_done(run: Result, answers: int) -> float:
+    """Part of an arm's tokens that it had learnt from after so many answers."""
+    until = next(point["tokens"] for point in run["curve"] if point["answers"] == answers)
+    return float(until / run["curve"][-1]["tokens"])
+
+
+def _along(runs: list[Result], answers: Sequence[int], domains: Iterable[str]) -> list[str]:
+    """Accuracy in domains after each number of answers."""
+    at = [ends_after(runs, count).values() for count in answers]
+    return [over_seeds([{d: end[d] for d in domains} for end in ends]) if ends else "not run" for ends in at]
+
+
+def _each_along(runs: list[Result], answers: Sequence[int], domains: Sequence[str]) -> list[str]:
+    """Accuracy in each domain after each number of answers, mean over seeds, in whole per cent, behind a colon."""
+    at = [ends_after(runs, count).values() for count in answers]
+    return [
+        ": " + " / ".join(f"{100 * mean(end[d].mean() for end in ends):.0f}" for d in domains) if ends else ""
+        for ends in at
+    ]
+
+
+def _of_both(ends: dict[int, Right], of_age: NDArray[np.bool_]) -> str:
     """Share of right lines of JSON about people of age, and about the others, mean over seeds."""
-    ends = [end["json"] for end in ends_of(runs, point=point).values()]
-    return " / ".join(f"{100 * mean(right[some].mean() for right in ends):.0f} %" for some in (of_age, ~of_age))
-
-
-def _each_along(runs: list[Result], count: int, domains: Sequence[str]) -> list[str]:
-    """Accuracy in each domain at each point of an arm's curve, mean over seeds, in whole per cent."""
-    if not runs:
-        return [""] * count
-    at = [ends_of(runs, point=point).values() for point in range(count)]
-    return [" / ".join(f"{100 * mean(end[d].mean() for end in ends):.0f}" for d in domains) for ends in at]
+    if not ends:
+        return "not run"
+    by_seed = [end["json"] for end in ends.values()]
+    return " / ".join(f"{100 * mean(right[some].mean() for right in by_seed):.0f} %" for some in (of_age, ~of_age))
 
 
 def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:

@@ -132,3 +132,23 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     capsys.readouterr()
     arms.main()
     assert "exists; nothing to run" in capsys.readouterr().out
+
+    def lengthen(iterations: int, **others: str) -> None:
+        """Give the arm's stage another number of iterations, all versions of which are measured."""
+        text = small_job(tmp_path / str(iterations)).joinpath("job.toml").read_text()
+        before, name, after = text.partition('name = "mopd-exact"')
+        for old, new in ((tmp_path / str(iterations), tmp_path), *others.items()):
+            before = before.replace(str(old), str(new))
+        (job / "job.toml").write_text(before + name + after.replace("= 1", f"= {iterations}", 1))
+        longer = arms.Comparison(job, by_name, SPECIALISTS, points=iterations, searched_version=1)
+        monkeypatch.setitem(arms.COMPARISONS, "small", longer)
+
+    lengthen(2)
+    arms.main()
+    extended = json.loads((tmp_path / "results" / "mopd-exact-0.json").read_text())
+    assert [(point["version"], point["answers"]) for point in extended["curve"]] == [(1, 6), (2, 12)]
+    assert extended["curve"][0] == searched["curve"][0], "measured once"
+    assert extended["curve"][1]["tokens"] == extended["tokens"]["student"] > searched["tokens"]["student"]
+    lengthen(3, **{"temperature = 1.0": "temperature = 0.9"})
+    with pytest.raises(SystemExit, match="remove its file to measure it again"):
+        arms.main()
