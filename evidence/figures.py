@@ -41,6 +41,7 @@ from smollm2_tables import (
     smollm2_kept,
     smollm2_other_base,
     smollm2_picture,
+    smollm2_ratio,
     smollm2_search,
     smollm2_skill,
 )
@@ -64,7 +65,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
     "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-json": smollm2_json,
-    "smollm2-search": smollm2_search, "smollm2-skill": smollm2_skill, "smollm2-kept": smollm2_kept,
+    "smollm2-search": smollm2_search, "smollm2-skill": smollm2_skill, "smollm2-ratio": smollm2_ratio,
+    "smollm2-kept": smollm2_kept,
     "smollm2-costs": smollm2_costs, "smollm2-base-teaches": smollm2_base_teaches,
     "smollm2-other-base": smollm2_other_base, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,

@@ -10,13 +10,16 @@ from evidence_figure import accuracy, learns_all
 from evidence_tables import cost, ends_after, ends_of, of_arms
 from numpy.typing import NDArray
 from pictures import Curve, Panel, panels_picture
-from results import Result, Right, line, mean, over_seeds, paired, recovery, tried
+from reached import Climb, ratio, reached
+from results import Result, Right, line, mean, over_seeds, paired, recovery, right, tried
 
 from mopd_dataplane.prompts import load_prompts
 
 JOB = "smollm2-mopd"
 SKILL = "date"
 """The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
+_LEVEL = 0.8
+"""Share of the skill's prompts by which rewards and distillation are compared: below what both end with."""
 _ANSWERS = 1536
 """Answers after which arms with a curve are compared."""
 _FROM_THE_BASE = tuple(name for name, arm in COMPARISONS[JOB].arms.items() if not arm.start)
@@ -124,6 +127,37 @@ def smollm2_skill() -> str:
         cells = [f"{mean(values):,.0f}" for values in (learnt, spent, seconds)]
         lines.append(line(says, *_along(runs, answers, [SKILL]), *cells))
     return "\n".join(lines) + "\n"
+
+
+def smollm2_ratio() -> str:
+    """What rewards cost over what distillation costs, to the same accuracy in one skill: answers, tokens, seconds."""
+    head = ("seed", "rewards, answers", "distilled, answers", "ratio of answers", "ratio of tokens", "ratio of seconds")
+    lines = [line(*head), line(*["---"] * len(head))]
+    by_arm = of_arms(JOB, (COMPARISONS[JOB].base, SKILL, "mopd-date"))
+    base, rewarded, distilled = ({run["seed"]: run for run in runs} for runs in by_arm.values())
+    seeds = sorted(base.keys() & rewarded.keys() & distilled.keys())
+    for group in [*([seed] for seed in seeds), seeds]:
+        climbs = {
+            unit: [[_climb(base[seed], runs[seed], unit) for seed in group] for runs in (rewarded, distilled)]
+            for unit in ("answers", "tokens", "seconds")
+        }
+        means = [f"{mean(reached(climb, _LEVEL) for climb in arm):,.0f}" for arm in climbs["answers"]]
+        ratios = [ratio(costly, cheap, _LEVEL) for costly, cheap in climbs.values()]
+        cells = [f"{one.value:.1f} ({one.low:.1f} to {one.high:.1f})" for one in ratios]
+        lines.append(line("all" if len(group) > 1 else str(group[0]), *means, *cells))
+    return "\n".join(lines[: len(lines) - (len(seeds) < 2)]) + "\n"
+
+
+def _climb(base: Result, run: Result, unit: str) -> Climb:
+    """An arm's way up in the skill from the base. unit: answers, tokens learnt from, or seconds of its steps."""
+    points = run["curve"]
+    rows = [right(point["right"])[SKILL] for point in (base["curve"][-1], *points)]
+    if unit == "seconds":
+        whole = run["work"]["student"] or run["work"]["specialists"]
+        spent = [0.0, *(whole * point["tokens"] / points[-1]["tokens"] for point in points)]
+    else:
+        spent = [0.0, *(float(point[unit]) for point in points)]
+    return Climb(np.array(rows), np.array(spent))
 
 
 def smollm2_other_base() -> str:
@@ -280,7 +314,7 @@ def _of_both(ends: dict[int, Right], of_age: NDArray[np.bool_]) -> str:
     if not ends:
         return "not run"
     by_seed = [end["json"] for end in ends.values()]
-    return " / ".join(f"{100 * mean(right[some].mean() for right in by_seed):.0f} %" for some in (of_age, ~of_age))
+    return " / ".join(f"{100 * mean(of_json[some].mean() for of_json in by_seed):.0f} %" for some in (of_age, ~of_age))
 
 
 def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:
