@@ -123,8 +123,7 @@ def smollm2_skill() -> str:
             continue
         spent = [sum(run["tokens"].values()) for run in runs]
         learnt = [run["curve"][-1]["tokens"] for run in runs]
-        seconds = [run["work"]["student"] or run["work"]["specialists"] for run in runs]
-        cells = [f"{mean(values):,.0f}" for values in (learnt, spent, seconds)]
+        cells = [f"{value:,.0f}" for value in (mean(learnt), mean(spent), _pace(runs) * mean(learnt))]
         lines.append(line(says, *_along(runs, answers, [SKILL]), *cells))
     return "\n".join(lines) + "\n"
 
@@ -138,7 +137,10 @@ def smollm2_ratio() -> str:
     seeds = sorted(base.keys() & rewarded.keys() & distilled.keys())
     for group in [*([seed] for seed in seeds), seeds]:
         climbs = {
-            unit: [[_climb(base[seed], runs[seed], unit) for seed in group] for runs in (rewarded, distilled)]
+            unit: [
+                [_climb(base[seed], runs[seed], unit, _pace(runs.values())) for seed in group]
+                for runs in (rewarded, distilled)
+            ]
             for unit in ("answers", "tokens", "seconds")
         }
         means = [f"{mean(reached(climb, _LEVEL) for climb in arm):,.0f}" for arm in climbs["answers"]]
@@ -148,16 +150,18 @@ def smollm2_ratio() -> str:
     return "\n".join(lines[: len(lines) - (len(seeds) < 2)]) + "\n"
 
 
-def _climb(base: Result, run: Result, unit: str) -> Climb:
+def _climb(base: Result, run: Result, unit: str, seconds_a_token: float) -> Climb:
     """An arm's way up in the skill from the base. unit: answers, tokens learnt from, or seconds of its steps."""
     points = run["curve"]
     rows = [right(point["right"])[SKILL] for point in (base["curve"][-1], *points)]
-    if unit == "seconds":
-        whole = run["work"]["student"] or run["work"]["specialists"]
-        spent = [0.0, *(whole * point["tokens"] / points[-1]["tokens"] for point in points)]
-    else:
-        spent = [0.0, *(float(point[unit]) for point in points)]
-    return Climb(np.array(rows), np.array(spent))
+    spent = [seconds_a_token * p["tokens"] if unit == "seconds" else float(p[unit]) for p in points]
+    return Climb(np.array(rows), np.array([0.0, *spent]))
+
+
+def _pace(runs: Iterable[Result]) -> float:
+    """Seconds of steps a token of an arm's fastest run: the one that other work on the machine disturbed least."""
+    seconds = ((run, float(run["work"]["student"] or run["work"]["specialists"])) for run in runs)
+    return min(whole / float(run["curve"][-1]["tokens"]) for run, whole in seconds)
 
 
 def smollm2_other_base() -> str:
@@ -206,7 +210,10 @@ def smollm2_kept() -> str:
 
 def smollm2_base_teaches() -> str:
     """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
-    runs_without, runs_with = of_arms(JOB, ("base", SKILL, "mopd-exact")), of_arms("smollm2-kept", (SKILL, "kept"))
+    runs_with = of_arms("smollm2-kept", (SKILL, "kept"))
+    seeds = {run["seed"] for run in runs_with["kept"]}
+    every_seed = of_arms(JOB, ("base", SKILL, "mopd-exact"))
+    runs_without = {name: [run for run in runs if run["seed"] in seeds] for name, runs in every_seed.items()}
     taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"])
     head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "student tokens")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -227,7 +234,7 @@ def smollm2_base_teaches() -> str:
 
 
 def smollm2_costs() -> str:
-    """What every arm cost: answer tokens and seconds of work, its own and with those of the specialists it needs."""
+    """What every arm cost: answer tokens, and seconds of its fastest seed, its own and with its specialists' ones."""
     comparison = COMPARISONS[JOB]
     by_arm = of_arms(JOB, [name for name, arm in comparison.arms.items() if arm.stages])
     head = ("arm", "answers", "student tokens", "all tokens", "seconds", "seconds with specialists")
@@ -236,8 +243,8 @@ def smollm2_costs() -> str:
         if not runs:
             lines.append(line(name, *["not run"] * (len(head) - 1)))
             continue
-        own = mean(run["work"]["student"] for run in runs)
-        every = mean(sum(run["work"].values()) for run in runs)
+        own = min(run["work"]["student"] for run in runs)
+        every = own + min(run["work"]["specialists"] for run in runs)
         answers = f"{runs[0]['curve'][-1]['answers']:,}"
         lines.append(line(name, answers, *cost(runs), f"{own:,.0f}", f"{every:,.0f}"))
     return "\n".join(lines) + "\n"
@@ -262,8 +269,9 @@ def smollm2_picture() -> str:
         shares = [mean(accuracy(end, taught) for end in ends_after(runs, count).values()) for count in counts]
         done = [mean(_part_done(run, count) for run in runs) for count in counts]
         for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
-            before = mean(run[cost_of]["specialists"] for run in runs)
-            own = mean(sum(run[cost_of].values()) for run in runs) - before
+            over_runs = mean if cost_of == "tokens" else min  # other work on the machine only adds seconds
+            before = over_runs([run[cost_of]["specialists"] for run in runs])
+            own = over_runs([sum(run[cost_of].values()) - run[cost_of]["specialists"] for run in runs])
             curves[name] = [(before + own * share, height) for share, height in zip(done, shares, strict=True)]
     panels = tuple(
         Panel(title=title, curves=curves, levels=levels, ticks=_ticks(curves), width=580)
@@ -310,11 +318,10 @@ def _each_along(runs: list[Result], answers: Sequence[int], domains: Sequence[st
 
 
 def _of_both(ends: dict[int, Right], of_age: NDArray[np.bool_]) -> str:
-    """Share of right lines of JSON about people of age, and about the others, mean over seeds."""
-    if not ends:
-        return "not run"
-    by_seed = [end["json"] for end in ends.values()]
-    return " / ".join(f"{100 * mean(of_json[some].mean() for of_json in by_seed):.0f} %" for some in (of_age, ~of_age))
+    """Per cent of right lines of JSON about people of age, and about the others, seed by seed."""
+    by_seed = (ends[seed]["json"] for seed in sorted(ends))
+    pairs = (" / ".join(f"{100 * of_json[some].mean():.0f}" for some in (of_age, ~of_age)) for of_json in by_seed)
+    return "; ".join(pairs) or "not run"
 
 
 def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:
