@@ -26,7 +26,8 @@ def accuracy_picture() -> str:
     }
     panels = (
         Panel(
-            title="SmolLM2-135M, mean of up to three seeds", curves=smol_curves, levels={**smol_levels, **_specialists(smol)},
+            title="SmolLM2-135M, mean of up to three seeds", curves=smol_curves,
+            levels={**smol_levels, **_specialists(smol)},
             ticks=(0, 384, 768, 1152, 1536, 2016), width=620,
         ),
         Panel(

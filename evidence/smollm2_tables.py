@@ -243,8 +243,8 @@ def smollm2_costs() -> str:
         if not runs:
             lines.append(line(name, *["not run"] * (len(head) - 1)))
             continue
-        own = min(run["work"]["student"] for run in runs)
-        every = own + min(run["work"]["specialists"] for run in runs)
+        own, specialists = _seconds(runs, by_arm["mopd-exact"])
+        every = own + specialists
         answers = f"{runs[0]['curve'][-1]['answers']:,}"
         lines.append(line(name, answers, *cost(runs), f"{own:,.0f}", f"{every:,.0f}"))
     return "\n".join(lines) + "\n"
@@ -257,7 +257,8 @@ def smollm2_picture() -> str:
     tokens: dict[str, Curve] = {}
     seconds: dict[str, Curve] = {}
     levels: dict[str, float] = {}
-    for name, runs in of_arms(JOB, comparison.arms).items():
+    by_arm = of_arms(JOB, comparison.arms)
+    for name, runs in by_arm.items():
         arm = comparison.arms[name]
         if not runs:
             continue
@@ -269,9 +270,10 @@ def smollm2_picture() -> str:
         shares = [mean(accuracy(end, taught) for end in ends_after(runs, count).values()) for count in counts]
         done = [mean(_part_done(run, count) for run in runs) for count in counts]
         for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
-            over_runs = mean if cost_of == "tokens" else min  # other work on the machine only adds seconds
-            before = over_runs([run[cost_of]["specialists"] for run in runs])
-            own = over_runs([sum(run[cost_of].values()) - run[cost_of]["specialists"] for run in runs])
+            before = mean(run[cost_of]["specialists"] for run in runs)
+            own = mean(sum(run[cost_of].values()) for run in runs) - before
+            if cost_of == "work":
+                own, before = _seconds(runs, by_arm["mopd-exact"])
             curves[name] = [(before + own * share, height) for share, height in zip(done, shares, strict=True)]
     panels = tuple(
         Panel(title=title, curves=curves, levels=levels, ticks=_ticks(curves), width=580)
@@ -288,6 +290,17 @@ def _ticks(curves: dict[str, Curve]) -> tuple[int, ...]:
     longest = max((point[0] for curve in curves.values() for point in curve), default=1)
     step = next(n * 10**power for power in range(9) for n in (1, 2, 5) if 4 * n * 10**power >= longest)
     return tuple(step * n for n in range(5))
+
+
+def _seconds(runs: list[Result], taught: list[Result]) -> tuple[float, float]:
+    """Seconds of an arm's own steps and of its specialists', at the seeds that other work disturbed least.
+
+    taught: runs of an arm that needs all specialists; they are the same for every such arm of a seed.
+    """
+    by_seed = {run["seed"]: run["work"]["specialists"] for run in taught}
+    needs_all = all(run["work"]["specialists"] == by_seed.get(run["seed"]) for run in runs)
+    specialists = by_seed.values() if needs_all else [run["work"]["specialists"] for run in runs]
+    return min(run["work"]["student"] for run in runs), min(specialists)
 
 
 def _compared(runs: list[Result]) -> dict[int, Right]:
