@@ -77,7 +77,7 @@ def run_arm(experiment: Experiment) -> None:
     """Run one arm at one seed unless its result is complete, with the search of its setting where it has one."""
     out = experiment.results / f"{experiment.name}-{experiment.seed}.json"
     measured = json.loads(out.read_text()) if out.exists() else None
-    is_whole = measured is not None and experiment.lacks(measured) == []
+    is_whole = measured is not None and experiment.is_whole(measured)
     if measured is not None and is_whole and (measured["tried"] or not experiment.searches):
         print(f"{out} exists; nothing to run")
         return
@@ -157,10 +157,9 @@ class Experiment:
                 "version": version, **provenance(run.job, stages=stages),
             }  # fmt: skip
 
-    def lacks(self, measured: dict[str, Any]) -> list[tuple[str, int]]:
-        """(stage, version) of the points of the arm's curve that its file lacks."""
-        known = {(point["stage"], point["version"]) for point in measured["curve"]}
-        return [place for place in self._places() if place not in known]
+    def is_whole(self, measured: dict[str, Any]) -> bool:
+        """Check if the arm's file has every point of its curve."""
+        return {(point["stage"], point["version"]) for point in measured["curve"]} >= {*self._places()}
 
     def measure(self, tried: Tried, measured: dict[str, Any] | None = None) -> dict[str, Any]:
         """The content of the arm's file.
@@ -170,12 +169,12 @@ class Experiment:
         """
         began = time.time()
         best = best_of(tried) if tried else self._known_setting()
-        known = self._kept(measured, best) if measured is not None else {}
+        kept_points = self._kept(measured, best) if measured is not None else {}
         self._train([best])
         distance, moved = self._distance(best), self._moved(best)
         with self._run(best) as (run, stage):
             curve = [
-                known.get((point.stage, point.version))
+                kept_points.get((point.stage, point.version))
                 or {**point.said(), "right": grade(run, stage, point.folder, "eval")}
                 for point in self._points(run, best)
             ]

@@ -135,7 +135,7 @@ def smollm2_ratio() -> str:
     by_arm = of_arms(JOB, (COMPARISONS[JOB].base, SKILL, "mopd-date"))
     base, rewarded, distilled = ({run["seed"]: run for run in runs} for runs in by_arm.values())
     seeds = sorted(base.keys() & rewarded.keys() & distilled.keys())
-    for group in [*([seed] for seed in seeds), seeds]:
+    for group in [*([seed] for seed in seeds), *([seeds] if len(seeds) > 1 else [])]:
         climbs = {
             unit: [
                 [_climb(base[seed], runs[seed], unit, _pace(runs.values())) for seed in group]
@@ -147,7 +147,7 @@ def smollm2_ratio() -> str:
         ratios = [ratio(costly, cheap, _LEVEL) for costly, cheap in climbs.values()]
         cells = [f"{one.value:.1f} ({one.low:.1f} to {one.high:.1f})" for one in ratios]
         lines.append(line("all" if len(group) > 1 else str(group[0]), *means, *cells))
-    return "\n".join(lines[: len(lines) - (len(seeds) < 2)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _climb(base: Result, run: Result, unit: str, seconds_a_token: float) -> Climb:

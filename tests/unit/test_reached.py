@@ -61,11 +61,11 @@ def test_the_interval_is_that_of_drawing_prompts_one_by_one(reached: ModuleType)
             name: [cost(climb.right[:, at]) for climb, at in zip(arms[name], places, strict=True)] for name in arms
         }
         logs.append(np.mean(np.log(np.divide(costs["slow"], costs["fast"]))))
-    found = reached.ratio(arms["slow"], arms["fast"], 0.75)
-    assert found.value == pytest.approx(
+    cost_ratio = reached.ratio(arms["slow"], arms["fast"], 0.75)
+    assert cost_ratio.value == pytest.approx(
         np.sqrt(np.prod([cost(s.right) / cost(f.right) for s, f in zip(arms["slow"], arms["fast"], strict=True)]))
     )
     # 2,000 draws place a quantile of 2.5 % to within 0.7 % of the draws (two standard errors): 1.8 to 3.2 %.
-    ends = np.log((found.low, found.high))
+    ends = np.log((cost_ratio.low, cost_ratio.high))
     assert np.quantile(logs, 0.018) <= ends[0] <= np.quantile(logs, 0.032)
     assert np.quantile(logs, 0.968) <= ends[1] <= np.quantile(logs, 0.982)
