@@ -38,8 +38,6 @@ class Arm:
     """Arm in which this one changes one thing: its setting is used and no search runs."""
     start: str = ""
     """Stage that trains another start than the base, at its own rate and at no cost to the arm."""
-    points: tuple[int, ...] = ()
-    """Versions that are measured, where they are others than the comparison's."""
 
     @property
     def trained_stages(self) -> tuple[str, ...]:
@@ -103,11 +101,10 @@ class Comparison:
         if len(stages) != 1:
             return [(stage, stage.iterations) for stage in stages]
         (stage,) = stages
-        points = arm.points or self.points
-        if isinstance(points, tuple):
-            versions = {*(version for version in points if version < stage.iterations), stage.iterations}
+        if isinstance(self.points, tuple):
+            versions = {*(version for version in self.points if version < stage.iterations), stage.iterations}
         else:
-            versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
+            versions = {max(1, round(stage.iterations * (i + 1) / self.points)) for i in range(self.points)}
         return [(stage, version) for version in sorted(versions)]
 
     def answers_by_point(self, name: str) -> list[int]:
@@ -169,10 +166,11 @@ _ALTERNATIVES = {
                                 ("weak-imitation", "weak-imitation-first"), like="mopd-exact", start="weak"),
 }  # fmt: skip
 
-_EARLY = (1, 2, 4, 8, 16)
+_DOUBLED = (1, 2, 4, 8, 16, 32)
+"""Versions of the pretrained model's arms that are measured."""
 _SMOLLM2_MOPD = {
     "base": Arm("SmolLM2-135M-Instruct after 96 examples of all domains", uses_teachers=False),
-    "date": Arm("specialist: GRPO on 1,536 answers", points=_EARLY),
+    "date": Arm("specialist: GRPO on 1,536 answers"),
     "larger": Arm("specialist: GRPO on 256 answers"),
     "json": Arm("specialist: SFT on 192 lines of JSON"),
     **_WITHOUT_TEACHERS,
@@ -189,11 +187,9 @@ _SMOLLM2_MOPD = {
                                 like="mopd-outcome"),
     "mopd-outcome-fourfold": Arm("the same, four times that advantage", ("mopd-outcome-fourfold",),
                                  like="mopd-outcome"),
-    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), like="mopd-exact",
-                     points=_EARLY),
+    "mopd-date": Arm("MOPD of the one skill that GRPO took longest to learn", ("mopd-date",), like="mopd-exact"),
     "weak": Arm("another base: a quarter of the examples", like="mopd-exact", start="weak", uses_teachers=False),
-    "weak-date": Arm("the same skill, distilled into that base", ("weak-date",), like="mopd-exact", start="weak",
-                     points=_EARLY),
+    "weak-date": Arm("the same skill, distilled into that base", ("weak-date",), like="mopd-exact", start="weak"),
     "weak-imitation-first": Arm("the same, the first half of the answers the specialist's, forward KL",
                                 ("weak-date-imitation", "weak-date-then"), like="mopd-exact", start="weak"),
 }  # fmt: skip
@@ -255,7 +251,7 @@ COMPARISONS = {
     for comparison in (
         Comparison(JOBS / "alternatives", _ALTERNATIVES, _TOY_SPECIALISTS),
         Comparison(
-            JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=(2, 8, 16), searched_version=8
+            JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=_DOUBLED, searched_version=8
         ),
         Comparison(JOBS / "smollm2-kept", _SMOLLM2_KEPT, ("date", "larger", "json"), points=(8, 16)),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),

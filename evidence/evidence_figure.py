@@ -28,7 +28,7 @@ def accuracy_picture() -> str:
         Panel(
             title="SmolLM2-135M, mean of up to three seeds", curves=smol_curves,
             levels={**smol_levels, **_specialists(smol)},
-            ticks=(0, 384, 768, 1152, 1536, 2016), width=620,
+            ticks=(0, 384, 768, 1536, 2304, 3072), width=620,
         ),
         Panel(
             title="toy world, mean of seeds 0 to 2", curves={**toy_curves, **many}, levels=toy_levels,

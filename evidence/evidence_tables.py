@@ -25,22 +25,21 @@ def evidence() -> str:
     """Accuracy of the arms on the pretrained model and in the toy world, after few answers and after many."""
     smol, toy = (COMPARISONS[job] for job in ("smollm2-mopd", "alternatives"))
     taught = sorted(smol.job.routing)
-    head = ("arm", "what it does", "SmolLM2-135M, 192 answers", "SmolLM2-135M, 1,536 answers", "toy, 4,096 answers",
-            "toy, 24,576 answers", "all tokens, toy, 4,096 answers")  # fmt: skip
+    head = ("arm", "what it does", "SmolLM2-135M, 192 answers", "SmolLM2-135M, 1,536 answers",
+            "SmolLM2-135M, 3,072 answers", "toy, 4,096 answers", "toy, 24,576 answers",
+            "all tokens, toy, 4,096 answers")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
     smol_runs, toy_runs = (of_arms(job, EVIDENCE_ARMS) for job in ("smollm2-mopd", "alternatives"))
     for name in EVIDENCE_ARMS:
-        few, more = (
+        learns = bool(smol.arms[name].stages)
+        after = [
             [{domain: at[domain] for domain in taught} for at in ends_after(smol_runs[name], answers).values()]
-            for answers in (192, 1536 if smol.arms[name].stages else 0)
-        )
-        many = quickstart_ends(QUICKSTART_OBJECTIVES.get(name, ""))
-        cells = [
-            over_seeds(ends) if ends else "not run"
-            for ends in (few, more, list(ends_of(toy_runs[name]).values()), many)
+            for answers in ((192, 1536, 3072) if learns else (0,))
         ]
-        if not toy.arms[name].stages:
-            cells[0] = cells[3] = "–"
+        ends = [*after, list(ends_of(toy_runs[name]).values()), quickstart_ends(QUICKSTART_OBJECTIVES.get(name, ""))]
+        cells = [over_seeds(each) if each else "not run" for each in ends]
+        if not learns:
+            cells = ["–", "–", *cells[:-1], "–"]
         cells.append(cost(toy_runs[name])[1])
         lines.append(line(name, toy.arms[name].description, *cells))
     return "\n".join(lines) + "\n"

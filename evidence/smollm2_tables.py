@@ -20,8 +20,8 @@ SKILL = "date"
 """The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
 _LEVEL = 0.8
 """Share of the skill's prompts by which rewards and distillation are compared: below what both end with."""
-_ANSWERS = 1536
-"""Answers after which arms with a curve are compared."""
+_MOST, _ALIKE = 3072, 1536
+"""Answers after which arms with a curve are compared with one another, and with arms of stages, which end then."""
 _FROM_THE_BASE = tuple(name for name, arm in COMPARISONS[JOB].arms.items() if not arm.start)
 """Arms that start from the specialists' own base."""
 
@@ -31,20 +31,22 @@ def smollm2() -> str:
     comparison = COMPARISONS[JOB]
     by_arm = of_arms(JOB, _FROM_THE_BASE)
     routing = comparison.job.routing
-    taught, ends = sorted(routing), {name: _compared(runs) for name, runs in by_arm.items()}
-    own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
-    head = ("arm", "what it does", *taught, "mean of these", "− mopd-exact, points", "recovered", "capital (nobody's)",
-            "seeds")  # fmt: skip
+    taught, ends = sorted(routing), {name: _compared(runs, _MOST) for name, runs in by_arm.items()}
+    own = {name: _in_domains(by_seed, taught) for name, by_seed in ends.items()}
+    head = ("arm", "what it does", "answers", *taught, "mean of these", "− mopd-exact, points", "recovered",
+            "capital (nobody's)", "seeds")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
         description = comparison.arms[name].description
         if not runs:
             lines.append(line(name, description, *["not run"] * (len(head) - 2)))
             continue
-        cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught]
-        cells += [over_seeds(list(own[name].values())), paired(own[name], own["mopd-exact"])]
-        cells[-1] = "" if name == "mopd-exact" else cells[-1]
         joins = name not in ("base", *comparison.specialists)
+        answers = min(runs[0]["curve"][-1]["answers"], _MOST)
+        rival = _compared(by_arm["mopd-exact"], _nearest("mopd-exact", answers) if joins and answers else _MOST)
+        cells = [f"{answers:,}", *(over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught)]
+        cells += [over_seeds(list(own[name].values()))]
+        cells += [paired(own[name], _in_domains(rival, taught)) if name != "mopd-exact" else ""]
         cells += [_recovered_in_all(own, routing, name) if joins else ""]
         cells += [over_seeds([{"capital": end["capital"]} for end in ends[name].values()])]
         lines.append(line(name, description, *cells, ", ".join(map(str, sorted(ends[name])))))
@@ -203,7 +205,7 @@ def smollm2_kept() -> str:
         if not by_arm[arm]:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = list((_compared(by_arm[arm]) if point < 0 else ends_of(by_arm[arm], point=point)).values())
+        ends = list((_compared(by_arm[arm], _ALIKE) if point < 0 else ends_of(by_arm[arm], point=point)).values())
         lines.append(line(says, *(over_seeds([{d: end[d]} for end in ends]) for d in (*skills, "capital"))))
     return "\n".join(lines) + "\n"
 
@@ -214,8 +216,8 @@ def smollm2_base_teaches() -> str:
     seeds = {run["seed"] for run in runs_with["kept"]}
     every_seed = of_arms(JOB, ("base", SKILL, "mopd-exact"))
     runs_without = {name: [run for run in runs if run["seed"] in seeds] for name, runs in every_seed.items()}
-    taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"])
-    head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "student tokens")
+    taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"], _ALIKE)
+    head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "tokens learnt from")
     lines = [line(*head), line(*["---"] * len(head))]
     rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[SKILL]),
             ("specialist of dates, of this job", runs_with[SKILL]),
@@ -225,10 +227,11 @@ def smollm2_base_teaches() -> str:
         if not runs:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = _compared(runs)
+        ends = _compared(runs, _ALIKE)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
         capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
-        cells += ["" if runs is runs_without["mopd-exact"] else paired(*capital), cost(runs)[0]]
+        cells += ["" if runs is runs_without["mopd-exact"] else paired(*capital)]
+        cells += [f"{mean(_tokens_after(run, _ALIKE) for run in runs):,.0f}"]
         lines.append(line(says, *cells))
     return "\n".join(lines) + "\n"
 
@@ -268,7 +271,7 @@ def smollm2_picture() -> str:
             continue
         counts = [count for count in comparison.answers_by_point(name) if len(ends_after(runs, count)) == len(runs)]
         shares = [mean(accuracy(end, taught) for end in ends_after(runs, count).values()) for count in counts]
-        done = [mean(_part_done(run, count) for run in runs) for count in counts]
+        done = [mean(_tokens_after(run, count) / _tokens_after(run, _MOST) for run in runs) for count in counts]
         for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
             before = mean(run[cost_of]["specialists"] for run in runs)
             own = mean(sum(run[cost_of].values()) for run in runs) - before
@@ -303,16 +306,26 @@ def _seconds(runs: list[Result], taught: list[Result]) -> tuple[float, float]:
     return min(run["work"]["student"] for run in runs), min(specialists)
 
 
-def _compared(runs: list[Result]) -> dict[int, Right]:
-    """What an arm's policy got right after `_ANSWERS` answers, or at the end of an arm without a curve."""
+def _in_domains(ends: dict[int, Right], domains: Iterable[str]) -> dict[int, Right]:
+    """What was right in some domains alone, by seed."""
+    return {seed: {domain: end[domain] for domain in domains} for seed, end in ends.items()}
+
+
+def _nearest(name: str, answers: int) -> int:
+    """The most answers, up to some, after which an arm is measured."""
+    return max(count for count in COMPARISONS[JOB].answers_by_point(name) if count <= answers)
+
+
+def _compared(runs: list[Result], answers: int) -> dict[int, Right]:
+    """What an arm's policy got right after so many answers, or at its end where it has no such point."""
     has_curve = all(len({point["stage"] for point in run["curve"]}) == 1 for run in runs)
-    return (ends_after(runs, _ANSWERS) if has_curve else {}) or ends_of(runs)
+    return (ends_after(runs, answers) if has_curve else {}) or ends_of(runs)
 
 
-def _part_done(run: Result, answers: int) -> float:
-    """Part of an arm's tokens that it had learnt from after so many answers."""
-    until = next(point["tokens"] for point in run["curve"] if point["answers"] == answers)
-    return float(until / run["curve"][-1]["tokens"])
+def _tokens_after(run: Result, answers: int) -> int:
+    """Tokens that an arm had learnt from after so many answers, or at its end where it has no such point."""
+    tokens = {point["answers"]: point["tokens"] for point in run["curve"]}
+    return int(tokens.get(answers, run["curve"][-1]["tokens"]))
 
 
 def _along(runs: list[Result], answers: Sequence[int], domains: Iterable[str]) -> list[str]:
