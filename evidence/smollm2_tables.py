@@ -291,7 +291,7 @@ def smollm2_picture() -> str:
 def _ticks(curves: dict[str, Curve]) -> tuple[int, ...]:
     """Five round numbers from 0 to past the longest curve."""
     longest = max((point[0] for curve in curves.values() for point in curve), default=1)
-    step = next(n * 10**power for power in range(9) for n in (1, 2, 5) if 4 * n * 10**power >= longest)
+    step = next(n * 10**power for power in range(9) for n in (10, 20, 25, 50) if 4 * n * 10**power >= longest)
     return tuple(step * n for n in range(5))
 
 
