@@ -17,6 +17,8 @@ EVIDENCE_ARMS = (
     "mopd-baseline", "mopd-exact", "mopd-outcome",
 )  # fmt: skip
 """Rows of the table of docs/evidence.md."""
+_ANSWERS = (192, 1536, 3072)
+"""Answers after which its arms of the pretrained model are shown."""
 QUICKSTART_OBJECTIVES = {"mopd-exact": "full-vocab", "mopd-sampled": "no-baseline", "mopd-baseline": "sampled"}
 """Arm -> the quickstart's objective that learns from six times as many answers."""
 
@@ -25,16 +27,15 @@ def evidence() -> str:
     """Accuracy of the arms on the pretrained model and in the toy world, after few answers and after many."""
     smol, toy = (COMPARISONS[job] for job in ("smollm2-mopd", "alternatives"))
     taught = sorted(smol.job.routing)
-    head = ("arm", "what it does", "SmolLM2-135M, 192 answers", "SmolLM2-135M, 1,536 answers",
-            "SmolLM2-135M, 3,072 answers", "toy, 4,096 answers", "toy, 24,576 answers",
-            "all tokens, toy, 4,096 answers")  # fmt: skip
+    head = ("arm", "what it does", *(f"SmolLM2-135M, {answers:,} answers" for answers in _ANSWERS),
+            "toy, 4,096 answers", "toy, 24,576 answers", "all tokens, toy, 4,096 answers")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
     smol_runs, toy_runs = (of_arms(job, EVIDENCE_ARMS) for job in ("smollm2-mopd", "alternatives"))
     for name in EVIDENCE_ARMS:
         learns = bool(smol.arms[name].stages)
         after = [
             [{domain: at[domain] for domain in taught} for at in ends_after(smol_runs[name], answers).values()]
-            for answers in ((192, 1536, 3072) if learns else (0,))
+            for answers in (_ANSWERS if learns else (0,))
         ]
         ends = [*after, list(ends_of(toy_runs[name]).values()), quickstart_ends(QUICKSTART_OBJECTIVES.get(name, ""))]
         cells = [over_seeds(each) if each else "not run" for each in ends]

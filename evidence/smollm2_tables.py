@@ -20,8 +20,10 @@ SKILL = "date"
 """The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
 _LEVEL = 0.8
 """Share of the skill's prompts by which rewards and distillation are compared: below what both end with."""
-_MOST, _ALIKE = 3072, 1536
-"""Answers after which arms with a curve are compared with one another, and with arms of stages, which end then."""
+_MOST = 3072
+"""Answers after which arms of one stage are compared."""
+_OF_STAGES = 1536
+"""Answers after which they are compared with arms of several stages, and with jobs/smollm2-kept."""
 _FROM_THE_BASE = tuple(name for name, arm in COMPARISONS[JOB].arms.items() if not arm.start)
 """Arms that start from the specialists' own base."""
 
@@ -42,7 +44,7 @@ def smollm2() -> str:
             lines.append(line(name, description, *["not run"] * (len(head) - 2)))
             continue
         joins = name not in ("base", *comparison.specialists)
-        answers = min(runs[0]["curve"][-1]["answers"], _MOST)
+        answers = runs[0]["curve"][-1]["answers"]
         rival = _compared(by_arm["mopd-exact"], _nearest("mopd-exact", answers) if joins and answers else _MOST)
         cells = [f"{answers:,}", *(over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught)]
         cells += [over_seeds(list(own[name].values()))]
@@ -205,7 +207,7 @@ def smollm2_kept() -> str:
         if not by_arm[arm]:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = list((_compared(by_arm[arm], _ALIKE) if point < 0 else ends_of(by_arm[arm], point=point)).values())
+        ends = list((_compared(by_arm[arm], _OF_STAGES) if point < 0 else ends_of(by_arm[arm], point=point)).values())
         lines.append(line(says, *(over_seeds([{d: end[d]} for end in ends]) for d in (*skills, "capital"))))
     return "\n".join(lines) + "\n"
 
@@ -216,7 +218,7 @@ def smollm2_base_teaches() -> str:
     seeds = {run["seed"] for run in runs_with["kept"]}
     every_seed = of_arms(JOB, ("base", SKILL, "mopd-exact"))
     runs_without = {name: [run for run in runs if run["seed"] in seeds] for name, runs in every_seed.items()}
-    taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"], _ALIKE)
+    taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"], _OF_STAGES)
     head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "tokens learnt from")
     lines = [line(*head), line(*["---"] * len(head))]
     rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[SKILL]),
@@ -227,11 +229,11 @@ def smollm2_base_teaches() -> str:
         if not runs:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = _compared(runs, _ALIKE)
+        ends = _compared(runs, _OF_STAGES)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
         capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
         cells += ["" if runs is runs_without["mopd-exact"] else paired(*capital)]
-        cells += [f"{mean(_tokens_after(run, _ALIKE) for run in runs):,.0f}"]
+        cells += [f"{mean(_tokens_after(run, _OF_STAGES) for run in runs):,.0f}"]
         lines.append(line(says, *cells))
     return "\n".join(lines) + "\n"
 
@@ -271,12 +273,10 @@ def smollm2_picture() -> str:
             continue
         counts = [count for count in comparison.answers_by_point(name) if len(ends_after(runs, count)) == len(runs)]
         shares = [mean(accuracy(end, taught) for end in ends_after(runs, count).values()) for count in counts]
-        done = [mean(_tokens_after(run, count) / _tokens_after(run, _MOST) for run in runs) for count in counts]
-        for curves, cost_of in ((tokens, "tokens"), (seconds, "work")):
-            before = mean(run[cost_of]["specialists"] for run in runs)
-            own = mean(sum(run[cost_of].values()) for run in runs) - before
-            if cost_of == "work":
-                own, before = _seconds(runs, by_arm["mopd-exact"])
+        done = [mean(_tokens_after(run, count) / run["curve"][-1]["tokens"] for run in runs) for count in counts]
+        specialists = mean(run["tokens"]["specialists"] for run in runs)
+        of_tokens = mean(sum(run["tokens"].values()) for run in runs) - specialists, specialists
+        for curves, (own, before) in ((tokens, of_tokens), (seconds, _seconds(runs, by_arm["mopd-exact"]))):
             curves[name] = [(before + own * share, height) for share, height in zip(done, shares, strict=True)]
     panels = tuple(
         Panel(title=title, curves=curves, levels=levels, ticks=_ticks(curves), width=580)
@@ -317,7 +317,7 @@ def _nearest(name: str, answers: int) -> int:
 
 
 def _compared(runs: list[Result], answers: int) -> dict[int, Right]:
-    """What an arm's policy got right after so many answers, or at its end where it has no such point."""
+    """What an arm's policy got right after so many answers; at its end where it has several stages or no such point."""
     has_curve = all(len({point["stage"] for point in run["curve"]}) == 1 for run in runs)
     return (ends_after(runs, answers) if has_curve else {}) or ends_of(runs)
 
