@@ -199,6 +199,12 @@ _SMOLLM2_KEPT = {
     "kept": Arm("the same, and 512 answers to general questions with the base as their teacher", ("kept",)),
 }
 
+_SMOLLM2_SUMS = {
+    "base": Arm("SmolLM2-135M-Instruct after 96 sums", uses_teachers=False),
+    "sum": Arm("specialist: GRPO on 6,144 answers"),
+    "mopd-sum": Arm("MOPD of that specialist, full vocabulary, on 3,072 answers", ("mopd-sum",)),
+}
+
 _NEAR = {
     "base": Arm("the start of all others", uses_teachers=False),
     "near": Arm("the teacher: the base after 4,000 sorted lists at a low rate"),
@@ -254,6 +260,7 @@ COMPARISONS = {
             JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=_DOUBLED, searched_version=8
         ),
         Comparison(JOBS / "smollm2-kept", _SMOLLM2_KEPT, ("date", "larger", "json"), points=(8, 16)),
+        Comparison(JOBS / "smollm2-sums", _SMOLLM2_SUMS, ("sum",), points=(*_DOUBLED, 64)),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),
         Comparison(JOBS / "selection", _SELECTION, (*_TOY_SPECIALISTS, "gather"), points=1),

@@ -211,6 +211,14 @@ def ends_after(runs: list[Result], answers: int) -> dict[int, Right]:
     return {run["seed"]: right(point["right"]) for run in runs for point in run["curve"] if point["answers"] == answers}
 
 
+def along(
+    runs: list[Result], answers: Iterable[int], domains: Iterable[str], *, otherwise: str = "not run"
+) -> list[str]:
+    """Accuracy in domains after each number of answers. otherwise: the cell of a number that no run has measured."""
+    at = [ends_after(runs, count).values() for count in answers]
+    return [over_seeds([{d: end[d] for d in domains} for end in ends]) if ends else otherwise for ends in at]
+
+
 def cost(runs: list[Result]) -> tuple[str, str]:
     """The student's tokens, and all; means over seeds."""
     student, every = (mean(costs) for costs in zip(*((r["tokens"]["student"], sum(r["tokens"].values()))

@@ -15,7 +15,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from comparisons import COMPARISONS
@@ -32,6 +32,7 @@ from evidence_tables import (
 from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
+from skill_tables import DATES, SUMS, skill_curves, skill_ratio
 from smollm2_tables import (
     smollm2,
     smollm2_base_teaches,
@@ -41,9 +42,7 @@ from smollm2_tables import (
     smollm2_kept,
     smollm2_other_base,
     smollm2_picture,
-    smollm2_ratio,
     smollm2_search,
-    smollm2_skill,
 )
 
 from mopd_dataplane.job.load import load_job
@@ -65,8 +64,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "evidence": evidence, "alternatives": alternatives, "claims": claims,
     "near": near, "smollm2-mopd": smollm2, "smollm2-curves": smollm2_curves, "smollm2-json": smollm2_json,
-    "smollm2-search": smollm2_search, "smollm2-skill": smollm2_skill, "smollm2-ratio": smollm2_ratio,
-    "smollm2-kept": smollm2_kept,
+    "smollm2-search": smollm2_search, "smollm2-skill": partial(skill_curves, DATES),
+    "smollm2-ratio": partial(skill_ratio, DATES), "smollm2-sums": partial(skill_curves, SUMS),
+    "smollm2-sums-ratio": partial(skill_ratio, SUMS), "smollm2-kept": smollm2_kept,
     "smollm2-costs": smollm2_costs, "smollm2-base-teaches": smollm2_base_teaches,
     "smollm2-other-base": smollm2_other_base, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,

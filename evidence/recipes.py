@@ -46,7 +46,9 @@ SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
 TEACHER = "expert"
 """Stage of a job in a recipe's folder whose policy teaches in the recipe."""
-OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "smollm2-kept", "near", "teacher-count", "selection")
+OWN_FIGURES = (
+    "quickstart", "alternatives", "smollm2-mopd", "smollm2-kept", "smollm2-sums", "near", "teacher-count", "selection",
+)  # fmt: skip
 """Jobs whose results evidence/figures.py shows."""
 HEAD = """
 Find a published method here, see what it reached at a small size, and run it. Each recipe is a commented job that you

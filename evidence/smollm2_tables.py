@@ -7,19 +7,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from comparisons import COMPARISONS, FACTORS
 from evidence_figure import accuracy, learns_all
-from evidence_tables import cost, ends_after, ends_of, of_arms
+from evidence_tables import along, cost, ends_after, ends_of, of_arms
 from numpy.typing import NDArray
 from pictures import Curve, Panel, panels_picture
-from reached import Climb, ratio, reached
-from results import Result, Right, line, mean, over_seeds, paired, recovery, right, tried
+from results import Result, Right, line, mean, over_seeds, paired, recovery, tried
+from skill_tables import DATES
 
 from mopd_dataplane.prompts import load_prompts
 
 JOB = "smollm2-mopd"
-SKILL = "date"
-"""The skill that rewards took longest to teach: its specialist is an arm, and so is what is distilled from it alone."""
-_LEVEL = 0.8
-"""Share of the skill's prompts by which rewards and distillation are compared: below what both end with."""
 _MOST = 3072
 """Answers after which arms of one stage are compared."""
 _OF_STAGES = 1536
@@ -74,7 +70,7 @@ def smollm2_curves() -> str:
     lines = [line(*head), line(*["---"] * len(head))]
     for name, runs in by_arm.items():
         if learns_all(comparison, comparison.arms[name]):
-            means, each = _along(runs, answers, taught), _each_along(runs, answers, taught)
+            means, each = along(runs, answers, taught), _each_along(runs, answers, taught)
             lines.append(line(name, *(f"{whole}{parts}" for whole, parts in zip(means, each, strict=True))))
     return "\n".join(lines) + "\n"
 
@@ -113,61 +109,6 @@ def smollm2_search() -> str:
     return "\n".join(lines) + "\n"
 
 
-def smollm2_skill() -> str:
-    """One skill by rewards, and distilled from the specialist that rewards made: accuracy in it by the answers."""
-    comparison = COMPARISONS[JOB]
-    answers = comparison.answers_by_point("mopd-date")
-    by_arm = of_arms(JOB, (SKILL, "mopd-date"))
-    head = ("how", *(f"{count:,} answers" for count in answers), "tokens learnt from", "all tokens", "seconds")
-    lines = [line(*head), line(*["---"] * len(head))]
-    for name, says in ((SKILL, "GRPO, the specialist itself"), ("mopd-date", "MOPD of that specialist, exact")):
-        runs = by_arm[name]
-        if not runs:
-            lines.append(line(says, *["not run"] * (len(head) - 1)))
-            continue
-        spent = [sum(run["tokens"].values()) for run in runs]
-        learnt = [run["curve"][-1]["tokens"] for run in runs]
-        cells = [f"{value:,.0f}" for value in (mean(learnt), mean(spent), _pace(runs) * mean(learnt))]
-        lines.append(line(says, *_along(runs, answers, [SKILL]), *cells))
-    return "\n".join(lines) + "\n"
-
-
-def smollm2_ratio() -> str:
-    """What rewards cost over what distillation costs, to the same accuracy in one skill: answers, tokens, seconds."""
-    head = ("seed", "rewards, answers", "distilled, answers", "ratio of answers", "ratio of tokens", "ratio of seconds")
-    lines = [line(*head), line(*["---"] * len(head))]
-    by_arm = of_arms(JOB, (COMPARISONS[JOB].base, SKILL, "mopd-date"))
-    base, rewarded, distilled = ({run["seed"]: run for run in runs} for runs in by_arm.values())
-    seeds = sorted(base.keys() & rewarded.keys() & distilled.keys())
-    for group in [*([seed] for seed in seeds), *([seeds] if len(seeds) > 1 else [])]:
-        climbs = {
-            unit: [
-                [_climb(base[seed], runs[seed], unit, _pace(runs.values())) for seed in group]
-                for runs in (rewarded, distilled)
-            ]
-            for unit in ("answers", "tokens", "seconds")
-        }
-        means = [f"{mean(reached(climb, _LEVEL) for climb in arm):,.0f}" for arm in climbs["answers"]]
-        ratios = [ratio(costly, cheap, _LEVEL) for costly, cheap in climbs.values()]
-        cells = [f"{one.value:.1f} ({one.low:.1f} to {one.high:.1f})" for one in ratios]
-        lines.append(line("all" if len(group) > 1 else str(group[0]), *means, *cells))
-    return "\n".join(lines) + "\n"
-
-
-def _climb(base: Result, run: Result, unit: str, seconds_a_token: float) -> Climb:
-    """An arm's way up in the skill from the base. unit: answers, tokens learnt from, or seconds of its steps."""
-    points = run["curve"]
-    rows = [right(point["right"])[SKILL] for point in (base["curve"][-1], *points)]
-    spent = [seconds_a_token * p["tokens"] if unit == "seconds" else float(p[unit]) for p in points]
-    return Climb(np.array(rows), np.array([0.0, *spent]))
-
-
-def _pace(runs: Iterable[Result]) -> float:
-    """Seconds of steps a token of an arm's fastest run: the one that other work on the machine disturbed least."""
-    seconds = ((run, float(run["work"]["student"] or run["work"]["specialists"])) for run in runs)
-    return min(whole / float(run["curve"][-1]["tokens"]) for run, whole in seconds)
-
-
 def smollm2_other_base() -> str:
     """The skill distilled from its specialist into the specialist's own base, and into another: accuracy in it."""
     comparison = COMPARISONS[JOB]
@@ -183,10 +124,8 @@ def smollm2_other_base() -> str:
         if not all(by_arm.values()):
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        measured = comparison.answers_by_point(name)
-        cells = [over_seeds([{SKILL: end[SKILL]} for end in ends_of(by_arm[start]).values()])]
-        cells += _along(by_arm[name], answers[1:], [SKILL])
-        cells = [cell if count in (0, *measured) else "" for count, cell in zip(answers, cells, strict=True)]
+        cells = [over_seeds([{DATES.name: end[DATES.name]} for end in ends_of(by_arm[start]).values()])]
+        cells += along(by_arm[name], answers[1:], [DATES.name], otherwise="")
         capital = over_seeds([{"capital": end["capital"]} for end in ends_of(by_arm[name]).values()])
         lines.append(line(says, *cells, capital))
     return "\n".join(lines) + "\n"
@@ -214,15 +153,15 @@ def smollm2_kept() -> str:
 
 def smollm2_base_teaches() -> str:
     """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
-    runs_with = of_arms("smollm2-kept", (SKILL, "kept"))
+    runs_with = of_arms("smollm2-kept", (DATES.name, "kept"))
     seeds = {run["seed"] for run in runs_with["kept"]}
-    every_seed = of_arms(JOB, ("base", SKILL, "mopd-exact"))
+    every_seed = of_arms(JOB, ("base", DATES.name, "mopd-exact"))
     runs_without = {name: [run for run in runs if run["seed"] in seeds] for name, runs in every_seed.items()}
     taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"], _OF_STAGES)
     head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "tokens learnt from")
     lines = [line(*head), line(*["---"] * len(head))]
-    rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[SKILL]),
-            ("specialist of dates, of this job", runs_with[SKILL]),
+    rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[DATES.name]),
+            ("specialist of dates, of this job", runs_with[DATES.name]),
             ("distilled from the specialists", runs_without["mopd-exact"]),
             ("and from the base, on 512 general questions", runs_with["kept"]))  # fmt: skip
     for says, runs in rows:
@@ -326,12 +265,6 @@ def _tokens_after(run: Result, answers: int) -> int:
     """Tokens that an arm had learnt from after so many answers, or at its end where it has no such point."""
     tokens = {point["answers"]: point["tokens"] for point in run["curve"]}
     return int(tokens.get(answers, run["curve"][-1]["tokens"]))
-
-
-def _along(runs: list[Result], answers: Sequence[int], domains: Iterable[str]) -> list[str]:
-    """Accuracy in domains after each number of answers."""
-    at = [ends_after(runs, count).values() for count in answers]
-    return [over_seeds([{d: end[d] for d in domains} for end in ends]) if ends else "not run" for ends in at]
 
 
 def _each_along(runs: list[Result], answers: Sequence[int], domains: Sequence[str]) -> list[str]:
