@@ -105,3 +105,15 @@ class Preempted(HfEngine):
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().step()
+
+
+def content(samples: dict[str, Sample]) -> dict[str, tuple[bytes, ...]]:
+    """Everything of each sample that an interruption must not change."""
+    return {
+        uid: (
+            s.tokens.tobytes(), s.logprobs.tobytes(), s.loss_mask.tobytes(), s.version_starts.tobytes(),
+            s.versions.tobytes(), s.finish_reason.encode(), str((s.prompt_id, s.writer_seq, s.turns)).encode(),
+        )
+        for uid, s in samples.items()
+        if s.logprobs is not None
+    }  # fmt: skip

@@ -99,7 +99,7 @@ MUTATIONS = [
              "prefix_ids=np.zeros(0, np.int32)", UNIT + "test_rollout_runner.py -k dying_at_a_step"),
     Mutation("write what the engine said without a look", "rollout/loop.py",
              "        check_step(output, self.engine.vocab_size)\n", "",
-             UNIT + "test_rollout_runner.py -k garbage"),
+             UNIT + "test_engine_faults.py -k garbage"),
     Mutation("take a step that answers for no sample", "rollout/engines/engine.py",
              "    _refuse(output, {", "    return\n    _refuse(output, {", "13"),
     Mutation("wait for a hanging engine for ever", "rollout/engines/call_timeout.py",

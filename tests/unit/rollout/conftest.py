@@ -11,7 +11,7 @@ import pytest
 from decoding import TINY, Shelf
 
 from mopd_dataplane.job import sections
-from mopd_dataplane.records import Prompt
+from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import RolloutReport, RolloutTask, run_rollout
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
@@ -59,3 +59,11 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
         return run_rollout(engine, prompts, task, **settings)
 
     return rolled
+
+
+@pytest.fixture
+def reference(roll: Callable[..., RolloutReport], tmp_path: Path) -> dict[str, Sample]:
+    """What an uninterrupted rollout of the default prompts gives."""
+    shelf = Shelf()
+    roll(shelf, home=tmp_path / "reference")
+    return dict(shelf.samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
@@ -10,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from advice import advises
+from decoding import content
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.log.framing import read_segment
@@ -44,27 +42,6 @@ class Mortal(ToyEngine):
         if self._left < 0:
             raise Died
         return super().step()
-
-
-def content(samples: dict[str, Sample]) -> dict[str, tuple[bytes, ...]]:
-    """Everything of each sample that an interruption must not change."""
-    return {
-        uid: (
-            s.tokens.tobytes(), s.logprobs.tobytes(), s.loss_mask.tobytes(), s.version_starts.tobytes(),
-            s.versions.tobytes(), s.finish_reason.encode(), str((s.prompt_id, s.writer_seq, s.turns)).encode(),
-        )
-        for uid, s in samples.items()
-        if s.logprobs is not None
-    }  # fmt: skip
-
-
-@pytest.fixture
-def reference(roll: Roll, tmp_path: Path) -> dict[str, Sample]:
-    """What an uninterrupted rollout of the default prompts gives."""
-    shelf = type("Shelf", (), {"samples": {}})()
-    shelf.commit = lambda samples: shelf.samples.update({s.uid: s for s in samples})
-    roll(shelf, home=tmp_path / "reference")
-    return dict(shelf.samples)
 
 
 def test_every_sample_is_there_once_with_its_identity(roll: Roll, shelf: Any, tmp_path: Path) -> None:
@@ -278,24 +255,6 @@ def test_a_store_disk_that_stays_full_is_an_error_and_keeps_everything(
     assert content(shelf.samples) == content(reference)
 
 
-def test_garbage_from_the_engine_is_refused_unwritten(
-    roll: Roll, shelf: Any, tmp_path: Path, reference: dict[str, Sample]
-) -> None:
-    class Sick(ToyEngine):
-        def step(self) -> StepOutput:
-            output = super().step()
-            if (output.positions > 4).any():
-                output.logprobs[-1] = np.nan
-            return output
-
-    with pytest.raises(EngineError, match=r"log-prob nan at response position \d+ .* nothing of this step was written"):
-        roll(shelf, engine=Sick(slots=8))
-    partials = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.partials
-    assert all(np.isfinite(partial.logprobs).all() for partial in partials.values())
-    roll(shelf)
-    assert content(shelf.samples) == content(reference)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -434,72 +393,3 @@ def test_no_thread_outlives_a_rollout(roll: Roll, shelf: Any) -> None:
         roll(shelf, engine=Mortal(dies_at=12, slots=8))
     roll(shelf)
     assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("fault", ["no tokens", "a slot twice", "another position"])
-def test_a_step_that_is_not_one_token_a_sample_is_refused_unwritten(
-    roll: Roll, shelf: Any, reference: dict[str, Sample], fault: str
-) -> None:
-    """A wrong position used to reach the log, which could then not be recovered."""
-
-    class Sick(ToyEngine):
-        def step(self) -> StepOutput:
-            said = super().step()
-            rows = {"no tokens": slice(0, 0), "a slot twice": [0, *range(len(said.slots))]}.get(fault, slice(None))
-            late = int(fault == "another position")
-            columns = (said.slots, said.positions + late, said.token_ids, said.logprobs, said.finished)
-            return StepOutput(*(column[rows] for column in columns))
-
-    with pytest.raises(EngineError, match=r"the engine returned \d+ tokens for 8 samples; slot \d is at position"):
-        roll(shelf, engine=Sick(slots=8))
-    roll(shelf)
-    assert content(shelf.samples) == content(reference)
-
-
-@pytest.mark.parametrize("column", ["slots", "positions", "token_ids", "logprobs", "finished"])
-@pytest.mark.parametrize("shape", ["a matrix", "one value", "one less", "texts", "a list"])
-def test_a_step_whose_columns_have_other_shapes_is_refused_unwritten(
-    roll: Roll, shelf: Any, reference: dict[str, Sample], column: str, shape: str
-) -> None:
-    changes: dict[str, Callable[[Any], Any]] = {
-        "a matrix": lambda array: np.stack([array, array], axis=1), "one value": lambda array: array[0],
-        "one less": lambda array: array[:-1], "texts": lambda array: array.astype(str), "a list": list,
-    }  # fmt: skip
-
-    class Sick(ToyEngine):
-        def step(self) -> StepOutput:
-            output = super().step()
-            return dataclasses.replace(output, **{column: changes[shape](getattr(output, column))})
-
-    with pytest.raises(EngineError, match=r"the engine returned .* as \w+; a numpy array of .* is needed"):
-        roll(shelf, engine=Sick(slots=8))
-    roll(shelf)
-    assert content(shelf.samples) == content(reference)
-
-
-def test_a_step_in_wider_numbers_is_the_same_step(roll: Roll, shelf: Any, reference: dict[str, Sample]) -> None:
-    class Wide(ToyEngine):
-        def step(self) -> StepOutput:
-            said = super().step()
-            whole = (column.astype(np.int64) for column in (said.positions, said.token_ids, said.finished))
-            positions, token_ids, finished = whole
-            return StepOutput(said.slots, positions, token_ids, said.logprobs.astype(np.float64), finished)
-
-    roll(shelf, engine=Wide(slots=8))
-    assert content(shelf.samples) == content(reference)
-
-
-def test_an_engine_that_never_answers_is_given_up(
-    roll: Roll, shelf: Any, reference: dict[str, Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stuck(ToyEngine):
-        def step(self) -> StepOutput:
-            threading.Event().wait(60)
-            return super().step()
-
-    monkeypatch.setattr("mopd_dataplane.rollout.engines.call_timeout.DEADLINE_S", 0.2)
-    with advises(" s; every logged token is kept: end this process, look at the "):
-        roll(shelf, engine=Stuck(slots=8))
-    monkeypatch.undo()
-    roll(shelf)
-    assert content(shelf.samples) == content(reference)
