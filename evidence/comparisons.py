@@ -200,7 +200,7 @@ _SMOLLM2_KEPT = {
 }
 
 _SMOLLM2_SUMS = {
-    "base": Arm("SmolLM2-135M-Instruct after 96 sums", uses_teachers=False),
+    "base": Arm("SmolLM2-135M-Instruct after 192 sums", uses_teachers=False),
     "sum": Arm("specialist: GRPO on 6,144 answers"),
     "mopd-sum": Arm("MOPD of that specialist, full vocabulary, on 3,072 answers", ("mopd-sum",)),
 }
