@@ -138,9 +138,12 @@ def smollm2_kept() -> str:
     head = ("policy", *skills, "capital (nobody's)")
     lines = [line(*head), line(*["---"] * len(head))]
     by_arm = of_arms(JOB, ("base", "cascade", "cascade-mopd", "turns-mopd", "grpo", "mopd-exact"))
+    turns = [f"in turns, after the rewards of {skills[0]}: distilled, 160 answers"]
+    for skill in skills[1:]:
+        turns += [f"in turns: then rewards of {skill}", "in turns: then distilled, 160 answers"]
     rows = [("base", "base", -1), *((f"then rewards of {skill}", "cascade", n) for n, skill in enumerate(skills)),
             ("then distilled from all specialists, 480 answers", "cascade-mopd", -1),
-            ("160 of them after the rewards of each domain instead", "turns-mopd", -1),
+            *((turn, "turns-mopd", n) for n, turn in enumerate(turns, start=1)),
             ("rewards of all at once", "grpo", -1), ("distilled from all specialists", "mopd-exact", -1)]  # fmt: skip
     for says, arm, point in rows:
         if not by_arm[arm]:
