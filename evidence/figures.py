@@ -32,7 +32,7 @@ from evidence_tables import (
 from gradient_tables import gradients, noise, noise_mixed, signals
 from quickstart_tables import quickstart, quickstart_sampled, quickstart_seeds
 from results import JOBS, Result, module, results
-from skill_tables import DATES, SUMS, skill_curves, skill_ratio
+from skill_tables import DATES, SUMS, skill_curves, skill_picture, skill_ratio
 from smollm2_tables import (
     smollm2,
     smollm2_base_teaches,
@@ -59,6 +59,7 @@ BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures --
 PICTURES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / "evidence.svg": accuracy_picture,
     ROOT / "docs" / "images" / "smollm2-costs.svg": smollm2_picture,
+    ROOT / "docs" / "images" / "one-skill.svg": skill_picture,
 }
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,

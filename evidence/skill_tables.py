@@ -1,4 +1,4 @@
-"""Tables of one skill that rewards taught, and of distilling it from the specialist that they made."""
+"""Tables and the picture of one skill that rewards taught, and of distilling it from the specialist that they made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from comparisons import COMPARISONS
 from evidence_tables import along, ends_of, of_arms
+from pictures import Curve, Panel, panels_picture
 from reached import Climb, ratio, reached
 from results import Result, line, mean, over_seeds, right
 
@@ -71,6 +72,26 @@ def skill_ratio(skill: Skill) -> str:
         cells = [f"{one.value:.1f} ({one.low:.1f} to {one.high:.1f})" for one in ratios]
         lines.append(line("all" if len(group) > 1 else str(group[0]), *means, *cells))
     return "\n".join(lines) + "\n"
+
+
+def skill_picture() -> str:
+    """An SVG: accuracy in each of the skills by answers, a curve a seed, rewards beside distillation."""
+    panels = []
+    for title, skill in (("dates", DATES), ("sums of three digits", SUMS)):
+        rewarded, distilled = of_arms(skill.job, (skill.name, skill.distilled)).values()
+        curves: dict[str, Curve] = {
+            f"{how}, seed {run['seed']}": [
+                (point["answers"], float(right(point["right"])[skill.name].mean())) for point in run["curve"]
+            ]
+            for how, runs in (("rewards", rewarded), ("distilled", distilled))
+            for run in runs
+        }
+        ticks = sorted({point["answers"] for run in (*rewarded, *distilled) for point in run["curve"]})
+        panels.append(Panel(title=title, curves=curves, levels={}, ticks=ticks, logarithmic=True, width=580))
+    return panels_picture(
+        "One skill by rewards, and distilled from the specialist that they made", panels,
+        across="answers learnt from", upward="entirely right; the specialist's own answers are not among the distilled",
+    )  # fmt: skip
 
 
 def _climb(domain: str, base: Result, run: Result, unit: str, seconds_a_token: float) -> Climb:
