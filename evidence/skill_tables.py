@@ -29,7 +29,7 @@ class Skill:
 
 
 DATES = Skill("smollm2-mopd", "date", "mopd-date", 0.8)
-SUMS = Skill("smollm2-sums", "sum", "mopd-sum", 0.8)
+SUMS = Skill("smollm2-sums", "sum", "mopd-sum", 0.5)
 
 
 def skill_curves(skill: Skill) -> str:
