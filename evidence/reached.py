@@ -58,7 +58,8 @@ def ratio(costly: Sequence[Climb], cheap: Sequence[Climb], level: float) -> Rati
         times = draw.multinomial(prompts, np.full(prompts, 1 / prompts), size=_RESAMPLES)
         first, second = (_reached(times @ climb.right.T / prompts, climb.spent, level) for climb in (one, other))
         is_there = np.isfinite(first) | np.isfinite(second)
-        drawn += np.log(np.divide(first, second, out=np.full(_RESAMPLES, np.nan), where=is_there)) / len(costly)
+        with np.errstate(divide="ignore"):  # where the cheap arm alone is not there, the ratio is 0
+            drawn += np.log(np.divide(first, second, out=np.full(_RESAMPLES, np.nan), where=is_there)) / len(costly)
     low, high = np.exp(np.nanquantile(drawn, (0.025, 0.975)))
     return Ratio(float(np.exp(value)), float(low), float(high))
 
