@@ -45,8 +45,9 @@ def reached(climb: Climb, level: float) -> float:
 def ratio(costly: Sequence[Climb], cheap: Sequence[Climb], level: float) -> Ratio:
     """Cost of one arm to reach `level` over that of the other, with an interval of 95 %.
 
-    costly, cheap: one climb a seed; of several seeds it is the geometric mean of their ratios. Draws of prompts by
-    which neither arm gets there are left out. Raises ValueError when the climbs of a seed are of different prompts.
+    costly, cheap: one climb a seed; of several seeds it is the geometric mean of their ratios. A draw of prompts by
+    which one arm does not get there has a ratio of 0 or infinity; draws by which neither does are left out. Raises
+    ValueError when the climbs of a seed are of different prompts.
     """
     draw = np.random.Generator(np.random.Philox(key=_SEED))
     value, drawn = 0.0, np.zeros(_RESAMPLES)
@@ -58,9 +59,9 @@ def ratio(costly: Sequence[Climb], cheap: Sequence[Climb], level: float) -> Rati
         times = draw.multinomial(prompts, np.full(prompts, 1 / prompts), size=_RESAMPLES)
         first, second = (_reached(times @ climb.right.T / prompts, climb.spent, level) for climb in (one, other))
         is_there = np.isfinite(first) | np.isfinite(second)
-        with np.errstate(divide="ignore"):  # where the cheap arm alone is not there, the ratio is 0
+        with np.errstate(divide="ignore", invalid="ignore"):
             drawn += np.log(np.divide(first, second, out=np.full(_RESAMPLES, np.nan), where=is_there)) / len(costly)
-    low, high = np.exp(np.nanquantile(drawn, (0.025, 0.975)))
+    low, high = np.exp(np.nanquantile(drawn, (0.025, 0.975), method="inverted_cdf"))  # of values that may be infinite
     return Ratio(float(np.exp(value)), float(low), float(high))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from comparisons import COMPARISONS
@@ -24,12 +25,12 @@ class Skill:
     """Its domain, and the arm of its specialist, which rewards trained."""
     distilled: str
     """Arm that learns it from the specialist."""
-    level: float
-    """Share of the prompts by which the two are compared: below what both end with."""
+    levels: tuple[float, ...]
+    """Shares of the prompts by which the two are compared: below what both end with."""
 
 
-DATES = Skill("smollm2-mopd", "date", "mopd-date", 0.8)
-SUMS = Skill("smollm2-sums", "sum", "mopd-sum", 0.5)
+DATES = Skill("smollm2-mopd", "date", "mopd-date", (0.5, 0.8))
+SUMS = Skill("smollm2-sums", "sum", "mopd-sum", (0.4, 0.5))
 
 
 def skill_curves(skill: Skill) -> str:
@@ -54,12 +55,13 @@ def skill_curves(skill: Skill) -> str:
 
 def skill_ratio(skill: Skill) -> str:
     """What rewards cost over what distillation costs, to the same accuracy: answers, tokens, seconds."""
-    head = ("seed", "rewards, answers", "distilled, answers", *(f"ratio of {unit}" for unit in _UNITS))
+    head = ("right", "seed", "rewards, answers", "distilled, answers", *(f"ratio of {unit}" for unit in _UNITS))
     lines = [line(*head), line(*["---"] * len(head))]
     by_arm = of_arms(skill.job, (COMPARISONS[skill.job].base, skill.name, skill.distilled))
     base, rewarded, distilled = ({run["seed"]: run for run in runs} for runs in by_arm.values())
     seeds = sorted(base.keys() & rewarded.keys() & distilled.keys())
-    for group in [*([seed] for seed in seeds), *([seeds] if len(seeds) > 1 else [])]:
+    groups = [*([seed] for seed in seeds), *([seeds] if len(seeds) > 1 else [])]
+    for level, group in product(skill.levels, groups):
         climbs = {
             unit: [
                 [_climb(skill.name, base[seed], runs[seed], unit, _pace(runs.values())) for seed in group]
@@ -67,10 +69,10 @@ def skill_ratio(skill: Skill) -> str:
             ]
             for unit in _UNITS
         }
-        means = [f"{mean(reached(climb, skill.level) for climb in arm):,.0f}" for arm in climbs["answers"]]
-        ratios = [ratio(costly, cheap, skill.level) for costly, cheap in climbs.values()]
-        cells = [f"{one.value:.1f} ({one.low:.1f} to {one.high:.1f})" for one in ratios]
-        lines.append(line("all" if len(group) > 1 else str(group[0]), *means, *cells))
+        means = [f"{mean(reached(climb, level) for climb in arm):,.0f}" for arm in climbs["answers"]]
+        ratios = [ratio(costly, cheap, level) for costly, cheap in climbs.values()]
+        cells = [f"{one.value:.1f} ({one.low:.1f} to {one.high:.1f})".replace("inf", "∞") for one in ratios]
+        lines.append(line(f"{100 * level:.0f} %", "all" if len(group) > 1 else str(group[0]), *means, *cells))
     return "\n".join(lines) + "\n"
 
 

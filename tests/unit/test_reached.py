@@ -69,3 +69,15 @@ def test_the_interval_is_that_of_drawing_prompts_one_by_one(reached: ModuleType)
     ends = np.log((cost_ratio.low, cost_ratio.high))
     assert np.quantile(logs, 0.018) <= ends[0] <= np.quantile(logs, 0.032)
     assert np.quantile(logs, 0.968) <= ends[1] <= np.quantile(logs, 0.982)
+
+
+def test_an_arm_that_hardly_gets_there_has_an_interval_without_an_end(reached: ModuleType) -> None:
+    prompts, spent = 40, np.array([0.0, 100.0])
+    certain, hardly = (
+        reached.Climb(np.stack([np.zeros(prompts, np.int64), (np.arange(prompts) < right).astype(np.int64)]), spent)
+        for right in (38, 21)
+    )
+    for costly in ([hardly], [hardly, hardly]):
+        cost_ratio = reached.ratio(costly, [certain] * len(costly), 0.5)
+        assert 1 < cost_ratio.value < np.inf
+        assert (cost_ratio.low > 1, cost_ratio.high) == (True, np.inf)
