@@ -79,7 +79,7 @@ def skill_ratio(skill: Skill) -> str:
 def skill_picture() -> str:
     """An SVG: accuracy in each of the skills by answers, a curve a seed, rewards beside distillation."""
     panels = []
-    for title, skill in (("dates", DATES), ("sums of three digits", SUMS)):
+    for title, skill in (("dates", DATES), ("sums of two numbers of three digits", SUMS)):
         rewarded, distilled = of_arms(skill.job, (skill.name, skill.distilled)).values()
         curves: dict[str, Curve] = {
             f"{how}, seed {run['seed']}": [
