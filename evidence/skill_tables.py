@@ -28,6 +28,12 @@ class Skill:
     levels: tuple[float, ...]
     """Shares of the prompts by which the two are compared: below what both end with."""
 
+    @property
+    def runs(self) -> tuple[list[Result], list[Result], list[Result]]:
+        """Results of the base, of the specialist and of the arm that is distilled from it."""
+        base, rewarded, distilled = of_arms(self.job, (COMPARISONS[self.job].base, self.name, self.distilled)).values()
+        return base, rewarded, distilled
+
 
 DATES = Skill("smollm2-mopd", "date", "mopd-date", (0.5, 0.8))
 SUMS = Skill("smollm2-sums", "sum", "mopd-sum", (0.4, 0.5))
@@ -35,7 +41,7 @@ SUMS = Skill("smollm2-sums", "sum", "mopd-sum", (0.4, 0.5))
 
 def skill_curves(skill: Skill) -> str:
     """Accuracy in the skill by the answers learnt from, and what they cost."""
-    base, rewarded, distilled = of_arms(skill.job, (COMPARISONS[skill.job].base, skill.name, skill.distilled)).values()
+    base, rewarded, distilled = skill.runs
     answers = sorted({point["answers"] for run in (*rewarded, *distilled) for point in run["curve"]})
     head = ("how", "0 answers", *(f"{count:,} answers" for count in answers), "tokens learnt from", "all tokens",
             "seconds")  # fmt: skip
@@ -57,8 +63,7 @@ def skill_ratio(skill: Skill) -> str:
     """What rewards cost over what distillation costs, to the same accuracy: answers, tokens, seconds."""
     head = ("right", "seed", "rewards, answers", "distilled, answers", *(f"ratio of {unit}" for unit in _UNITS))
     lines = [line(*head), line(*["---"] * len(head))]
-    by_arm = of_arms(skill.job, (COMPARISONS[skill.job].base, skill.name, skill.distilled))
-    base, rewarded, distilled = ({run["seed"]: run for run in runs} for runs in by_arm.values())
+    base, rewarded, distilled = ({run["seed"]: run for run in runs} for runs in skill.runs)
     seeds = sorted(base.keys() & rewarded.keys() & distilled.keys())
     groups = [*([seed] for seed in seeds), *([seeds] if len(seeds) > 1 else [])]
     for level, group in product(skill.levels, groups):
@@ -80,7 +85,7 @@ def skill_picture() -> str:
     """An SVG: accuracy in each of the skills by answers, a curve a seed, rewards beside distillation."""
     panels = []
     for title, skill in (("dates", DATES), ("sums of two numbers of three digits", SUMS)):
-        rewarded, distilled = of_arms(skill.job, (skill.name, skill.distilled)).values()
+        _, rewarded, distilled = skill.runs
         curves: dict[str, Curve] = {
             f"{how}, seed {run['seed']}": [
                 (point["answers"], float(right(point["right"])[skill.name].mean())) for point in run["curve"]

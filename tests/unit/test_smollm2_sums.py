@@ -17,9 +17,9 @@ def test_every_answer_is_the_sum_of_two_numbers_of_three_digits() -> None:
     prompts = load_prompts("sum", JOB.domains["sum"])
     assert len(prompts) == 300 + 3072 + 100
     for prompt in prompts:
-        asked = re.fullmatch(r"What is ([1-9]\d\d) \+ ([1-9]\d\d)\?", prompt.text)
-        assert asked is not None
-        assert prompt.answer == str(int(asked[1]) + int(asked[2]))
+        question = re.fullmatch(r"What is ([1-9]\d\d) \+ ([1-9]\d\d)\?", prompt.text)
+        assert question is not None
+        assert prompt.answer == str(int(question[1]) + int(question[2]))
 
 
 def test_each_prompt_is_asked_at_most_once() -> None:

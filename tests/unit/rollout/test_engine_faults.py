@@ -49,10 +49,10 @@ def test_a_step_that_is_not_one_token_a_sample_is_refused_unwritten(
 
     class Sick(ToyEngine):
         def step(self) -> StepOutput:
-            said = super().step()
-            rows = {"no tokens": slice(0, 0), "a slot twice": [0, *range(len(said.slots))]}.get(fault, slice(None))
+            output = super().step()
+            rows = {"no tokens": slice(0, 0), "a slot twice": [0, *range(len(output.slots))]}.get(fault, slice(None))
             late = int(fault == "another position")
-            columns = (said.slots, said.positions + late, said.token_ids, said.logprobs, said.finished)
+            columns = (output.slots, output.positions + late, output.token_ids, output.logprobs, output.finished)
             return StepOutput(*(column[rows] for column in columns))
 
     with pytest.raises(EngineError, match=r"the engine returned \d+ tokens for 8 samples; slot \d is at position"):
@@ -85,10 +85,10 @@ def test_a_step_whose_columns_have_other_shapes_is_refused_unwritten(
 def test_a_step_in_wider_numbers_is_the_same_step(roll: Roll, shelf: Any, reference: dict[str, Sample]) -> None:
     class Wide(ToyEngine):
         def step(self) -> StepOutput:
-            said = super().step()
-            whole = (column.astype(np.int64) for column in (said.positions, said.token_ids, said.finished))
+            output = super().step()
+            whole = (column.astype(np.int64) for column in (output.positions, output.token_ids, output.finished))
             positions, token_ids, finished = whole
-            return StepOutput(said.slots, positions, token_ids, said.logprobs.astype(np.float64), finished)
+            return StepOutput(output.slots, positions, token_ids, output.logprobs.astype(np.float64), finished)
 
     roll(shelf, engine=Wide(slots=8))
     assert content(shelf.samples) == content(reference)
