@@ -196,7 +196,8 @@ _SMOLLM2_MOPD = {
 
 _SMOLLM2_KEPT = {
     **{name: _SMOLLM2_MOPD[name] for name in ("base", "date", "larger", "json")},
-    "kept": Arm("the same, and 512 answers to general questions with the base as their teacher", ("kept",)),
+    "kept-general": Arm("MOPD, full vocabulary, and the base teaches questions about things", ("kept-general",)),
+    "kept-countries": Arm("the same, about countries, none for a capital", ("kept-countries",)),
 }
 
 _SMOLLM2_SUMS = {
@@ -259,7 +260,7 @@ COMPARISONS = {
         Comparison(
             JOBS / "smollm2-mopd", _SMOLLM2_MOPD, ("date", "larger", "json"), points=_DOUBLED, searched_version=8
         ),
-        Comparison(JOBS / "smollm2-kept", _SMOLLM2_KEPT, ("date", "larger", "json"), points=(8, 16)),
+        Comparison(JOBS / "smollm2-kept", _SMOLLM2_KEPT, ("date", "larger", "json"), points=(2, 4, 8)),
         Comparison(JOBS / "smollm2-sums", _SMOLLM2_SUMS, ("sum",), points=(*_DOUBLED, 64)),
         Comparison(JOBS / "near", _NEAR, ("near",), points=3),
         Comparison(JOBS / "conflict", _CONFLICT, ("larger", "smaller"), points=1),

@@ -19,7 +19,9 @@ JOB = "smollm2-mopd"
 _MOST = 3072
 """Answers after which arms of one stage are compared."""
 _OF_STAGES = 1536
-"""Answers after which they are compared with arms of several stages, and with jobs/smollm2-kept."""
+"""Answers after which they are compared with arms of several stages."""
+_WITH_THE_BASE = 768
+"""Answers to specialists' prompts, about, of the arms of jobs/smollm2-kept."""
 _FROM_THE_BASE = tuple(name for name, arm in COMPARISONS[JOB].arms.items() if not arm.start)
 """Arms that start from the specialists' own base."""
 
@@ -155,28 +157,28 @@ def smollm2_kept() -> str:
 
 
 def smollm2_base_teaches() -> str:
-    """The student of all specialists without and with the base as a teacher of general questions: jobs/smollm2-kept."""
-    runs_with = of_arms("smollm2-kept", (DATES.name, "kept"))
-    seeds = {run["seed"] for run in runs_with["kept"]}
+    """The student of all specialists without and with the base as one more teacher: jobs/smollm2-kept."""
+    runs_with = of_arms("smollm2-kept", (DATES.name, "kept-general", "kept-countries"))
     every_seed = of_arms(JOB, ("base", DATES.name, "mopd-exact"))
-    runs_without = {name: [run for run in runs if run["seed"] in seeds] for name, runs in every_seed.items()}
-    taught, exact = sorted(COMPARISONS[JOB].job.routing), _compared(runs_without["mopd-exact"], _OF_STAGES)
-    head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "tokens learnt from")
+    taught, exact = sorted(COMPARISONS[JOB].job.routing), ends_after(every_seed["mopd-exact"], _WITH_THE_BASE)
+    head = ("policy", *taught, "capital (nobody's)", "capital, points over the student without", "tokens learnt from",
+            "seeds")  # fmt: skip
     lines = [line(*head), line(*["---"] * len(head))]
-    rows = (("base", runs_without["base"]), ("specialist of dates, of smollm2-mopd", runs_without[DATES.name]),
+    rows = (("base", every_seed["base"]), ("specialist of dates, of smollm2-mopd", every_seed[DATES.name]),
             ("specialist of dates, of this job", runs_with[DATES.name]),
-            ("distilled from the specialists", runs_without["mopd-exact"]),
-            ("and from the base, on 512 general questions", runs_with["kept"]))  # fmt: skip
+            ("distilled from the specialists", every_seed["mopd-exact"]),
+            ("and from the base, questions about things", runs_with["kept-general"]),
+            ("and from the base, questions about countries", runs_with["kept-countries"]))  # fmt: skip
     for says, runs in rows:
         if not runs:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = _compared(runs, _OF_STAGES)
+        ends = exact if runs is every_seed["mopd-exact"] else ends_of(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
         capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
-        cells += ["" if runs is runs_without["mopd-exact"] else paired(*capital)]
-        cells += [f"{mean(_tokens_after(run, _OF_STAGES) for run in runs):,.0f}"]
-        lines.append(line(says, *cells))
+        cells += ["" if ends is exact else paired(*capital)]
+        cells += [f"{mean(_tokens_after(run, _WITH_THE_BASE) for run in runs):,.0f}"]
+        lines.append(line(says, *cells, ", ".join(map(str, sorted(ends)))))
     return "\n".join(lines) + "\n"
 
 
