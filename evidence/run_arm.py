@@ -40,10 +40,10 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance, settings_digest
-from mopd_dataplane.run.steps.evaluate import answer
+from mopd_dataplane.run.steps.evaluate import Answer, answer
 from mopd_dataplane.run.steps.verifiers import Verifiers
 from mopd_dataplane.run.sweep import run_sweep
-from mopd_dataplane.score.reward import Unscorable
+from mopd_dataplane.score.reward import Outcome, Unscorable
 
 DISTANCE_PROMPTS = 100
 """Training prompts of a domain over whose answers a teacher's distance from the base is averaged."""
@@ -123,6 +123,11 @@ class Experiment:
         return self.comparison.arms[self.name]
 
     @property
+    def stages(self) -> tuple[str, ...]:
+        """Stages on which its result depends."""
+        return (*self.comparison.shared, *self.arm.trained_stages)
+
+    @property
     def searches(self) -> bool:
         """Check if this arm chooses among several settings at this seed."""
         return self.seed == 0 and not self.arm.like and len(self.arm.settings) > 1
@@ -151,10 +156,9 @@ class Experiment:
             folder = run.policies.folder(stage, version) if version else self._policy(run, setting)
             right = grade(run, stage, folder, "tune")
             taught = {domain: right[domain] for domain in by_domain(run.job.routing)}
-            stages = (*self.comparison.shared, *self.arm.trained_stages)
             return {
                 "arm": self.name, "setting": setting, "accuracy": mean_right(taught), "right": right,
-                "version": version, **provenance(run.job, stages=stages),
+                "version": version, **provenance(run.job, stages=self.stages),
             }  # fmt: skip
 
     def is_whole(self, measured: dict[str, Any]) -> bool:
@@ -182,7 +186,7 @@ class Experiment:
                 "arm": self.name, "says": self.arm.description, "seed": self.seed, "split": "eval", "setting": best,
                 "chosen_on": "tune", "tried": tried, "tokens": self._costs(run), "work": self._work(run),
                 "teacher_distance": distance, "moved": moved, "curve": curve, "seconds": round(time.time() - began),
-                **provenance(run.job, stages=(*self.comparison.shared, *self.arm.trained_stages)),
+                **provenance(run.job, stages=self.stages),
             }  # fmt: skip
 
     def _kept(self, measured: dict[str, Any], setting: float) -> dict[tuple[str, int], dict[str, Any]]:
@@ -193,7 +197,7 @@ class Experiment:
         if last in self.arm.stages and self.comparison.job.stage(last).iterations > version:
             overrides += [f"stages.{last}.iterations={version}"]
         job = load_job(self.comparison.folder, overrides=overrides)
-        now = settings_digest(job, (*self.comparison.shared, *self.arm.trained_stages))
+        now = settings_digest(job, self.stages)
         if measured["settings"] != now:
             raise SystemExit(
                 f"the result of {self.name} at seed {self.seed} has settings {measured['settings']}, the job now "
@@ -214,6 +218,13 @@ class Experiment:
         if not file.exists():
             raise SystemExit(f"{file} is missing: seed 0 of {name} chooses the setting; run that first")
         return float(json.loads(file.read_text())["setting"])
+
+    @contextmanager
+    def measured_policy(self) -> Iterator[tuple[Run, Stage, Path]]:
+        """The run of an arm whose result is there, the stage whose rollout settings it takes, and its policy."""
+        setting = json.loads((self.results / f"{self.name}-{self.seed}.json").read_text())["setting"]
+        with self._run(setting) as (run, stage):
+            yield run, stage, self._policy(run, setting)
 
     @contextmanager
     def _run(self, setting: float, *more: str) -> Iterator[tuple[Run, Stage]]:
@@ -394,7 +405,7 @@ class Apart(NamedTuple):
 
 def apart(run: Run, stage: Stage, folder: Path, other: Path, domain: str, *, prompts: int = DISTANCE_PROMPTS) -> Apart:
     """A policy beside another, on its answers to a domain's first training prompts."""
-    questions = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:prompts]
+    questions = sorted(run.store.prompts(split="train", domains=[domain]), key=in_order)[:prompts]
     pairs = []
     for prompt, response in zip(questions, answer(run, stage, folder, 1, questions), strict=True):
         prompt_ids = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
@@ -439,21 +450,34 @@ def spent_seconds(run: Run, stage: str) -> float:
 
 def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:
     """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
-    prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
-    outcomes_by_domain: dict[str, list[tuple[float, bool | None]]] = {}
-    with Verifiers(run) as verifiers:
-        for prompt, response in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
-            outcome = verifiers.verify(prompt, response.ids, response.mask)
-            if isinstance(outcome, Unscorable):
-                raise InputError(f"prompt {prompt.prompt_id!r}: {outcome.reason}; an arm is graded on every prompt")
-            outcomes_by_domain.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
+    prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=in_order)
+    outcomes_by_domain: dict[str, list[Outcome]] = {}
+    for prompt, outcome in zip(prompts, verified(run, prompts, answer(run, stage, folder, 1, prompts)), strict=True):
+        outcomes_by_domain.setdefault(prompt.domain, []).append(outcome)
     return {
         domain: {
-            "correct": "".join(str(int(bool(correct))) for _, correct in outcomes),
-            "reward": round(float(np.mean([reward for reward, _ in outcomes])), 4),
+            "correct": digits(outcomes),
+            "reward": round(float(np.mean([outcome.reward for outcome in outcomes])), 4),
         }
         for domain, outcomes in outcomes_by_domain.items()
     }
+
+
+def verified(run: Run, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Outcome]:
+    """What the verifiers of their domains say of answers. Raises InputError for one that cannot be scored."""
+    outcomes = []
+    with Verifiers(run) as verifiers:
+        for prompt, given in zip(prompts, answers, strict=True):
+            outcome = verifiers.verify(prompt, given.ids, given.mask)
+            if isinstance(outcome, Unscorable):
+                raise InputError(f"prompt {prompt.prompt_id!r}: {outcome.reason}; an arm is graded on every prompt")
+            outcomes.append(outcome)
+    return outcomes
+
+
+def digits(outcomes: Sequence[Outcome]) -> str:
+    """A 1 for every answer that is entirely right, a 0 for every other."""
+    return "".join(str(int(bool(outcome.correct))) for outcome in outcomes)
 
 
 def mean_right(domains: dict[str, dict[str, Any]]) -> float:
@@ -461,7 +485,8 @@ def mean_right(domains: dict[str, dict[str, Any]]) -> float:
     return float(np.mean([d["correct"].count("1") / len(d["correct"]) for d in domains.values()])) if domains else 0.0
 
 
-def _order(prompt: Prompt) -> tuple[str, int]:
+def in_order(prompt: Prompt) -> tuple[str, int]:
+    """Key that puts prompts in the order in which results have them."""
     return prompt.domain, int(prompt.prompt_id.rpartition("-")[2])
 
 

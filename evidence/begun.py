@@ -1,0 +1,90 @@
+"""Ask an arm's policy for capitals again with the answer begun, "The capital of Chile is": what does it still know?
+
+    python evidence/begun.py JOB ARM SEED [--results DIR] [--stores DIR]
+
+Takes the policy of an arm that run_arm.py has measured, from its store. Writes jobs/JOB/results/begun/ARM-SEED.json, of
+the evaluation split, or does nothing if that file is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from comparisons import COMPARISONS
+from run_arm import Experiment, digits, in_order, verified
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.records import Prompt, sample_uid
+from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.sampling import sample_key
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.provenance import provenance
+from mopd_dataplane.run.steps.evaluate import generate
+
+DOMAIN = "capital"
+QUESTION = "What is "
+
+
+def main() -> None:
+    """Measure one arm at one seed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    jobs = [name for name, comparison in COMPARISONS.items() if DOMAIN in comparison.job.domains]
+    parser.add_argument("job", choices=jobs, metavar="JOB", help=f"one of {', '.join(jobs)}")
+    parser.add_argument("arm", metavar="ARM")
+    parser.add_argument("seed", type=int, metavar="SEED")
+    parser.add_argument("--results", type=Path, help="folder of the results; default: jobs/JOB/results")
+    parser.add_argument("--stores", type=Path, help="folder of the stores; default: runs/JOB")
+    options = parser.parse_args()
+    comparison = COMPARISONS[options.job]
+    if options.arm not in comparison.arms:
+        parser.error(f"job {options.job} has no arm {options.arm!r}; its arms: {', '.join(comparison.arms)}")
+    results = options.results or comparison.folder / "results"
+    stores = options.stores or Path("runs") / comparison.folder.name
+    out = results / "begun" / f"{options.arm}-{options.seed}.json"
+    if out.exists():
+        print(f"{out} exists; nothing to run")
+        return
+    measured = measure(Experiment(comparison, options.arm, options.seed, stores, results))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    publish_file(out, (json.dumps(measured, indent=1) + "\n").encode())
+
+
+def measure(experiment: Experiment) -> dict[str, object]:
+    """The content of the file of an arm at a seed."""
+    with experiment.measured_policy() as (run, stage, folder):
+        return {
+            "arm": experiment.name, "seed": experiment.seed, "split": "eval",
+            "right": {DOMAIN: {"correct": begun(run, stage, folder)}},
+            **provenance(run.job, stages=experiment.stages),
+        }  # fmt: skip
+
+
+def begun(run: Run, stage: Stage, folder: Path) -> str:
+    """A digit for every capital of the evaluation split, in order: 1 where the begun answer goes on with its name."""
+    prompts = sorted(run.store.prompts(split="eval", domains=[DOMAIN]), key=in_order)
+    request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=stage.rollout.max_new_tokens)
+    requests = []
+    for prompt in prompts:
+        uid = sample_uid(run.job.seed, "begun", prompt.prompt_id, 0, 0)
+        ids = np.array([*run.prompt_ids(prompt), *_beginning(run, prompt)], np.int32)
+        requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid), stop=stage.rollout.stop))
+    with run.engines.use(folder, 1, adapter=stage.adapter) as engine:
+        answers = generate(engine, requests)
+    return digits(verified(run, prompts, answers))
+
+
+def _beginning(run: Run, prompt: Prompt) -> Sequence[int]:
+    """Tokens with which an answer to a question for a capital begins."""
+    subject = prompt.text.removeprefix(QUESTION).removesuffix("?")
+    ids: list[int] = run.tokenizer.encode(f"{subject[0].upper()}{subject[1:]} is", add_special_tokens=False)
+    return ids
+
+
+if __name__ == "__main__":
+    main()
