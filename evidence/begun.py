@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 from comparisons import COMPARISONS
-from run_arm import Experiment, digits, in_order, verified
+from grading import digits, in_order, verified
+from run_arm import Experiment
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Stage
@@ -59,7 +60,7 @@ def measure(experiment: Experiment) -> dict[str, object]:
     """The content of the file of an arm at a seed."""
     with experiment.measured_policy() as (run, stage, folder):
         return {
-            "arm": experiment.name, "seed": experiment.seed, "split": "eval",
+            "arm": experiment.name, "seed": experiment.seed, "split": "eval", "setting": experiment.result["setting"],
             "right": {DOMAIN: {"correct": begun(run, stage, folder)}},
             **provenance(run.job, stages=experiment.stages),
         }  # fmt: skip

@@ -36,6 +36,7 @@ from skill_tables import DATES, SUMS, skill_curves, skill_picture, skill_ratio
 from smollm2_tables import (
     smollm2,
     smollm2_base_teaches,
+    smollm2_begun,
     smollm2_costs,
     smollm2_curves,
     smollm2_json,
@@ -68,7 +69,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "smollm2-search": smollm2_search, "smollm2-skill": partial(skill_curves, DATES),
     "smollm2-ratio": partial(skill_ratio, DATES), "smollm2-sums": partial(skill_curves, SUMS),
     "smollm2-sums-ratio": partial(skill_ratio, SUMS), "smollm2-kept": smollm2_kept,
-    "smollm2-costs": smollm2_costs, "smollm2-base-teaches": smollm2_base_teaches,
+    "smollm2-begun": smollm2_begun, "smollm2-costs": smollm2_costs, "smollm2-base-teaches": smollm2_base_teaches,
     "smollm2-other-base": smollm2_other_base, "conflict": conflict,
     "teacher-count": teacher_count, "selection": selection, "noise": noise, "noise-mixed": noise_mixed,
     "signals": signals,
@@ -87,8 +88,9 @@ def stale() -> Iterator[str]:
         if not picture.exists() or picture.read_text() != draw():
             yield f"{picture.relative_to(ROOT)} differs from the results; run: python evidence/figures.py"
     for folder in sorted(JOBS.glob("*/results")):
-        for result in (*results(folder.parent.name), *results(folder.parent.name, "tried")):
-            yield from _stale_result(folder.parent.name, result)
+        for inner in (".", "tried", "begun"):
+            for result in results(folder.parent.name, inner):
+                yield from _stale_result(folder.parent.name, result)
     stages = module(JOBS / "quickstart" / "signals.py").STAGES
     now = settings_digest(load_job(JOBS / "quickstart"), stages)
     for result in (*gradients("signals"), *gradients("baselines")):

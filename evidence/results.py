@@ -22,7 +22,9 @@ Right = dict[str, np.ndarray]
 
 
 def results(job: str, folder: str = ".") -> list[Result]:
-    """Committed results of a job, by file name. folder: `tried` for those of searches that are not over."""
+    """Committed results of a job, by file name. folder: `tried` for searches that are not over, `begun`
+    for what evidence/begun.py measures.
+    """
     return [json.loads(file.read_text()) for file in sorted((JOBS / job / "results" / folder).glob("*.json"))]
 
 
@@ -74,7 +76,7 @@ def points(apart: Difference) -> str:
 
 
 def paired(ends: dict[int, Right], rival: dict[int, Right]) -> str:
-    """Difference to exact MOPD, paired by prompt, seed by seed."""
+    """Points of accuracy over a rival, paired by prompt, seed by seed."""
     shared = sorted(ends.keys() & rival.keys())
     if not shared:
         return "not run"

@@ -23,27 +23,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from comparisons import COMPARISONS, Arm, Comparison
+from grading import grade, in_order, mean_right
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.load import load_job
 from mopd_dataplane.job.sweep import SweepRun
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
-from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance, settings_digest
-from mopd_dataplane.run.steps.evaluate import Answer, answer
-from mopd_dataplane.run.steps.verifiers import Verifiers
+from mopd_dataplane.run.steps.evaluate import answer
 from mopd_dataplane.run.sweep import run_sweep
-from mopd_dataplane.score.reward import Outcome, Unscorable
 
 DISTANCE_PROMPTS = 100
 """Training prompts of a domain over whose answers a teacher's distance from the base is averaged."""
@@ -75,7 +71,7 @@ def main() -> None:
 
 def run_arm(experiment: Experiment) -> None:
     """Run one arm at one seed unless its result is complete, with the search of its setting where it has one."""
-    out = experiment.results / f"{experiment.name}-{experiment.seed}.json"
+    out = experiment.file
     measured = json.loads(out.read_text()) if out.exists() else None
     is_whole = measured is not None and experiment.is_whole(measured)
     if measured is not None and is_whole and (measured["tried"] or not experiment.searches):
@@ -121,6 +117,19 @@ class Experiment:
     def arm(self) -> Arm:
         """What is run."""
         return self.comparison.arms[self.name]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The content of its file. Raises SystemExit where it has not run."""
+        if not self.file.exists():
+            raise SystemExit(f"{self.file} is missing; first run: python evidence/run_arm.py "
+                             f"{self.comparison.folder.name} {self.name} {self.seed}")  # fmt: skip
+        return dict(json.loads(self.file.read_text()))
+
+    @property
+    def file(self) -> Path:
+        """Its result."""
+        return self.results / f"{self.name}-{self.seed}.json"
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -222,7 +231,7 @@ class Experiment:
     @contextmanager
     def measured_policy(self) -> Iterator[tuple[Run, Stage, Path]]:
         """The run of an arm whose result is there, the stage whose rollout settings it takes, and its policy."""
-        setting = json.loads((self.results / f"{self.name}-{self.seed}.json").read_text())["setting"]
+        setting = self.result["setting"]
         with self._run(setting) as (run, stage):
             yield run, stage, self._policy(run, setting)
 
@@ -446,48 +455,6 @@ def spent_seconds(run: Run, stage: str) -> float:
         f"where stage = '{stage}' and kind = 'stage_time' and detail not like '%evaluate%'"
     )
     return float(rows["seconds"][0].as_py())
-
-
-def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:
-    """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
-    prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=in_order)
-    outcomes_by_domain: dict[str, list[Outcome]] = {}
-    for prompt, outcome in zip(prompts, verified(run, prompts, answer(run, stage, folder, 1, prompts)), strict=True):
-        outcomes_by_domain.setdefault(prompt.domain, []).append(outcome)
-    return {
-        domain: {
-            "correct": digits(outcomes),
-            "reward": round(float(np.mean([outcome.reward for outcome in outcomes])), 4),
-        }
-        for domain, outcomes in outcomes_by_domain.items()
-    }
-
-
-def verified(run: Run, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Outcome]:
-    """What the verifiers of their domains say of answers. Raises InputError for one that cannot be scored."""
-    outcomes = []
-    with Verifiers(run) as verifiers:
-        for prompt, given in zip(prompts, answers, strict=True):
-            outcome = verifiers.verify(prompt, given.ids, given.mask)
-            if isinstance(outcome, Unscorable):
-                raise InputError(f"prompt {prompt.prompt_id!r}: {outcome.reason}; an arm is graded on every prompt")
-            outcomes.append(outcome)
-    return outcomes
-
-
-def digits(outcomes: Sequence[Outcome]) -> str:
-    """A 1 for every answer that is entirely right, a 0 for every other."""
-    return "".join(str(int(bool(outcome.correct))) for outcome in outcomes)
-
-
-def mean_right(domains: dict[str, dict[str, Any]]) -> float:
-    """Mean over domains of the share that is entirely right; 0 of none."""
-    return float(np.mean([d["correct"].count("1") / len(d["correct"]) for d in domains.values()])) if domains else 0.0
-
-
-def in_order(prompt: Prompt) -> tuple[str, int]:
-    """Key that puts prompts in the order in which results have them."""
-    return prompt.domain, int(prompt.prompt_id.rpartition("-")[2])
 
 
 if __name__ == "__main__":
