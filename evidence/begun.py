@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from run_arm import Experiment
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Stage
-from mopd_dataplane.records import Prompt, sample_uid
+from mopd_dataplane.records import sample_uid
 from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
@@ -61,30 +60,30 @@ def measure(experiment: Experiment) -> dict[str, object]:
     with experiment.measured_policy() as (run, stage, folder):
         return {
             "arm": experiment.name, "seed": experiment.seed, "split": "eval", "setting": experiment.result["setting"],
-            "right": {DOMAIN: {"correct": begun(run, stage, folder)}},
+            "right": {DOMAIN: {"correct": digits_of_begun(run, stage, folder)}},
             **provenance(run.job, stages=experiment.stages),
         }  # fmt: skip
 
 
-def begun(run: Run, stage: Stage, folder: Path) -> str:
+def digits_of_begun(run: Run, stage: Stage, folder: Path) -> str:
     """A digit for every capital of the evaluation split, in order: 1 where the begun answer goes on with its name."""
     prompts = sorted(run.store.prompts(split="eval", domains=[DOMAIN]), key=in_order)
     request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=stage.rollout.max_new_tokens)
     requests = []
     for prompt in prompts:
         uid = sample_uid(run.job.seed, "begun", prompt.prompt_id, 0, 0)
-        ids = np.array([*run.prompt_ids(prompt), *_beginning(run, prompt)], np.int32)
+        begun_ids = run.tokenizer.encode(beginning(prompt.text), add_special_tokens=False)
+        ids = np.array([*run.prompt_ids(prompt), *begun_ids], np.int32)
         requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid), stop=stage.rollout.stop))
     with run.engines.use(folder, 1, adapter=stage.adapter) as engine:
         answers = generate(engine, requests)
     return digits(verified(run, prompts, answers))
 
 
-def _beginning(run: Run, prompt: Prompt) -> Sequence[int]:
-    """Tokens with which an answer to a question for a capital begins."""
-    subject = prompt.text.removeprefix(QUESTION).removesuffix("?")
-    ids: list[int] = run.tokenizer.encode(f"{subject[0].upper()}{subject[1:]} is", add_special_tokens=False)
-    return ids
+def beginning(question: str) -> str:
+    """How an answer to a question for a capital begins."""
+    subject = question.removeprefix(QUESTION).removesuffix("?")
+    return f"{subject[0].upper()}{subject[1:]} is"
 
 
 if __name__ == "__main__":

@@ -120,6 +120,20 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     arms.main()
     assert "exists; nothing to run" in capsys.readouterr().out
 
+    begun = importlib.import_module("begun")
+    monkeypatch.setattr("sys.argv", ["begun.py", "small", "mopd-exact", "0", *words])
+    begun.main()
+    asked_again = json.loads((tmp_path / "results" / "begun" / "mopd-exact-0.json").read_text())
+    assert len(asked_again["right"]["capital"]["correct"]) == 3
+    assert asked_again["settings"] == said["mopd-exact"]["settings"]
+    capsys.readouterr()
+    begun.main()
+    assert "exists; nothing to run" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["begun.py", "small", "date", "0", *words])
+    with pytest.raises(SystemExit, match=r"first run: python evidence/run_arm.py small date 0"):
+        begun.main()
+    monkeypatch.setattr("sys.argv", ["run_arm.py", "small", "mopd-exact", "0", *words])
+
     by_name["mopd-exact"] = arms.Arm("exact", ("mopd-exact",), settings=(0.5, 1.0))
     monkeypatch.setitem(
         arms.COMPARISONS, "small", arms.Comparison(job, by_name, SPECIALISTS, points=1, searched_version=1)
