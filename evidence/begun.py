@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from run_arm import Experiment
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Stage
-from mopd_dataplane.records import sample_uid
+from mopd_dataplane.records import Prompt, sample_uid
 from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.provenance import provenance
-from mopd_dataplane.run.steps.evaluate import generate
+from mopd_dataplane.run.steps.evaluate import Answer, answer, generate
 
 DOMAIN = "capital"
 QUESTION = "What is "
@@ -56,18 +57,28 @@ def main() -> None:
 
 
 def measure(experiment: Experiment) -> dict[str, object]:
-    """The content of the file of an arm at a seed."""
+    """The content of the file of an arm at a seed: a digit for every capital of the evaluation split, in order.
+
+    asked: 1 where the policy's own answer is right. begins: 1 where it begins as `beginning` does. begun: 1 where it is
+    right when it has been begun like that.
+    """
     with experiment.measured_policy() as (run, stage, folder):
+        prompts = sorted(run.store.prompts(split="eval", domains=[DOMAIN]), key=in_order)
+        own = answer(run, stage, folder, 1, prompts)
+        begins = [
+            run.decode(one.ids).startswith(beginning(prompt.text)) for prompt, one in zip(prompts, own, strict=True)
+        ]
         return {
             "arm": experiment.name, "seed": experiment.seed, "split": "eval", "setting": experiment.result["setting"],
-            "right": {DOMAIN: {"correct": digits_of_begun(run, stage, folder)}},
+            "asked": digits(verified(run, prompts, own)),
+            "begins": "".join(str(int(one)) for one in begins),
+            "begun": digits(verified(run, prompts, begun_answers(run, stage, folder, prompts))),
             **provenance(run.job, stages=experiment.stages),
         }  # fmt: skip
 
 
-def digits_of_begun(run: Run, stage: Stage, folder: Path) -> str:
-    """A digit for every capital of the evaluation split, in order: 1 where the begun answer goes on with its name."""
-    prompts = sorted(run.store.prompts(split="eval", domains=[DOMAIN]), key=in_order)
+def begun_answers(run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
+    """What a policy writes behind the beginning of each answer."""
     request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=stage.rollout.max_new_tokens)
     requests = []
     for prompt in prompts:
@@ -76,8 +87,7 @@ def digits_of_begun(run: Run, stage: Stage, folder: Path) -> str:
         ids = np.array([*run.prompt_ids(prompt), *begun_ids], np.int32)
         requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid), stop=stage.rollout.stop))
     with run.engines.use(folder, 1, adapter=stage.adapter) as engine:
-        answers = generate(engine, requests)
-    return digits(verified(run, prompts, answers))
+        return generate(engine, requests)
 
 
 def beginning(question: str) -> str:

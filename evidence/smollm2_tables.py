@@ -10,7 +10,7 @@ from evidence_figure import accuracy, learns_all
 from evidence_tables import along, cost, ends_after, ends_of, of_arms
 from numpy.typing import NDArray
 from pictures import Curve, Panel, panels_picture
-from results import Result, Right, line, mean, over_seeds, paired, recovery, results, right, tried
+from results import Result, Right, line, mean, over_seeds, paired, recovery, results, tried
 from skill_tables import DATES
 
 from mopd_dataplane.prompts import load_prompts
@@ -184,19 +184,18 @@ def smollm2_base_teaches() -> str:
 
 def smollm2_begun() -> str:
     """Capitals that nobody is trained on: asked for, and with the answer begun, of what evidence/begun.py measured."""
-    by_arm = {name: [run for run in results(JOB, "begun") if run["arm"] == name] for name in _FROM_THE_BASE}
-    free_by_arm = of_arms(JOB, _FROM_THE_BASE)
-    head = ("arm", "asked for", "points over the base", "answer begun", "points over the base", "seeds")
+    measured = results(JOB, "begun")
+    head = ("arm", "right", "begins so", "right when begun so", "points over the base", "seeds")
     lines = [line(*head), line(*["---"] * len(head))]
-    base = {name: _capitals(runs["base"]) for name, runs in (("free", free_by_arm), ("begun", by_arm))}
-    for name, runs in by_arm.items():
+    base = _capitals([run for run in measured if run["arm"] == "base"], "begun")
+    for name in _FROM_THE_BASE:
+        runs = [run for run in measured if run["arm"] == name]
         if not runs:
             continue
-        begun = _capitals(runs)
-        free = {seed: end for seed, end in _capitals(free_by_arm[name]).items() if seed in begun}
-        cells = [over_seeds([*free.values()]), "" if name == "base" else paired(free, base["free"])]
-        cells += [over_seeds([*begun.values()]), "" if name == "base" else paired(begun, base["begun"])]
-        lines.append(line(name, *cells, ", ".join(map(str, sorted(begun)))))
+        asked, begins, begun = (_capitals(runs, of) for of in ("asked", "begins", "begun"))
+        cells = [over_seeds([*ends.values()]) for ends in (asked, begins, begun)]
+        cells += ["" if name == "base" else paired(begun, base), ", ".join(map(str, sorted(begun)))]
+        lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -273,10 +272,9 @@ def _in_domains(ends: dict[int, Right], domains: Iterable[str]) -> dict[int, Rig
     return {seed: {domain: end[domain] for domain in domains} for seed, end in ends.items()}
 
 
-def _capitals(runs: list[Result]) -> dict[int, Right]:
-    """Which capitals were right, by seed: at the end of a curve, or of a result without one."""
-    ends = {run["seed"]: right(run["curve"][-1]["right"] if "curve" in run else run["right"]) for run in runs}
-    return {seed: {"capital": end["capital"]} for seed, end in ends.items()}
+def _capitals(runs: list[Result], of: str) -> dict[int, Right]:
+    """What evidence/begun.py has measured of every capital, by seed. of: `asked`, `begins` or `begun`."""
+    return {run["seed"]: {"capital": np.array([int(digit) for digit in run[of]])} for run in runs}
 
 
 def _nearest(name: str, answers: int) -> int:

@@ -124,7 +124,8 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     monkeypatch.setattr("sys.argv", ["begun.py", "small", "mopd-exact", "0", *words])
     begun.main()
     asked_again = json.loads((tmp_path / "results" / "begun" / "mopd-exact-0.json").read_text())
-    assert len(asked_again["right"]["capital"]["correct"]) == 3
+    assert asked_again["asked"] == said["mopd-exact"]["curve"][-1]["right"]["capital"]["correct"]
+    assert len(asked_again["begun"]) == len(asked_again["begins"]) == 3
     assert asked_again["settings"] == said["mopd-exact"]["settings"]
     capsys.readouterr()
     begun.main()
