@@ -183,7 +183,7 @@ def smollm2_base_teaches() -> str:
 
 
 def smollm2_begun() -> str:
-    """Capitals that nobody is trained on: asked for, and with the answer begun, of what evidence/begun.py measured."""
+    """Capitals that nobody is trained on: asked for, and with the answer begun, as evidence/begun_answers.py has it."""
     measured = results(JOB, "begun")
     head = ("arm", "right", "begins so", "right when begun so", "points over the base", "seeds")
     lines = [line(*head), line(*["---"] * len(head))]
@@ -192,9 +192,9 @@ def smollm2_begun() -> str:
         runs = [run for run in measured if run["arm"] == name]
         if not runs:
             continue
-        asked, begins, begun = (_capitals(runs, of) for of in ("asked", "begins", "begun"))
-        cells = [over_seeds([*ends.values()]) for ends in (asked, begins, begun)]
-        cells += ["" if name == "base" else paired(begun, base), ", ".join(map(str, sorted(begun)))]
+        cells = [over_seeds([*_capitals(runs, of).values()]) for of in ("asked", "begins", "begun")]
+        cells += ["" if name == "base" else paired(_capitals(runs, "begun"), base)]
+        cells += [", ".join(str(run["seed"]) for run in runs)]
         lines.append(line(name, *cells))
     return "\n".join(lines) + "\n"
 
@@ -273,7 +273,7 @@ def _in_domains(ends: dict[int, Right], domains: Iterable[str]) -> dict[int, Rig
 
 
 def _capitals(runs: list[Result], of: str) -> dict[int, Right]:
-    """What evidence/begun.py has measured of every capital, by seed. of: `asked`, `begins` or `begun`."""
+    """What evidence/begun_answers.py has measured of every capital, by seed. of: `asked`, `begins` or `begun`."""
     return {run["seed"]: {"capital": np.array([int(digit) for digit in run[of]])} for run in runs}
 
 

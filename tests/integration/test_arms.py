@@ -120,19 +120,19 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     arms.main()
     assert "exists; nothing to run" in capsys.readouterr().out
 
-    begun = importlib.import_module("begun")
-    monkeypatch.setattr("sys.argv", ["begun.py", "small", "mopd-exact", "0", *words])
-    begun.main()
+    begun_answers = importlib.import_module("begun_answers")
+    monkeypatch.setattr("sys.argv", ["begun_answers.py", "small", "mopd-exact", "0", *words])
+    begun_answers.main()
     asked_again = json.loads((tmp_path / "results" / "begun" / "mopd-exact-0.json").read_text())
     assert asked_again["asked"] == said["mopd-exact"]["curve"][-1]["right"]["capital"]["correct"]
     assert len(asked_again["begun"]) == len(asked_again["begins"]) == 3
     assert asked_again["settings"] == said["mopd-exact"]["settings"]
     capsys.readouterr()
-    begun.main()
+    begun_answers.main()
     assert "exists; nothing to run" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["begun.py", "small", "date", "0", *words])
+    monkeypatch.setattr("sys.argv", ["begun_answers.py", "small", "date", "0", *words])
     with pytest.raises(SystemExit, match=r"first run: python evidence/run_arm.py small date 0"):
-        begun.main()
+        begun_answers.main()
     monkeypatch.setattr("sys.argv", ["run_arm.py", "small", "mopd-exact", "0", *words])
 
     by_name["mopd-exact"] = arms.Arm("exact", ("mopd-exact",), settings=(0.5, 1.0))

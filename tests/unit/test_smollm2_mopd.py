@@ -73,7 +73,7 @@ def test_a_capital_is_right_where_its_name_is_said(response: str, is_right: bool
 
 def test_an_answer_to_a_question_for_a_capital_is_begun_as_people_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(JOBS.parent / "evidence"))
-    beginning = import_module("begun").beginning
+    beginning = import_module("begun_answers").beginning
     assert beginning("What is the capital of the Czech Republic?") == "The capital of the Czech Republic is"
     beginnings = [beginning(prompt.text) for prompt in prompts("capital")]
     assert all(re.fullmatch(r"The capital of \S.* is", text) for text in beginnings)

@@ -1,6 +1,6 @@
 """Ask an arm's policy for capitals again with the answer begun, "The capital of Chile is": what does it still know?
 
-    python evidence/begun.py JOB ARM SEED [--results DIR] [--stores DIR]
+    python evidence/begun_answers.py JOB ARM SEED [--results DIR] [--stores DIR]
 
 Takes the policy of an arm that run_arm.py has measured, from its store. Writes jobs/JOB/results/begun/ARM-SEED.json, of
 the evaluation split, or does nothing if that file is there.
@@ -64,14 +64,14 @@ def measure(experiment: Experiment) -> dict[str, object]:
     """
     with experiment.measured_policy() as (run, stage, folder):
         prompts = sorted(run.store.prompts(split="eval", domains=[DOMAIN]), key=in_order)
-        own = answer(run, stage, folder, 1, prompts)
-        begins = [
-            run.decode(one.ids).startswith(beginning(prompt.text)) for prompt, one in zip(prompts, own, strict=True)
+        own_answers = answer(run, stage, folder, 1, prompts)
+        starts = [
+            run.decode(own.ids).startswith(beginning(p.text)) for p, own in zip(prompts, own_answers, strict=True)
         ]
         return {
             "arm": experiment.name, "seed": experiment.seed, "split": "eval", "setting": experiment.result["setting"],
-            "asked": digits(verified(run, prompts, own)),
-            "begins": "".join(str(int(one)) for one in begins),
+            "asked": digits(verified(run, prompts, own_answers)),
+            "begins": "".join(str(int(start)) for start in starts),
             "begun": digits(verified(run, prompts, begun_answers(run, stage, folder, prompts))),
             **provenance(run.job, stages=experiment.stages),
         }  # fmt: skip
