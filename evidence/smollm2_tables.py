@@ -173,11 +173,13 @@ def smollm2_base_teaches() -> str:
         if not runs:
             lines.append(line(says, *["not run"] * (len(head) - 1)))
             continue
-        ends = exact if runs is every_seed["mopd-exact"] else ends_of(runs)
+        is_without = runs is every_seed["mopd-exact"]
+        ends = exact if is_without else ends_of(runs)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in (*taught, "capital")]
         capital = ({seed: {"capital": end["capital"]} for seed, end in which.items()} for which in (ends, exact))
-        cells += ["" if ends is exact else paired(*capital)]
-        cells += [f"{mean(_tokens_after(run, _WITH_THE_BASE) for run in runs):,.0f}"]
+        cells += ["" if is_without else paired(*capital)]
+        tokens = (_tokens_after(run, _WITH_THE_BASE) if is_without else run["curve"][-1]["tokens"] for run in runs)
+        cells += [f"{mean(tokens):,.0f}"]
         lines.append(line(says, *cells, ", ".join(map(str, sorted(ends)))))
     return "\n".join(lines) + "\n"
 
