@@ -26,7 +26,7 @@ def accuracy_picture() -> str:
     }
     panels = (
         Panel(
-            title="SmolLM2-135M, mean of up to three seeds", curves=smol_curves,
+            title="SmolLM2-135M, mean of three seeds", curves=smol_curves,
             levels={**smol_levels, **_specialists(smol)},
             ticks=(0, 384, 768, 1536, 2304, 3072), width=620,
         ),
