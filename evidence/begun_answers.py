@@ -11,25 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from comparisons import COMPARISONS
-from grading import digits, in_order, verified
-from run_arm import Experiment
+from grading import digits, in_order, verify
+from run_arm import Experiment, experiment_of
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Stage
-from mopd_dataplane.records import Prompt, sample_uid
-from mopd_dataplane.rollout.engines.engine import Request
-from mopd_dataplane.rollout.engines.sampling import sample_key
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.provenance import provenance
-from mopd_dataplane.run.steps.evaluate import Answer, answer, generate
+from mopd_dataplane.run.steps.evaluate import Answer, answer, evaluation_requests, generate
 
 DOMAIN = "capital"
-QUESTION = "What is "
+_QUESTION_START = "What is "
 
 
 def main() -> None:
@@ -41,17 +39,12 @@ def main() -> None:
     parser.add_argument("seed", type=int, metavar="SEED")
     parser.add_argument("--results", type=Path, help="folder of the results; default: jobs/JOB/results")
     parser.add_argument("--stores", type=Path, help="folder of the stores; default: runs/JOB")
-    options = parser.parse_args()
-    comparison = COMPARISONS[options.job]
-    if options.arm not in comparison.arms:
-        parser.error(f"job {options.job} has no arm {options.arm!r}; its arms: {', '.join(comparison.arms)}")
-    results = options.results or comparison.folder / "results"
-    stores = options.stores or Path("runs") / comparison.folder.name
-    out = results / "begun" / f"{options.arm}-{options.seed}.json"
+    experiment = experiment_of(parser, parser.parse_args())
+    out = experiment.results / "begun" / experiment.file.name
     if out.exists():
         print(f"{out} exists; nothing to run")
         return
-    measured = measure(Experiment(comparison, options.arm, options.seed, stores, results))
+    measured = measure(experiment)
     out.parent.mkdir(parents=True, exist_ok=True)
     publish_file(out, (json.dumps(measured, indent=1) + "\n").encode())
 
@@ -70,29 +63,26 @@ def measure(experiment: Experiment) -> dict[str, object]:
         ]
         return {
             "arm": experiment.name, "seed": experiment.seed, "split": "eval", "setting": experiment.result["setting"],
-            "asked": digits(verified(run, prompts, own_answers)),
+            "asked": digits(verify(run, prompts, own_answers)),
             "begins": "".join(str(int(start)) for start in starts),
-            "begun": digits(verified(run, prompts, begun_answers(run, stage, folder, prompts))),
+            "begun": digits(verify(run, prompts, begun_answers(run, stage, folder, prompts))),
             **provenance(run.job, stages=experiment.stages),
         }  # fmt: skip
 
 
 def begun_answers(run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
     """What a policy writes behind the beginning of each answer."""
-    request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=stage.rollout.max_new_tokens)
     requests = []
-    for prompt in prompts:
-        uid = sample_uid(run.job.seed, "begun", prompt.prompt_id, 0, 0)
+    for prompt, request in zip(prompts, evaluation_requests(run, stage, prompts), strict=True):
         begun_ids = run.tokenizer.encode(beginning(prompt.text), add_special_tokens=False)
-        ids = np.array([*run.prompt_ids(prompt), *begun_ids], np.int32)
-        requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid), stop=stage.rollout.stop))
+        requests.append(replace(request, prefix_ids=np.array(begun_ids, np.int32)))
     with run.engines.use(folder, 1, adapter=stage.adapter) as engine:
         return generate(engine, requests)
 
 
 def beginning(question: str) -> str:
     """How an answer to a question for a capital begins."""
-    subject = question.removeprefix(QUESTION).removesuffix("?")
+    subject = question.removeprefix(_QUESTION_START).removesuffix("?")
     return f"{subject[0].upper()}{subject[1:]} is"
 
 

@@ -21,7 +21,7 @@ def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[st
     """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
     prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=in_order)
     outcomes_by_domain: dict[str, list[Outcome]] = {}
-    for prompt, outcome in zip(prompts, verified(run, prompts, answer(run, stage, folder, 1, prompts)), strict=True):
+    for prompt, outcome in zip(prompts, verify(run, prompts, answer(run, stage, folder, 1, prompts)), strict=True):
         outcomes_by_domain.setdefault(prompt.domain, []).append(outcome)
     return {
         domain: {
@@ -32,8 +32,8 @@ def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[st
     }
 
 
-def verified(run: Run, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Outcome]:
-    """What the verifiers of their domains say of answers. Raises InputError for one that cannot be scored."""
+def verify(run: Run, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Outcome]:
+    """What the verifiers of their domains make of answers. Raises InputError for one that cannot be scored."""
     outcomes = []
     with Verifiers(run) as verifiers:
         for prompt, given in zip(prompts, answers, strict=True):

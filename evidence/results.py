@@ -22,8 +22,9 @@ Right = dict[str, np.ndarray]
 
 
 def results(job: str, folder: str = ".") -> list[Result]:
-    """Committed results of a job, by file name. folder: `tried` for searches that are not over, `begun`
-    for what evidence/begun_answers.py measures.
+    """Committed results of a job, by file name.
+
+    folder: `tried` for searches that are not over, `begun` for what begun_answers.py measures.
     """
     return [json.loads(file.read_text()) for file in sorted((JOBS / job / "results" / folder).glob("*.json"))]
 

@@ -58,15 +58,21 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder of the results; default: jobs/JOB/results")
     parser.add_argument("--stores", type=Path, help="folder of the stores; default: runs/JOB")
     options = parser.parse_args()
-    comparison = COMPARISONS[options.job]
     if options.arm is None:
-        print("\n".join(f"{name:<22} {arm.description}" for name, arm in comparison.arms.items()))
+        arms = COMPARISONS[options.job].arms
+        print("\n".join(f"{name:<22} {arm.description}" for name, arm in arms.items()))
         return
+    run_arm(experiment_of(parser, options))
+
+
+def experiment_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Experiment:
+    """The experiment that a command line names. Exits with the parser's error when the job has no such arm."""
+    comparison = COMPARISONS[options.job]
     if options.arm not in comparison.arms:
         parser.error(f"job {options.job} has no arm {options.arm!r}; its arms: {', '.join(comparison.arms)}")
     results = options.results or comparison.folder / "results"
     stores = options.stores or Path("runs") / comparison.folder.name
-    run_arm(Experiment(comparison, options.arm, options.seed, stores, results))
+    return Experiment(comparison, options.arm, options.seed, stores, results)
 
 
 def run_arm(experiment: Experiment) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from mopd_dataplane.models.hf import load_tokenizer
 from mopd_dataplane.models.tiny import FAMILIES, of_family
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -121,8 +122,13 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     assert "exists; nothing to run" in capsys.readouterr().out
 
     begun_answers = importlib.import_module("begun_answers")
+    generate, requests = begun_answers.generate, []
+    monkeypatch.setattr(begun_answers, "generate", lambda engine, new: requests.extend(new) or generate(engine, new))
     monkeypatch.setattr("sys.argv", ["begun_answers.py", "small", "mopd-exact", "0", *words])
     begun_answers.main()
+    beginnings = [load_tokenizer(tmp_path / "model").decode(request.prefix_ids) for request in requests]
+    assert len(beginnings) == 3
+    assert all(re.fullmatch(r"The capital of \S.* is", text) for text in beginnings)
     asked_again = json.loads((tmp_path / "results" / "begun" / "mopd-exact-0.json").read_text())
     assert asked_again["asked"] == said["mopd-exact"]["curve"][-1]["right"]["capital"]["correct"]
     assert len(asked_again["begun"]) == len(asked_again["begins"]) == 3

@@ -105,13 +105,7 @@ def best_evaluated(run: Run, stage: Stage) -> list[int]:
 
 def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]) -> list[Answer]:
     """A policy's answers to prompts at the evaluation temperature."""
-    limit = run.job.eval.max_new_tokens or stage.rollout.max_new_tokens
-    request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=limit, stop=stage.rollout.stop)
-    requests = []
-    for prompt in prompts:
-        uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
-        ids = np.array(run.prompt_ids(prompt), np.int32)
-        requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid)))
+    requests = evaluation_requests(run, stage, prompts)
     environment = environments_of(run.job, list(run.job.domains), run.tokenizer, run.decode)
     with (
         run.engines.use(folder, version, adapter=stage.adapter) as engine,
@@ -123,6 +117,18 @@ def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence
             return generate(engine, requests)
         turns = UnloggedTurns(environment, Path(scratch))
         return generate(engine, requests, lambda index, *said: turns.reply(prompts[index], requests[index].uid, *said))
+
+
+def evaluation_requests(run: Run, stage: Stage, prompts: Sequence[Prompt]) -> list[Request]:
+    """One generation for each prompt, at the evaluation temperature."""
+    limit = run.job.eval.max_new_tokens or stage.rollout.max_new_tokens
+    request = partial(Request, temperature=run.job.eval.temperature, max_new_tokens=limit, stop=stage.rollout.stop)
+    requests = []
+    for prompt in prompts:
+        uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
+        ids = np.array(run.prompt_ids(prompt), np.int32)
+        requests.append(request(uid=uid, prompt_ids=ids, key=sample_key(uid)))
+    return requests
 
 
 @dataclass(kw_only=True)
